@@ -34,11 +34,11 @@ class Backends:
     regions: CompiledRegions | None = None
     """Compiles the torch code between kernels if ops and linear use torch (--enable-torch-compile)."""
     fuse_shared_experts: bool = True
-    """Shared experts may lie behind the routed ones (--disable-shared-experts-fusion: they may not)."""
+    """Whether shared experts may be stored after the routed ones (not with --disable-shared-experts-fusion)."""
     indexer: IndexerKernel | None = None
-    """Of a model with sparse attention."""
+    """The indexer of a model with sparse attention."""
     delta: DeltaKernel | None = None
-    """Of a model with gated delta nets."""
+    """The delta rule of a model with gated delta nets."""
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
@@ -74,7 +74,7 @@ class KernelPlan:
 
     @property
     def refuses_capture(self) -> str | None:
-        """Why steps with these rows cannot be captured as CUDA graphs, or None."""
+        """The reason why steps with these rows cannot be captured as CUDA graphs, or None."""
         rows = (choice.row for choice in self.choices if choice.family != "experts" or self.need.moe)
         return next((why for row in rows if (why := row.refuses_capture(self.device, self.need))), None)
 
@@ -98,7 +98,7 @@ class LaunchKernels:
     model: KernelPlan
     draft: KernelPlan | None = None
     uncaptured: str | None = None
-    """Why decodes are not captured as CUDA graphs, or None."""
+    """The reason why decodes are not captured as CUDA graphs, or None."""
 
     @property
     def page_size(self) -> int:

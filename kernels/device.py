@@ -72,7 +72,7 @@ class Need:
 
 @lru_cache
 def cpu_device() -> Device:
-    """This machine's CPU, its instruction sets and its C++ compiler (None where there is none)."""
+    """This machine's CPU, its instruction sets and its C++ compiler (or None)."""
     flags: frozenset[str] = frozenset()
     name = platform.processor() or platform.machine()
     try:
@@ -103,7 +103,7 @@ def probe(kind: str) -> Device:
 
 
 def probe_or_absent(kind: str) -> Device:
-    """As `probe`; a device to compile for if this machine has none of that kind."""
+    """As `probe`; if this machine has no device of that kind, one to compile for."""
     try:
         return probe(kind)
     except ValueError:
@@ -113,6 +113,6 @@ def probe_or_absent(kind: str) -> Device:
 def multiplies_fp8(kind: str) -> bool:
     """Whether a device of that kind has e4m3 matrix products: CUDA from compute capability 8.9 on."""
     if kind != "cuda":
-        return True  # the interpreter, and ahead-of-time compilation for devices that do
+        return True  # the interpreter, and ahead-of-time compilation for devices with FP8 products
     capability = probe(kind).capability
     return capability is not None and capability >= (8, 9)

@@ -228,4 +228,4 @@ FAMILIES: dict[str, list[Row]] = {
     "indexer": INDEXER,
     "delta": DELTA,
 }
-"""Every family; attention is one per kind."""
+"""The rows of every family; attention has one family per kind."""

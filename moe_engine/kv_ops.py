@@ -1,4 +1,4 @@
-"""Copies between the KV pool, a connector's memory and storage, as plans carry them and workers report them."""
+"""Copies between the KV pool, a connector's memory and storage, as contained in plans and reported by workers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class KVBackup:
 
 
 class KVReport(NamedTuple):
-    """Progress of a fetch or backup on one rank, or the least of all ranks: the number of leading pages that are read,
-    found or stored. Nothing of the operation reads or writes memory after the report with `ended`."""
+    """Progress of a fetch or backup on one rank, or the minimum over all ranks: the number of leading pages that are
+    read, found or stored. The operation accesses no memory after the report with `ended`."""
 
     id: int
     num_pages: int
@@ -59,17 +59,18 @@ class KVOps:
     fetches: list[KVFetch] = field(default_factory=list)
     backups: list[KVBackup] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
-    """Of the storage below the connector's memory (`scheduler.storage_tier`), behind the stores; `stops` are fetches
-    and backups that end with the page they are at. A number that is repeated behind a failed step is begun once."""
+    """Operations of the storage below the connector's memory (`scheduler.storage_tier`), run after the stores; `stops`
+    are fetches and backups that end with their current page. A number repeated after a failed step is begun once."""
     serial: int = 0
-    """Number of stores for a transfer between servers (`scheduler.prefill_tier`); 0: none of them is."""
+    """Number of the stores, where a transfer between servers waits for some of them (`scheduler.prefill_tier`,
+    `scheduler.decode_tier`); 0: none waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOps:
     """Snapshots of states that a step stores.
 
-    saves: (row, snapshot) pairs, of the states before the step, stored before new rows get theirs.
+    saves: (row, snapshot) pairs, of the states before the step, saved before new rows overwrite them.
     cuts: (row, length, snapshot), of the state after the first `length` tokens of a row, which this step computes.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PAD_TOKENS = 8
-"""Positions a row may exceed the context length by: an overlapped decode whose result is dropped."""
+"""Positions by which a row may exceed the context length: an overlapped decode whose result is dropped."""
 
 
 def row_width(context_len: int, num_drafts: int = 0) -> int:
@@ -16,14 +16,14 @@ def row_width(context_len: int, num_drafts: int = 0) -> int:
 
 
 def window_request_pages(window: int, page_size: int, draft_slots: int = 0) -> int:
-    """Most pages of a window pool that a request needs, without those of its prompt in a step: its window and the slots
-    of two steps' drafts, rounded to pages at both ends; a page that left the window is held back until the step in
+    """Max pages of a window pool that a request needs, without those of its prompt in a step: its window and the slots
+    of two steps' drafts, rounded to pages at both ends. A page that left the window stays allocated until the step in
     flight ends."""
     return -(-(window + 2 * draft_slots) // page_size) + 3
 
 
 def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
-    """Tokens of a window pool with room for `max_rows` requests: prompts of the step to plan and of the step in flight
-    are added."""
+    """Tokens of a window pool that holds `max_rows` requests, and the prompts of the step to plan and of the step in
+    flight."""
     each = window_request_pages(window, page_size, draft_slots)
     return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size

@@ -113,7 +113,7 @@ def build_sampling(
         names: the client's name of a field, where it differs.
 
     Raises:
-        InputError: a field that is not available yet, or values that do not go together.
+        InputError: a field that is not available yet, or values that exclude each other.
     """
     refuse_unavailable(request, where)
 
@@ -155,10 +155,10 @@ def constrained(
     """The parameters with a constraint. Arguments as of `build_sampling`.
 
     Raises:
-        InputError: a parameter does not go together with constraints.
+        InputError: a parameter cannot be combined with constraints.
     """
     for name in ("min_new_tokens", "allowed_token_ids"):
         if getattr(params, name):
             field = f"{where}.{names.get(name, name)}".lstrip(".")
-            raise InputError(f"{field}: does not go together with {constraint.where}; leave one out", field=field)
+            raise InputError(f"{field}: cannot be combined with {constraint.where}; leave one out", field=field)
     return replace(params, constraint=constraint, ignore_eos=False)  # the output ends where the grammar ends

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class GraphSettings:
     """Which steps are captured as CUDA graphs before the first request.
 
-    `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 where
+    `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 if
     drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
     """
 
@@ -79,8 +79,8 @@ class StorageSettings:
     """Storage below the host-RAM tier (--hicache-storage-backend).
 
     `backend`: name, or path of a class; `directory`: of backends with files; `max_bytes`: its limit, 0 for the
-    backend's own; `extra`: a JSON object for the backend. Of prefetching: `policy` (best_effort, wait_complete,
-    timeout), `threshold`: fewer missing tokens are computed; `timeout_base` and `timeout_per_1024`: seconds.
+    backend's own; `extra`: a JSON object for the backend. Prefetching: `policy` (best_effort, wait_complete, timeout),
+    `threshold`: fewer missing tokens are computed; `timeout_base` and `timeout_per_1024`: seconds.
     """
 
     backend: str

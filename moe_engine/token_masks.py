@@ -64,7 +64,7 @@ class LaunchedStep:
         self.masks: Future[StepMasks] = Future()
 
     def follow(self, result: Future[StepResult]) -> None:
-        """Passes on a result, or its error."""
+        """Forwards a result, or its error."""
         result.add_done_callback(self._ended)
 
     def report(self, drafts: dict[int, DraftTree]) -> None:
@@ -76,7 +76,7 @@ class LaunchedStep:
             self.masks.set_result(masks)
 
     def abandon(self) -> None:
-        """The step will get no masks: it fails instead of waiting."""
+        """Fails the step, which will get no masks, instead of letting it wait."""
         with suppress(InvalidStateError):  # sampled already
             self.masks.set_exception(StepNotRun(f"step {self.number} was launched and will not be sampled"))
         self.report({})

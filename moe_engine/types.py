@@ -65,7 +65,7 @@ class SamplingParams:
     """Tokens that may be sampled; empty: all."""
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences of `bad_words`: the last token of each is forbidden behind the others."""
+    """Token sequences of `bad_words`: the last token of each is forbidden after the others."""
     custom_logit_processor: str | None = None
     """Serialised `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
     custom_params: dict[str, Any] | None = None
@@ -181,7 +181,7 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class LogprobSpec:
-    """Which log-probabilities a request asks for.
+    """The log-probabilities that a request wants.
 
     `start`: first prompt position whose token gets one (None: outputs only). `top`: number of best tokens reported at
     each position. `token_ids`: tokens reported at each position regardless of their rank.
@@ -273,11 +273,12 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
     loaded_host: int = 0
-    """Tokens of its prefix that were loaded for it from the connector's memory; `loaded_storage`: those that came from
+    """Tokens of its prefix that were loaded for it from the connector's memory; `loaded_storage`: those read from
     storage."""
     loaded_storage: int = 0
     tiers: tuple[int, int, str] | None = None
-    """Of `cached_tokens` those from host memory and from storage, and the storage's name; None without a KV tier."""
+    """Tokens among `cached_tokens` from host memory and from storage, and the storage's name; None without a KV
+    tier."""
     first_scheduled: float | None = None
     retractions: int = 0
     failed_steps: int = 0
@@ -287,20 +288,20 @@ class Request:
     tree_node: Any = None
     """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
     state_from: int = -1
-    """Snapshot that its state begins with (`NewRow.snapshot`)."""
+    """Snapshot with which its state begins (`NewRow.snapshot`)."""
     num_in_tree: int = 0  # leading slots owned by the radix tree (shared); the rest are private
     window_start: int = 0
     """Leading pages whose KV in windowed layers the request no longer needs (`windowed_kv_cache.py`)."""
     seq: int = 0  # order of arrival at the scheduler; kept over retractions
     queued_at: float = 0.0
-    """When it arrived, on the scheduler's clock; `first_scheduled` and `first_token_at` likewise."""
+    """Time of arrival on the scheduler's clock; `first_scheduled` and `first_token_at` likewise."""
     first_token_at: float | None = None
     end_ids: frozenset[int] = frozenset()
     """Tokens that end it: EOS and stop_token_ids, or none with ignore_eos."""
     lora_slot: int = NO_LORA_SLOT
     """The adapter's slot while the request holds a row."""
     lora_waits_since: int = -1
-    """Admissions of requests with adapters before it first waited for a slot; -1: it never did."""
+    """Admissions of requests with adapters before it first waited for a slot; -1: it never waited."""
 
     @property
     def namespace(self) -> str | tuple[int, str | None] | None:
@@ -334,7 +335,7 @@ class NewRow:
     """Slot of its LoRA adapter."""
     returns_hidden: bool = False
     snapshot: int = -1
-    """Snapshot of its state behind the cached prefix; -1: it begins with zeros, or the model has no states."""
+    """Snapshot of its state after the cached prefix; -1: the state begins with zeros, or the model has no states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +350,8 @@ class RowWrite:
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """The speculative part of a plan. The next step is planned before the step in flight reports how many tokens it
-    accepted. So with this part, decodes start at the worker's own token count (`starts` are lower bounds) and use the
-    slots in the row's table; the plan's `slots` and `input_ids` cover prompts only.
+    accepted. With this part, decodes therefore start at the worker's own token count (`starts` are lower bounds) and
+    use the slots in the row's table; the plan's `slots` and `input_ids` cover prompts only.
 
     `depth` levels of drafts are made for decodes whose count is above 1. `reserved` extends the tables first. With
     `follow` the drafter updates its cache with the tokens of this step, prompts included.
@@ -436,7 +437,7 @@ class StepPlan:
     """New mappings of KV pages to pages of the windowed layers' pool: page, window page, page, ... (first slots). They
     are applied before `new_rows` and `row_writes`."""
     lora_loads: list[tuple[int, int]] = field(default_factory=list)
-    """LoRA adapters that take a slot before this step: (slot, adapter)."""
+    """LoRA adapters to load into slots before this step: (slot, adapter)."""
     state_ops: StateOps | None = None
     """Snapshots of states; None: the step stores none."""
 
@@ -469,6 +470,7 @@ class StepResult:
     kv_done: tuple[int, ...] = ()
     """Loads of `StepPlan.kv_ops` that are complete. Later completions are reported by `StepWorker.on_kv_done`."""
     errors: dict[int, FinishReason] | None = None
-    """By row: why a token is invalid, if logits processors made it so; perhaps of a draft that is not accepted."""
+    """By row: the reason why logits processors made a token invalid; it may belong to a draft that is not accepted."""
     vectors: dict[int, bytes] | None = None
-    """By row, float32: of a pooled model the vectors of requests that end; else hidden states of the step's tokens."""
+    """By row, float32. Pooled model: the vectors of requests that end. Otherwise: hidden states of the step's
+    tokens."""

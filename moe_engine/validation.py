@@ -114,7 +114,7 @@ def check_unicode(text: str, where: str) -> None:
     """Raises InputError naming the field `where` if `text` cannot be encoded as UTF-8.
 
     Lone surrogates (half of a surrogate pair) are valid in JSON escapes and impossible in UTF-8. A client that cuts a
-    string in the middle of an emoji sends one.
+    string in the middle of an emoji sends a lone surrogate.
     """
     try:
         text.encode()

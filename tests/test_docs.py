@@ -294,7 +294,7 @@ def test_paths_and_names_in_documents_exist(document):
 @pytest.mark.parametrize(
     ("span", "known"),
     [
-        ("worker/worker.py", True), ("worker/step_graphs.py", False), ("docs/", True), ("engine/loop", False),
+        ("worker/worker.py", True), ("worker/step_graph.py", False), ("docs/", True), ("engine/loop", False),
         ("Scheduler.schedule()", True), ("Scheduler.shedule()", False), ("StepPlan.dp_facts", True),
         ("EngineCore", True), ("RemoteCore", False), ("last_token", True), ("no_such_word_here", False),
         ("/health", True), ("/unheard_of", False), ("kernels/tables.py", True), ("scheduler/step_price.py", False),

@@ -185,7 +185,7 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     if case.prefill is not None:
         return
     from moe_engine.step_settings import GraphSettings
-    from moe_engine.worker.graphs.graph_setup import capture_graphs
+    from moe_engine.worker.startup.graph_setup import capture_graphs
 
     runner = worker.runner
     counts = (case.mtp + 1,) if case.mtp else (1,)

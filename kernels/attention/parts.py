@@ -1,4 +1,4 @@
-"""Chunks of a context in expanded MLA attention: which tokens a chunk has, and how chunk results are merged.
+"""Chunks of a context in expanded MLA attention: the tokens of a chunk, and the merge of chunk results.
 
 Attention over a whole context from the attention over its chunks, each with its log-sum-exp:
 result = sum_i exp(lse_i - lse) result_i, lse = log sum_i exp(lse_i).

@@ -31,7 +31,7 @@ MIN_TILES = 2
 
 @dataclass(frozen=True)
 class Split:
-    """How work is cut. `num_programs`: concurrent programs; ignored with `fixed_tiles`.
+    """The partitioning of work. `num_programs`: concurrent programs; ignored with `fixed_tiles`.
 
     With `fixed_tiles` a context is cut every `fixed_tiles` tiles whatever the batch: a request's results are then
     batch-invariant, bit for bit.
@@ -131,8 +131,8 @@ def cut(
 ) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
     """(segments, merges, number of partial results), as in `Schedule`, on the host.
 
-    With a window, tiles that a band does not see are left out; with `fixed_tiles` in whole segments, so that the places
-    of the other cuts stay.
+    With a window, tiles that a band does not see are left out; with `fixed_tiles` in whole segments, so that the other
+    cuts do not move.
     """
     queries = np.asarray(query_lens, dtype=np.int64)
     contexts = np.asarray(context_lens, dtype=np.int64)

@@ -43,7 +43,7 @@ class Selected:
 
     @classmethod
     def of_width(cls, queries: PagedQueries, top_k: int) -> Selected:
-        """`empty`, with room for the top-k of every token: the memory of steps whose contexts differ."""
+        """`empty`, large enough for the top-k of every token: the memory of steps whose contexts differ."""
         return cls._of(queries, [min(count, top_k) for count in num_visible(queries)], top_k)
 
     @classmethod
@@ -53,7 +53,7 @@ class Selected:
         return cls(slots, counts, upload(np.asarray(counts, dtype=np.int32), device))
 
     def queries(self) -> PagedQueries:
-        """Each query token as a request of its own, whose context is what it selected."""
+        """Each query token as a request of its own, whose context is its selection."""
         num = len(self.counts)
         numbers = torch.arange(num + 1, dtype=torch.int32, device=self.slots.device)
         return PagedQueries([1] * num, self.counts, numbers[:num], numbers, self.counts_device, self.slots, 1)
@@ -82,5 +82,5 @@ class SparseAttention:
     of the cache: [T, H, C]."""
 
     plan_in_place: Callable[[Selected], RenewablePlan | None] | None = None
-    """`plan` at fixed addresses, for captured launches (`AttentionCapabilities.plan_in_place`): `selected` has room for
-    all counts, its lists and tensors are overwritten at later steps, and `renew` follows them."""
+    """`plan` at fixed addresses, for captured launches (`AttentionCapabilities.plan_in_place`): `selected` is large
+    enough for all counts; its lists and tensors are overwritten at later steps, and `renew` applies them."""

@@ -1,6 +1,7 @@
-"""``python -m moe_engine.kernels.cpu``: compiles the C++ kernels now, so that engine startup does not wait for it.
+"""``python -m moe_engine.kernels.cpu``: compiles the C++ kernels now, so that engine startup does not wait for the
+compiler.
 
-Without a compiler it prints that and exits successfully: the torch rows are used then.
+Without a compiler it prints this and exits successfully: the torch rows are then used.
 """
 
 from __future__ import annotations

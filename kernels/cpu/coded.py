@@ -35,7 +35,8 @@ def form_of(format: GroupCodes, k: int) -> Coding:
 
 
 def pack(library: Library, weight: CodedWeight, address: int) -> None:
-    """Writes a weight [N, K] to memory of `moe_coded_bytes`. Raises ValueError: its columns are not whole groups."""
+    """Writes a weight [N, K] to memory of `moe_coded_bytes`. Raises ValueError: its columns do not form whole
+    groups."""
     n, k = weight.codes.shape
     if not weight.format.takes(k):
         raise ValueError(f"{k} columns do not fit groups of {weight.format.group or k} columns, multiples of 8")

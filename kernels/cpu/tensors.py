@@ -17,7 +17,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 ANY_KIND = -1
-"""Of coded weights, which are multiplied with rows of any of these dtypes."""
+"""Kind of coded weights, which are multiplied with rows of any of these dtypes."""
 
 
 def kind_of(dtype: torch.dtype) -> int:
@@ -29,7 +29,7 @@ def kind_of(dtype: torch.dtype) -> int:
 
 
 def common_kind(kinds: Iterable[int | None]) -> int | None:
-    """The kind of rows that weights of these kinds take in one call; None: they differ, or one is None."""
+    """The kind of rows that weights of these kinds take in one call; None if they differ or one is None."""
     found = set(kinds)
     if len(found) > 1:
         found.discard(ANY_KIND)

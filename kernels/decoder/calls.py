@@ -1,4 +1,4 @@
-"""The calls that an attention backend offers beyond attention (`AttentionCapabilities.decoder`)."""
+"""Calls of an attention backend beyond attention (`AttentionCapabilities.decoder`)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class FusedDrafts:
         num_steps, num_rows = steps.positions.shape
         queries = pointer(steps.queries)
         draws = draws_struct(parameters, uniform)
-        # numpy, not torch: torch would release the GIL here, and the library call below is the better place
+        # numpy, not torch: torch would release the GIL here; the library call below releases it anyway, for longer
         tokens = torch.from_numpy(np.empty((num_rows, 1 + num_steps), dtype=np.int64))
         self.library.moe_draft_chain(
             self.kind, ctypes.addressof(self._order(steps.levels)), num_steps, num_rows, states.shape[1],

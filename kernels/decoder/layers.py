@@ -72,7 +72,7 @@ class MLALayer:
 
 
 class PackedExperts(Protocol):
-    """What a fused layer reads of `ExpertWeights`: packed weights and sizes."""
+    """The part of `ExpertWeights` that a fused layer reads: packed weights and sizes."""
 
     @property
     def data(self) -> Any: ...
@@ -155,7 +155,7 @@ class FusedMoE:
         return out
 
     def count_choices(self, place: CountPlace | None) -> None:
-        """From now on the layer, alone or inside a larger call, adds 1 for every chosen expert; None stops it. The
+        """Makes the layer, alone or inside a larger call, add 1 for every chosen expert from now on; None stops it. The
         caller keeps the cell alive."""
         struct = self.struct
         struct.cell, struct.first = (None, 0) if place is None else (place.cell.address, place.first)

@@ -48,7 +48,8 @@ class DeltaShape:
 
 
 class DeltaInputs(NamedTuple):
-    """A step's projections. Of a key head q [Dk], k [Dk], v [r Dv] and z [r Dv] are adjacent, and b [r] and a [r]."""
+    """A step's projections. q [Dk], k [Dk], v [r Dv] and z [r Dv] of a key head are adjacent, and so are b [r] and a
+    [r]."""
 
     qkvz: Tensor  # [T, Hk (C + r Dv)]
     ba: Tensor  # [T, 2 Hv]
@@ -74,7 +75,8 @@ class DeltaStates(NamedTuple):
 
 @dataclass(frozen=True)
 class StateRuns:
-    """The runs of adjacent tokens of a step, in order: where each reads its state, and where states are stored.
+    """The runs of adjacent tokens of a step, in order: the row from which each reads its state, and the rows in which
+    states are stored.
 
     `stored[i]` are the counts of tokens of run i after which its state is stored, ascending. A row that a run reads may
     be stored by the same run only. All runs of decodes have one token.
@@ -128,7 +130,7 @@ class StateRuns:
 
 
 class DeltaKernel(Protocol):
-    """A row of the family."""
+    """A kernel of the family."""
 
     name: str
 

@@ -65,7 +65,7 @@ class TorchDelta:
         runs: StateRuns,
         shape: DeltaShape,
     ) -> Tensor:
-        """As `_decode`, of T tokens, run after run, each in parts that end where a state is stored."""
+        """As `_decode` for T tokens, run after run, each in parts that end where a state is stored."""
         out = mixed.new_empty((len(mixed), shape.value_heads, shape.value), dtype=torch.float32)
         begin = 0
         for index, (count, stored) in enumerate(zip(runs.lens, runs.stored)):
@@ -129,7 +129,7 @@ def gated_norm(x: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """n tokens behind a state. q, k [n, Hv, Dk], v [n, Hv, Dv], decay (log) and beta [n, Hv], memory [Hv, Dk, Dv],
+    """n tokens after a state. q, k [n, Hv, Dk], v [n, Hv, Dv], decay (log) and beta [n, Hv], memory [Hv, Dk, Dv],
     float32 -> [n, Hv, Dv], the state after them."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     decay, beta = decay.t(), beta.t()

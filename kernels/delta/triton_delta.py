@@ -32,7 +32,7 @@ def conv_kernel(
     qkvz, taken, tail, conv, run_of, starts, reads, stride,
     HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """taken [T, HEADS, MIXED] = silu(convolution of the run's inputs behind its tail). Grid (T, HEADS, MIXED/BLOCK)."""
+    """taken [T, HEADS, MIXED] = silu(convolution of the run's inputs after its tail). Grid (T, HEADS, MIXED/BLOCK)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     live = channel < MIXED

@@ -21,8 +21,8 @@ class ExpertBatch:
     grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
     padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
     aligned: `x` [M, D], `ends` int32 [E] on the device: end of the rows of expert e, which start at the next multiple
-    of `alignment` after the end of the expert before (`RowGroups`).
-    `mean_rows`: rows of an expert as the host expects them from the step's size, for the choice of tiles; 0: unknown.
+    of `alignment` after the end of the previous expert (`RowGroups`). `mean_rows`: rows of an expert that the host
+    expects from the step's size, for the choice of tiles; 0: unknown.
 
     If the kernel's `input_format` has rows, rows dispatched in FP8 may stay quantized: `x` e4m3, `scales` float32 of
     its leading dimensions and D / 128, in any strides; value = element * scale. `dtype` is then the result dtype.

@@ -52,7 +52,7 @@ class CpuExperts:
     def allocate_coded(
         self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
     ) -> ExpertWeights:
-        """Reserves experts of 4 or 8 bits, multiplied as they are."""
+        """Reserves experts of 4 or 8 bits, multiplied as stored."""
         up_form, down_form = (coded.form_of(format, k).address for k in (hidden, width))
         gate = self._lib.moe_coded_bytes(up_form, width, hidden)
         storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form))

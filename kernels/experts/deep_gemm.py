@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.experts.triton_experts import TritonExperts
 
 ROOMY = 2
-"""Aligned rows per valid row from which on the intermediate is compacted before the activation."""
+"""Aligned rows per valid row above which the intermediate is compacted before the activation."""
 
 FEW_ROWS = 64
 """Mean rows of an expert, up to which padding to DeepGEMM's 128 rows costs more than its faster tiles save."""

@@ -52,13 +52,14 @@ class ExpertsCapabilities:
     """`run_routed` with its arguments, before the sum: for a norm that sums."""
 
     takes_shared: bool = False
-    """Shared experts are worth a slot each behind the routed ones: they cost no launch there."""
+    """Whether shared experts should take slots after the routed ones, where they cost no launch."""
 
     biases: bool = False
     """Products with `ExpertWeights.bias`. The row in `kernels.tables` has the same field."""
 
     warm_up: Callable[[StepShapes], int] | None = None
-    """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
+    """Runs everything that the kernel compiles at first use, see `vendors.warming`; returns the number of products
+    run."""
 
 
 class ExpertsKernel(Protocol):

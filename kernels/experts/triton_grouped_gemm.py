@@ -302,7 +302,7 @@ def _scale_stride(x: Tensor | QuantizedRows) -> int:
 
 
 def _row_scales(x: Tensor | QuantizedRows) -> tuple[int, int]:
-    """Elements between the scales of consecutive rows, and what is skipped between padded groups."""
+    """Elements between the scales of consecutive rows, and elements skipped between padded groups."""
     if not isinstance(x, QuantizedRows):
         return 0, 0
     row = x.scales.stride(-2) if x.scales.shape[-2] > 1 else 1

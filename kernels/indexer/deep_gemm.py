@@ -1,5 +1,5 @@
 """The indexer with DeepGEMM's scores for prompts, whose keys are gathered once for many query tokens. Decodes are
-scored in Triton, which reads paged keys where they are.
+scored in Triton, which reads paged keys in place.
 
 Legend: T query tokens, Hi index heads, I channels of an index head, S context tokens.
 Source: DeepGEMM, csrc/apis/attention.hpp.
@@ -22,7 +22,7 @@ from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.vendors.probe import DEEP_GEMM_INDEXER
 
 LEAST_TOKENS = 64
-"""Query tokens of a prompt from which gathering its keys pays: they are read and written once more."""
+"""Query tokens of a prompt above which gathering its keys pays off: the keys are read and written once more."""
 
 
 class DeepGemmIndexer(TritonIndexer):

@@ -1,7 +1,7 @@
 """Sparse decodes at fixed addresses, so that they can be captured as CUDA graphs.
 
-A captured step selects for every request, also for those within the top-k, which select all tokens that they see: one
-graph serves all context lengths.
+A captured step selects for every request, also for requests within the top-k, which select all tokens that they see:
+one graph serves all context lengths.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3, as_bytes, 
 from moe_engine.kernels.powers_of_two import power_of_two_above
 
 LEAST_MAGNITUDE = 1e-4
-"""Magnitudes below it are quantized with its scale."""
+"""Min magnitude for the scale: smaller magnitudes are quantized with the scale of this one."""
 
 
 @lru_cache

@@ -43,8 +43,9 @@ class IndexerKernel(Protocol):
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
         plan: Any,
     ) -> None:  # fmt: skip
-        """Sets `selected.slots` to the `top_k` visible tokens with the highest scores, or to all visible ones if these
-        are no more. Of equal scores the lower position is selected. The result does not depend on other requests.
+        """Sets `selected.slots` to the `top_k` visible tokens with the highest scores, or to all visible tokens if
+        there are at most that many. Of equal scores the lower position is selected. The result does not depend on other
+        requests.
 
         Args:
             q: [T, Hi, I], rotated. weights: [T, Hi] float32, all factors of the score included.

@@ -69,7 +69,7 @@ class IndexPlan:
 
     @cached_property
     def prompt(self) -> tuple[Tensor, Tensor]:
-        """Of queries of one request: slots of its context [S], and visible tokens of each query token [T], int32."""
+        """For queries of one request: slots of its context [S], and visible tokens of each query token [T], int32."""
         context, tokens = self.queries.context_lens[0], self.queries.num_tokens
         slots = self.queries.slot_table.index_select(0, self.queries.rows)[0, :context]
         return slots, torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device=slots.device)

@@ -18,7 +18,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
 ROWS = 16
-"""Rows of a program: the least of a matrix product."""
+"""Rows of a program: the minimum of a matrix product."""
 
 _LARGEST, _LEAST = tl.constexpr(LARGEST_E4M3), tl.constexpr(LEAST_MAGNITUDE)
 

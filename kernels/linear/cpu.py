@@ -38,7 +38,7 @@ class CpuLinear:
         return self._pack(weight.unsqueeze(0), bias)
 
     def prepare_coded(self, weight: CodedWeight, bias: Tensor | None) -> PreparedLinear:
-        """A weight of 4 or 8 bits, multiplied as it is. Raises ValueError: its columns are not whole groups."""
+        """A weight of 4 or 8 bits, multiplied as stored. Raises ValueError: its columns do not form whole groups."""
         return self._pack_coded(weight, 1, bias)
 
     def prepare_coded_heads(self, weight: CodedWeight, heads: int) -> PreparedLinear:

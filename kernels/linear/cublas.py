@@ -13,8 +13,8 @@ from moe_engine.kernels.linear.reference import TorchLinear
 
 
 class CublasLinear(TorchLinear):
-    """`LinearKernel` whose per-head products are written directly to `out`. The torch row copies them, which is needed
-    under torch.compile only."""
+    """`LinearKernel` whose per-head products are written directly to `out`. The torch row copies them; the copy is
+    needed under torch.compile only."""
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         if out is None:

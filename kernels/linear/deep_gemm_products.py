@@ -247,8 +247,8 @@ class DeepGemm:
 
 
 def _runs_with_ends(lib: Any, device: torch.device) -> bool:
-    """Whether Hopper's grouped product accepts group ends: builds of early 2026 have the argument, and assert without
-    it there. One product of the smallest size."""
+    """Whether Hopper's grouped product accepts group ends: builds of early 2026 have the argument but fail an
+    assertion. Tests one product of the smallest size."""
     rows = int(lib.get_mk_alignment_for_contiguous_layout())
     a = torch.zeros(rows, BLOCK, dtype=torch.bfloat16, device=device)
     b = torch.zeros(1, BLOCK, BLOCK, dtype=torch.bfloat16, device=device)

@@ -39,7 +39,8 @@ class LinearCapabilities:
     format, bias [N] in the activation dtype, or None. May keep or drop the weight."""
 
     warm_up: Callable[[StepShapes], int] | None = None
-    """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
+    """Runs everything that the kernel compiles at first use, see `vendors.warming`; returns the number of products
+    run."""
 
     heads_quantized: Callable[[Tensor, PreparedLinear, ActivationFormat], QuantizedActivation] | None = None
     """`run_heads` of x [T, H, K] as quantized rows [T, H N] in the consumer's format; N is a multiple of 128."""

@@ -86,14 +86,14 @@ class AdapterTokens:
         return len(self.slots)
 
     def part(self, tokens: slice) -> AdapterTokens | None:
-        """Of some of the tokens."""
+        """The adapters of some of the tokens."""
         return AdapterTokens.of(self.slots[tokens], self.upload)
 
     def of_contexts(
         self, tokens: slice, query_lens: Sequence[int], context_lens: Sequence[int], num_rows: int
     ) -> AdapterTokens | None:
-        """Of the gathered context rows of requests whose query tokens are `tokens`: the context_lens[i] rows of request
-        i in order; if that is not `num_rows`, the rows belong to requests with one adapter."""
+        """The adapters of the gathered context rows of requests whose query tokens are `tokens`: the context_lens[i]
+        rows of request i in order; if that is not `num_rows`, the rows belong to requests with one adapter."""
         slots = self.slots[tokens]
         first = np.cumsum(query_lens) - np.asarray(query_lens)
         if sum(context_lens) == num_rows:

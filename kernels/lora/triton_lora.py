@@ -21,7 +21,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 MAX_PARTS = 3
-"""Most projections of one product: q, k and v."""
+"""Max projections of one product: q, k and v."""
 
 
 @triton.jit

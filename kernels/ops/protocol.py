@@ -41,8 +41,8 @@ class RouterSpec:
     score + bias; with `bias_on_logits` the bias is added to the logits instead (gpt-oss). `group_score`: None (no
     groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
     Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by their sum (+1e-20);
-    `scale` multiplies them at the end. `num_shared` shared experts follow: every token has them with weight 1, as
-    choices K and on, experts E and on.
+    `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them with weight 1, as
+    choices from K on and experts from E on.
     """
 
     num_experts: int
@@ -88,8 +88,8 @@ class OpsCapabilities:
     quantized_norms: QuantizedNorms | None = None
 
     add_pair_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] | None = None
-    """(x, other, residual, weight, eps): `Ops.add_rms_norm` of x + other, in x's dtype. Set where the sum costs no
-    launch of its own."""
+    """(x, other, residual, weight, eps): `Ops.add_rms_norm` of x + other, in x's dtype. Set if the sum costs no launch
+    of its own."""
 
     add_rows_rms_norm: Callable[[ExpertRows, Tensor, Tensor, float], Tensor] | None = None
     """(rows, residual, weight, eps): `Ops.add_rms_norm` of the experts' sum, in one launch."""
@@ -97,7 +97,7 @@ class OpsCapabilities:
     route_int64: Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None], tuple[Tensor, Tensor]] | None = (
         None
     )
-    """`Ops.route` with int64 ids, written so by its last launch."""
+    """`Ops.route` with int64 ids, written in this type by its last launch."""
 
     routes_shared: bool = False
     """`Ops.route` supports `RouterSpec.num_shared`."""

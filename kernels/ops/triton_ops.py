@@ -125,7 +125,7 @@ class TritonOps:
         return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int64)
 
     def _barrier(self, device: torch.device) -> Tensor:
-        """Of the router's launches, which follow each other on the worker's stream."""
+        """The barrier state of the router's launches, which follow each other on the worker's stream."""
         found = self._barriers.get(device)
         if found is None:
             found = self._barriers[device] = barrier_state(device)

@@ -31,7 +31,7 @@ _ONE_LAUNCH_TOKENS = 256
 """Up to this many tokens logits and selection are one launch."""
 
 _OPTIONS = {**COOPERATIVE, "maxnreg": 168}
-"""Of that launch. Registers: without a limit ptxas spills for sm_100 to fit a second program on an SM."""
+"""Constants of that launch. Registers: without a limit ptxas spills for sm_100 to fit a second program on an SM."""
 
 _PARTS = ((_SPLIT_TOKENS, 512), (1024, 1024), (4096, 2048))
 """(tokens up to, columns of D per part): about one program per SM or more from 257 tokens on."""
@@ -44,7 +44,7 @@ def prepare_gate(gate: Tensor) -> Tensor:
     """gate float32 [E, D] in bfloat16 if that is exact: a third of the products, half the bytes.
     Synchronises."""
     rounded = gate.to(torch.bfloat16)
-    if gate.is_meta:  # compilation without values: as checkpoints have it
+    if gate.is_meta:  # compilation without values: assume a checkpoint's gate
         return rounded
     return rounded if torch.equal(rounded.float(), gate) else gate
 

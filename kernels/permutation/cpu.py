@@ -18,7 +18,7 @@ from moe_engine.kernels.permutation.reference import TorchPermutation
 
 
 class CpuPermutation(TorchPermutation):
-    """`Permutation` for bfloat16 and float32. Operations of experts kernels and devices only are torch's."""
+    """`Permutation` for bfloat16 and float32. Operations used only by experts kernels and devices are torch's."""
 
     name = "cpu"
 
@@ -113,7 +113,7 @@ class CpuPermutation(TorchPermutation):
 
 
 def _address(x: Tensor | None) -> tuple[int | None, int]:
-    """Of the first element, and the row stride."""
+    """Address of the first element, and the row stride."""
     return (None, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 

@@ -63,7 +63,7 @@ class ExpertRows:
 
 
 def most_rows(num_pairs: int, num_experts: int, align: int) -> int:
-    """M: there are at most as many non-empty groups as pairs, and each wastes less than one alignment."""
+    """M: the number of non-empty groups is at most the number of pairs, and each wastes less than one alignment."""
     worst = num_pairs + min(num_experts, num_pairs) * (align - 1)
     return -(-worst // align) * align
 

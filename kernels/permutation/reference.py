@@ -137,7 +137,8 @@ class TorchPermutation:
 
 
 def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs' experts in ascending order, E for none; the pairs in that order; int32 [E + 1] where each begins."""
+    """The pairs' experts in ascending order, E for none; the pairs in that order; int32 [E + 1] beginnings of the
+    experts."""
     ids = ids.flatten()
     ordered, pairs = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).sort(stable=True)
     experts = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ids.device)
@@ -145,7 +146,7 @@ def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _at(pairs: Tensor, row: Tensor, ids: Tensor) -> Tensor:
-    """int32 in the shape of ids: the row of each of the pairs."""
+    """int32 in the shape of ids: the row of each pair."""
     positions = torch.empty(len(pairs), dtype=torch.int32, device=ids.device)
     positions[pairs] = row.to(torch.int32)
     return positions.view(ids.shape)

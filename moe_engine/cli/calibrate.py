@@ -90,7 +90,7 @@ def _say(text: str) -> None:
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Any) -> None:
-    """Until the server answers."""
+    """Waits until the server answers."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:

@@ -1,5 +1,5 @@
 """``moe-engine doctor``: reports the machine's hardware and software, which kernels run here, and problems. Imports no
-torch on machines without a GPU. With --log or --url: what a server's log or a running server asks to change."""
+torch on machines without a GPU. With --log or --url: the flags to change, from a server's log or a running server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.planning.ledger import gb
 from moe_engine.planning.machine import probe_machine
 
-PACKAGES = ("moe-engine", "torch", "safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "pyzmq", "triton")
+PACKAGES = (
+    "moe-engine", "torch", "safetensors", "tokenizers", "transformers", "starlette", "uvicorn", "pyzmq", "triton",
+)  # fmt: skip
 USEFUL_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 LEAST_FILES = 4096
 
@@ -32,7 +34,7 @@ DESCRIPTION = """\
 Reports this machine's hardware and software, and which kernels run here. With --log or --url: evaluates the rules of
 the tuning guides on a log or a running server (this engine's or SGLang's), and names the flag to change."""
 EPILOG = """\
-exit code with --log and --url: 0, no rule asks for a change; 1, at least one does; 2, wrong input
+exit code with --log and --url: 0, no rule recommends a change; 1, at least one does; 2, wrong input
 
 examples:
   moe-engine doctor                                   this machine
@@ -70,7 +72,7 @@ def _parser(prog: str) -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--sample-seconds", type=float, default=15.0, metavar="SECONDS",
-        help="with --url, of a server without a history of its own (SGLang): observe it for this long (15)",
+        help="with --url: seconds to observe a server that keeps no history (SGLang) (15)",
     )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="with --log: keep reading a file that is still written")
     return parser
@@ -157,7 +159,7 @@ def _problems(cpu: Device) -> list[str]:
     limit = _open_files()
     if limit is not None and limit < LEAST_FILES:
         found.append(f"at most {limit} open files: too few for many connections; run `ulimit -n 65536` first")
-    for package in ("torch", "tokenizers", "fastapi", "uvicorn"):
+    for package in ("torch", "tokenizers", "starlette", "uvicorn"):
         if _version(package) is None:
             found.append(f"{package} is not installed: pip install {package}")
     return found

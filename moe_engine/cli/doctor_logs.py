@@ -28,7 +28,7 @@ SHOW_SECONDS = 5.0
 
 
 def run(options: Namespace) -> int:
-    """The command with --log or --url. Returns 0 if no rule asks for a change, else 1.
+    """The command with --log or --url. Returns 0 if no rule recommends a change, else 1.
 
     Raises:
         ConfigError: the log or the server cannot be read, or options contradict each other.

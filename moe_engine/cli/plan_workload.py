@@ -1,5 +1,5 @@
-"""``moe-engine plan --workload``: searches the forms of parallelism for hardware that need not be here, or predicts the
-one that the flags name."""
+"""``moe-engine plan --workload``: searches the forms of parallelism for any hardware, or predicts the form given by the
+flags."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.models.config_fields import merge, read_json
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_fields import merge
+from moe_engine.models.config_file import load_model_config, read_fields
 from moe_engine.planning.checkpoint import locate
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
 from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
         "--concurrency",
-        "requests at once; with a form given by flags (--tp-size ...) only that is predicted",
+        "concurrent requests; with a form given by flags (--tp-size ...) only that form is predicted",
         metavar="N",
     )
     add("--like", f"take the efficiency of an engine: {', '.join(engines())} (default: {OURS})", metavar="ENGINE")
@@ -104,8 +104,8 @@ def _predictor(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster) -> tu
     share = load_efficiency(like)
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     overrides = json.loads(args.model.json_model_override_args)
-    file = folder if folder.suffix == ".json" else folder / "config.json"
-    facts = model_facts(merge(read_json(file), overrides), str(file))
+    file, fields = read_fields(folder)
+    facts = model_facts(merge(fields, overrides), str(file))
     dtype = own.get("weight_dtype", facts.stored_dtype)
     if dtype not in WEIGHT_BYTES:
         raise ConfigError(f"--weight-dtype {dtype}: use one of {', '.join(WEIGHT_BYTES)}")
@@ -150,7 +150,7 @@ def _count(own: Mapping[str, Any], name: str, default: int | None) -> int | None
 
 
 def _kv(args: EngineArgs, predictor: Predictor) -> tuple[str, ...]:
-    """KV dtypes to try: what the user asked for, else both."""
+    """KV dtypes to try: the one given by the flag, else both."""
     asked = args.memory.kv_cache_dtype
     if "kv_cache_dtype" in args.given and asked != "auto":
         return ("fp8",) if asked.startswith("fp8") else ("bf16",)
@@ -176,7 +176,7 @@ def _filter(args: EngineArgs) -> Any:
 def _one(
     predictor: Predictor, memory: RoomOf, args: EngineArgs, workload: Workload, slo: Slo, concurrency: int
 ) -> Found:
-    """The form of the flags, predicted as it is."""
+    """The prediction for the form given by the flags."""
     form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
     drafts = int(args.speculative.speculative_num_steps or 0) if args.speculative.speculative_algorithm else 0
     rows = -(-concurrency // (form.attn_dp * replicas))

@@ -18,8 +18,8 @@ from moe_engine.cli.simulate_checks import check, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
-from moe_engine.models.config_fields import merge, read_json
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_fields import merge
+from moe_engine.models.config_file import load_model_config, read_fields
 from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
@@ -57,7 +57,7 @@ examples:
 Accepts all flags of `moe-engine serve`: they are the deployment."""
 DESCRIPTION = "Simulates a deployment: the production scheduler on a simulated clock, with measured step costs."
 DRAFT_ACCEPTANCE = 0.8
-"""Of a draft after accepted ones, where nothing was measured; as the planner's."""
+"""Acceptance rate of a draft token after accepted ones, if none was measured; equal to the planner's."""
 OWN_NAMES = ("agentic", "trace")
 
 
@@ -123,7 +123,10 @@ def _own_parser() -> Parser:
         "--expert-load", metavar="DUMP.pt", help="with --hardware: expert counts that a server recorded and dumped"
     )
     experts.add_argument(
-        "--expert-zipf", type=float, metavar="S", help="with --hardware: expert i of a layer gets 1 / i**S, i drawn"
+        "--expert-zipf",
+        type=float,
+        metavar="S",
+        help="with --hardware: loads of a layer's experts as 1 / i**S, shuffled",
     )
     datasets.add_dataset_arguments(parser, default_name="random", more_names=OWN_NAMES)
     add_agent_arguments(parser)
@@ -133,13 +136,15 @@ def _own_parser() -> Parser:
     )
     load.add_argument("--arrivals", choices=NAMES, default="poisson", help="times between requests (default: poisson)")
     load.add_argument(
-        "--burstiness", type=float, default=1.0, help="of gamma arrivals: below 1 is burstier than Poisson"
+        "--burstiness", type=float, default=1.0, help="shape of gamma arrivals: below 1 is burstier than Poisson"
     )
     load.add_argument("--max-concurrency", type=int, help="max concurrent requests")
     faults = parser.add_argument_group("faults")
-    faults.add_argument("--fail", action="append", default=[], metavar="rank=N@t=SECONDSs", help="a rank is lost then")
+    faults.add_argument("--fail", action="append", default=[], metavar="rank=N@t=SECONDSs", help="rank N is lost then")
     faults.add_argument("--recovery-seconds", type=float, default=3.0, help="pause after a loss, with --elastic-ep")
-    faults.add_argument("--restart-seconds", type=float, default=120.0, help="no service after a loss, without it")
+    faults.add_argument(
+        "--restart-seconds", type=float, default=120.0, help="no service after a loss, without elastic EP"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must be met")
     output.add_argument("--output-file", metavar="FILE.json", help="write the figures, keys as of bench serving")
@@ -154,7 +159,7 @@ def _own_parser() -> Parser:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the seconds come from."""
+    """The source of step costs."""
 
     costs: StepCostModel
     answer_seconds: float
@@ -173,8 +178,8 @@ def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, 
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     overrides = json.loads(args.model.json_model_override_args)
     config = resolve_for(args, load_model_config(folder, overrides), cluster)
-    path = str(folder if folder.suffix == ".json" else folder / "config.json")
-    facts = model_facts(merge(read_json(Path(path)), overrides), path)
+    source, fields = read_fields(folder)
+    facts = model_facts(merge(fields, overrides), str(source))
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
     costs = Predictor(facts, cluster, share, facts.stored_dtype).cost(form, kv)[0]
     drafts = config.speculation.num_steps if config.speculation is not None else 0
@@ -218,7 +223,7 @@ def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> 
 
 
 def _least_groups(config: ResolvedConfig) -> int:
-    """Ranks with which `--elastic-ep` continues: those that have slots for all experts."""
+    """Minimum number of ranks with which `--elastic-ep` continues: their slots hold all experts."""
     moe, size = config.model.moe, config.parallel.topology.tp_size
     if moe is None or not config.args.parallel.elastic_ep:
         return 1

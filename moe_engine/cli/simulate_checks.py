@@ -12,7 +12,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.tuning import serving_report
 
 MOST_TOKENS = 1 << 24
-"""Of a prompt or an answer."""
+"""Max length of a prompt or an answer."""
 LEAST = {
     "num_prompts": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1, "agent_turns": 1, "agent_groups": 1,
     "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "max_concurrency": 1, "expert_skew": 1,
@@ -62,7 +62,7 @@ def _check_numbers(own: argparse.Namespace) -> None:
 
 
 def _check_output(own: argparse.Namespace) -> None:
-    """That the results can be written: a run may take minutes."""
+    """Checks that the results can be written, before a run that may take minutes."""
     for name in ("output_file", "plot"):
         value = getattr(own, name)
         if not value:

@@ -42,7 +42,7 @@ def main() -> int:
     config: ResolvedConfig = spec.config
     logs.setup_logging(config.logging.log_level)
     sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
-    for architecture in spec.outside_models:  # before the ranks start, which get them from here
+    for architecture in spec.outside_models:  # before the ranks start: they receive the models from this process
         registry.register(*architecture)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     connect(ready, spec.ready_address)

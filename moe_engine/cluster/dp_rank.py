@@ -151,7 +151,7 @@ class SchedulingRank:
                 connect(front, self._front_address, self._spec.options.keys)
                 front.send(encode(CoreFailed(reason)))
                 front.close(LAST_MESSAGE_MS)
-            context.term()  # waits for what was sent
+            context.term()  # waits until queued messages are sent
         leave(reason)
 
     def _beat(self) -> messages.Beat:

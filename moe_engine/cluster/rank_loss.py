@@ -1,7 +1,7 @@
-"""The seam for lost ranks: which processes a replica consists of follows from what the loss of a rank means.
+"""The policy for lost ranks. It determines the processes of a replica.
 
-By default it ends the replica. Another policy is injected as `RankGroupOptions.on_rank_lost` and replaces the parent of
-the ranks and their schedulers.
+By default the loss of a rank ends the replica. Another policy is injected as `RankGroupOptions.on_rank_lost` and
+replaces the parent of the ranks and their schedulers.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class AbsentFlags:
 
     flags: Mapping[str, AbsentFlag]
     no_effect: Mapping[str, str]
-    """Switches that disable what this engine does not have, with the reason."""
+    """Switches that disable features absent from this engine, with the reason."""
     docker_run: tuple[str, ...]
     name_of: Mapping[str, str]
     """Name of a flag, or of a switch without effect, by each spelling."""

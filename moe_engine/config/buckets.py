@@ -11,11 +11,11 @@ _USE = "use `custom 100 1000 10000`, `tse 1000 2 8` or `default`"
 def token_buckets(rule: str) -> tuple[float, ...] | None:
     """Upper bounds, rising. None: the default ones.
 
-    ``custom 10 100``: these. ``tse 1000 2 8``: the middle, and 8 / 2 bounds on each side at distances 2, 4, 8, ...,
-    below 0 cut off (two-sided exponential).
+    ``custom 10 100``: these bounds. ``tse 1000 2 8`` (two-sided exponential): the middle, and 8 / 2 bounds on each side
+    at distances 2, 4, 8, ...; bounds below 0 are dropped.
 
     Raises:
-        ValueError: not such a rule; the message has the fix.
+        ValueError: the rule is invalid; the message has the fix.
     """
     kind, *words = rule.split() or [""]
     if kind == "default" and not words:

@@ -19,14 +19,14 @@ class DisaggregationArgs:
     )
     disaggregation_bootstrap_port: int = flag(
         8998,
-        "Port at which a prefill server accepts decode servers; of a decode server the port of prefill servers whose "
-        "requests name none.",
+        "Port at which a prefill server accepts decode servers. On a decode server: the port of prefill servers for "
+        "requests that name none.",
         metavar="PORT",
     )
     disaggregation_transfer_backend: str = flag(
         "tcp",
         "Transport of the KV, the same on both sides. tcp: over ZeroMQ. shm: shared memory of one machine. nixl: NIXL "
-        "with UCX. mooncake: Mooncake's transfer engine, over RDMA where there is some, else TCP; mooncake_tcp: TCP.",
+        "with UCX. mooncake: Mooncake's transfer engine, over RDMA if available, else TCP; mooncake_tcp: TCP.",
         choices=("tcp", "shm", "nixl", "mooncake", "mooncake_tcp", "ascend", "mori", "fake"),
     )
 

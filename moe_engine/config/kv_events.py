@@ -38,7 +38,7 @@ def parse_kv_events(text: str | None) -> KVEventsConfig | None:
     """None if events are off.
 
     Raises:
-        ConfigError: not such an object.
+        ConfigError: the text is not such an object.
     """
     if text is None:
         return None

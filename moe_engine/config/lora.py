@@ -42,13 +42,13 @@ class LoraArgs:
     )
     max_lora_rank: int | None = flag(
         None,
-        "Largest rank of an adapter; slots have room for it. Left out: that of --lora-paths.",
+        "Largest rank of an adapter; slots are allocated for it. Left out: that of --lora-paths.",
         parse=parse_count,
         metavar="RANK",
     )
     lora_target_modules: str | None = flag(
         None,
-        "Modules with room for adapters, such as q_proj v_proj, or all. Left out: those of --lora-paths.",
+        "Modules that adapters may change, such as q_proj v_proj, or all. Left out: those of --lora-paths.",
         metavar="MODULE",
         many=True,
     )

@@ -142,14 +142,15 @@ class MemoryArgs:
     )
     hicache_storage_size: float = flag(
         0.0,
-        "Limit of the storage in GB (10^9 bytes); the pages used longest ago are removed. 0: for a folder what it "
-        "holds and 90 % of the free disk.",
+        "Limit of the storage in GB (10^9 bytes); the pages used longest ago are removed. 0: for a folder "
+        "its present size and 90 % of the free disk.",
         metavar="GB",
     )
     hicache_storage_prefetch_policy: str = flag(
         "timeout",
-        "How long a request waits for pages of the storage. best_effort: not at all, once it could run; it uses what "
-        "has arrived. wait_complete: until all have arrived, at most 60 s. timeout: 1 s and 0.25 s per 1024 tokens.",
+        "How long a request waits for pages of the storage. best_effort: not at all once it can run; it uses the "
+        "pages that have arrived. wait_complete: until all have arrived, at most 60 s. timeout: 1 s and 0.25 s per "
+        "1024 tokens.",
         choices=("best_effort", "wait_complete", "timeout"),
     )
     hicache_storage_backend_extra_config: str | None = flag(

@@ -23,13 +23,13 @@ class SchedulingArgs:
     )
     workload_profile: str | None = flag(
         None,
-        "Sets what tuning guides recommend for a kind of load, where no flag is given: low-latency, throughput, "
-        "long-context or multi-turn. `moe-engine plan` shows each choice with its reason. Left out: none.",
+        "Sets the values that tuning guides recommend for a kind of load, for flags not given: low-latency, "
+        "throughput, long-context or multi-turn. `moe-engine plan` shows each choice with its reason. Left out: none.",
         choices=("low-latency", "throughput", "long-context", "multi-turn"),
     )
     autopilot: bool = flag(
         False,
-        "Adapt settings to the load while serving: running requests, prefill chunks and how many follow each other, "
+        "Adapt settings to the load while serving: running requests, prefill chunks and their number in sequence, "
         "conservativeness, order by arrival or by prefix, interval of EPLB. Each change is measured, logged, and "
         "undone if it hurt.",
     )

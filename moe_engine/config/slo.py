@@ -12,7 +12,7 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Slo:
-    """Upper limits in seconds: of the median TTFT, and of the gap between tokens, median and mean. None: any."""
+    """Upper limits in seconds: of the median TTFT, and of the gap between tokens, median and mean. None: no limit."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -36,7 +36,7 @@ def parse_slo(text: str | None) -> Slo:
 
 
 def name_values(flag: str, text: str, names: tuple[str, ...], example: str) -> dict[str, str]:
-    """``name=value,...`` of a flag. Raises ConfigError: other names, or no such text."""
+    """``name=value,...`` of a flag. Raises ConfigError: unknown names, or text of another form."""
     found: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")

@@ -16,12 +16,12 @@ from moe_engine.scheduler.run_settings import RunSettings
 
 
 class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """Of methods without arguments."""
+    """Arguments of methods without any."""
 
 
 @dataclass(frozen=True)
 class CoreMethod:
-    """`run` gets an `args`; its result is a plain value, or a future of one."""
+    """`run` takes an instance of `args`; it returns a plain value, or a future of one."""
 
     run: Callable[[Any], Any]
     args: type[msgspec.Struct] = NoArgs
@@ -45,7 +45,7 @@ class WriteArgs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PauseArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """`retract`: running requests give back their KV, and are computed again."""
+    """`retract`: running requests release their KV, and are recomputed later."""
 
     retract: bool = False
 
@@ -58,7 +58,7 @@ class SetArgs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def settings_methods(settings: RunSettings) -> dict[str, CoreMethod]:
-    """set_settings: the values in force, or why none has changed. settings: values and bounds."""
+    """set_settings: the values in force, or the reason why none has changed. settings: values and bounds."""
 
     def change(args: SetArgs) -> dict[str, Any]:
         try:
@@ -77,7 +77,7 @@ class LoraId(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NewWeights(msgspec.Struct, forbid_unknown_fields=True):
-    """`weights`: a name that no other weights had."""
+    """`weights`: a name not used for earlier weights."""
 
     weights: str
 

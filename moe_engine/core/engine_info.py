@@ -31,12 +31,12 @@ class EngineInfo:
     weight_bytes: int = 0
     kv_bytes: int = 0
     num_window_slots: int = 0
-    """Tokens of the pool of windowed layers; 0: they have none of their own."""
+    """Tokens of the pool of windowed layers; 0: these layers have no pool of their own."""
     graph_bytes: int = 0
     """The memory ledger's entry for CUDA graphs; 0 without graphs."""
     backends: dict[str, str] = field(default_factory=dict)
     """Backend name by kernel family."""
     hicache_storage_backend: str | None = None
-    """Storage below the host-RAM tier of the KV cache; None: there is none."""
+    """Storage below the host-RAM tier of the KV cache; None without one."""
     pooling: PoolingConfig | None = None
-    """Of a model that is served for vectors; None: for text."""
+    """Pooling of a model that serves vectors; None for text generation."""

@@ -1,5 +1,5 @@
-"""What happens to KV outside the pool beside the steps, reported by the workers' threads to the core: loads that were
-done after their step's result, and progress of the storage on each rank of the group."""
+"""KV events outside the steps, reported by the workers' threads to the core: loads completed after their step's result,
+and progress of the storage on each rank of the group."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class KVArrivals:
         """Last report of each rank about an operation."""
 
     def report(self, load: int, error: BaseException | None) -> None:
-        """A load is done, or failed. Thread-safe."""
+        """Reports a load as complete or failed; load 0: a store has failed. Thread-safe."""
         self._reports.append((load, error))
         self._wake()
 
     def report_storage(self, report: KVReport) -> None:
-        """Progress on this rank. Thread-safe."""
+        """Reports storage progress of this rank. Thread-safe."""
         self._own.append(report)
         self._wake()
 
@@ -50,18 +50,19 @@ class KVArrivals:
         """The loads reported since the last call.
 
         Raises:
-            MoeEngineError: a load failed, so its request would wait for ever.
+            MoeEngineError: a load failed, so its request would wait forever; or a store, whose KV counts as stored.
         """
         loads = []
         while self._reports:
             load, error = self._reports.popleft()
             if error is not None:
-                raise MoeEngineError(f"load {load} of KV failed: {type(error).__name__}: {error}") from error
+                what = f"load {load}" if load else "a store"
+                raise MoeEngineError(f"{what} of KV failed: {type(error).__name__}: {error}") from error
             loads.append(load)
         return loads
 
     def take_storage(self) -> list[KVReport]:
-        """The least of all ranks' reports, of operations with news since the last call."""
+        """The minimum of all ranks' reports, for operations reported since the last call."""
         changed = [self._add(-1, self._own.popleft()) for _ in range(len(self._own))]
         if self._num_ranks > 1:
             changed += [self._add(rank, report) for rank, report in self._poll()]

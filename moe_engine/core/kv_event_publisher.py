@@ -70,7 +70,7 @@ class KVEventPublisher:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Sends what is queued and ends the thread."""
+        """Sends the queued batches and ends the thread."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=1)
         self._thread.join(timeout=2)

@@ -42,7 +42,7 @@ class PositionMasks(Protocol):
         """Clears the bits of forbidden tokens in mask [W] uint32, which has the bits of all tokens set."""
 
     def fill_later(self, batch: MaskBatch, place: int) -> None:
-        """As `fill`, of row `place` of the batch, which is full; may leave it to `batch.run`."""
+        """As `fill`, for row `place` of the batch, whose bits are all set; may defer the work to `batch.run`."""
 
     def check(self) -> None:
         """Raises the error of a mask that `batch.run` should have filled."""
@@ -53,10 +53,10 @@ class PositionMasks(Protocol):
 
 @runtime_checkable
 class KnowsForced(Protocol):
-    """`PositionMasks` that know which tokens must follow."""
+    """`PositionMasks` that can list the tokens that must follow."""
 
     def forced(self) -> list[int]:
-        """Tokens that the masks of the next positions leave no choice for."""
+        """Tokens of the next positions whose masks allow one token each."""
 
 
 class AllMasks(FilledAtOnce):
@@ -257,7 +257,8 @@ class LateMasks:
 
 
 def _may_jump(request: Request) -> bool:
-    """Whether nothing but its token is wanted of a position, and no code of a client may choose another token."""
+    """Whether a position needs its token only (no log-probabilities or the like), and no client code may choose another
+    token."""
     return (
         request.status is Status.RUNNING
         and request.logprobs is None

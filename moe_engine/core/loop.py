@@ -42,7 +42,7 @@ masks and looks for another plan, and the worker's thread would start the forwar
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
 STORAGE_POLL_SECONDS = 0.02
-"""Of an idle core while requests wait for the storage, or for held sessions: their deadlines."""
+"""Poll interval of an idle core while requests wait for the storage or for held sessions, which have deadlines."""
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
 
@@ -162,7 +162,7 @@ class EngineCore:
         return self._kv_arrivals is not None and (scheduler.num_loading > 0 or scheduler.kv_cache.num_fetching() > 0)
 
     def _poll_seconds(self) -> float:
-        """How long `receive` waits."""
+        """Timeout of `receive`."""
         if self._calls:
             return CALL_POLL_SECONDS
         if self._scheduler.is_held_back:
@@ -180,7 +180,7 @@ class EngineCore:
         self._reporter.restart()
 
     def _has_ended(self, idle: bool) -> bool:
-        """Whether shutdown was requested and no work is left, in the other attention groups either."""
+        """Whether shutdown was requested and no attention group has work left."""
         if self._stopping is None:
             return False
         if self._dp_sync is None:
@@ -303,7 +303,7 @@ class EngineCore:
     # -- methods of the core
 
     def _pause(self, args: PauseArgs) -> None:
-        """No step of this group's requests runs when the call has returned."""
+        """Pauses steps: none of this group's requests runs once the call has returned."""
         self._collect()
         self._paused = True
         if args.retract:

@@ -42,7 +42,7 @@ class AddRequest(Message, tag="add"):
     """Number of its LoRA adapter; 0: the base model. `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
     bootstrap: tuple[str, int, int] | None = None
-    """Host, port (0: the server's own) and room of a transfer between servers."""
+    """Host, port (0: the server's own) and bootstrap room of a transfer between servers."""
     arrival: float = 0.0
     routed_dp_rank: int | None = None
     """Scheduler that serves the request; None: chosen by the front end's client."""
@@ -99,8 +99,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     speculation: tuple[int, int, list[int]] | None = None
     """With `finish`, if drafts were made: verify steps, drafts, and a histogram of verify steps by accepted drafts."""
     vector: bytes | None = None
-    """float32 in native byte order: of a pooled model its vector, with `finish`; else final hidden states of the tokens
-    computed since the last delta, in order, if requested."""
+    """float32 in native byte order. Pooled model: its vector, with `finish`. Otherwise, if requested: final hidden
+    states of the tokens computed since the last delta, in order."""
     tiers: tuple[int, int, str] | None = None
     """With `finish`, if there is a KV tier: cached tokens from host memory, from storage, and the storage's name."""
 

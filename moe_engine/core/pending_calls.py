@@ -1,4 +1,4 @@
-"""Calls of the front end on this core and its ranks: begun at once, answered when their results are there."""
+"""Calls of the front end on this core and its ranks: begun at once, answered when their results are available."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class RankCall:
 
     @property
     def is_over(self) -> bool:
-        """True if no answer is awaited: all are there, or the deadline has passed."""
+        """True if no answer is awaited: all have arrived, or the deadline has passed."""
         return len(self._answers) == len(self._ranks) or time.monotonic() > self._deadline
 
     def add(self, answer: RankAnswer) -> None:

@@ -137,7 +137,7 @@ def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:
 
     def open_() -> GrammarBackend:
         eos_ids = tuple(sorted(config.model.eos_token_ids))
-        # steps on the CPU hide the masks of one thread, and need the other cores
+        # steps on the CPU hide the mask computation of one thread, and need the other cores
         threads = 1 if config.device == "cpu" else max(1, min(MAX_MASK_THREADS, config.cpu_threads // 2))
         return open_backend(settings, source.load(), config.model.vocab_size, eos_ids, threads)
 

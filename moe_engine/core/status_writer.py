@@ -9,7 +9,7 @@ from moe_engine.core.step_reporter import StepReporter
 from moe_engine.scheduler.scheduler import Scheduler
 
 STATUS_INTERVAL_SECONDS = 0.05
-"""Of the load while steps run; it is also written when the core becomes idle."""
+"""Update interval of the load while steps run; the load is also written when the core becomes idle."""
 
 
 class StatusWriter:

@@ -61,7 +61,7 @@ class ZmqTransport:
 
     def wake(self) -> None:
         """Ends a wait of `receive`, or the next one. Thread-safe."""
-        with suppress(BlockingIOError):  # full of wake-ups
+        with suppress(BlockingIOError):  # the socket already holds unread wake-ups
             self._wake.send(b".")
 
     def close(self) -> None:

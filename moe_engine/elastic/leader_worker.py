@@ -54,10 +54,10 @@ class Regroups(Protocol):
         """Makes pending collectives with lost ranks fail soon. Thread-safe."""
 
     def drain(self) -> Future[None]:
-        """Done when the submitted steps have ended."""
+        """A future that is done when the submitted steps have ended."""
 
     def go_on(self, survivors: Survivors) -> Future[Any]:
-        """Collective over the survivors: when done, they can run steps."""
+        """Collective over the survivors: once it is done, they can run steps."""
 
 
 class SurvivingRank:

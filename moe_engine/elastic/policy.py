@@ -1,4 +1,4 @@
-"""The policy of ``--elastic-ep`` for lost ranks: the others continue while their slots hold every expert."""
+"""The policy of ``--elastic-ep`` for lost ranks: the surviving ranks continue while their slots hold every expert."""
 
 from __future__ import annotations
 

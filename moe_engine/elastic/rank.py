@@ -33,7 +33,7 @@ ACK_SECONDS = 5.0
 
 
 class RankHeartbeat(HeartbeatClient):
-    """Passes announcements of survivors on. `close` waits for acknowledgements: the supervisor
+    """Forwards announcements of survivors. `close` waits for acknowledgements: the supervisor
     outlives its ranks and must not take their exits for failures."""
 
     decode = staticmethod(decode_to_rank)

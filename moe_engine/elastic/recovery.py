@@ -28,8 +28,8 @@ from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import MIN_GAIN
 from moe_engine.worker.eplb.eplb_manager import Planner
-from moe_engine.worker.eplb.expert_setup import moe_layers, mtp_moe_layers
-from moe_engine.worker.speculation.build import mtp_layers
+from moe_engine.worker.startup.expert_setup import moe_layers, mtp_moe_layers
+from moe_engine.worker.startup.speculation_setup import mtp_layers
 from moe_engine.worker.worker import Worker, WorkerOptions
 
 
@@ -46,7 +46,7 @@ class Recovered:
 
 
 class SurvivorPlanner(Planner):
-    """Plans EPLB of the live ranks, on the thread of the planner before it."""
+    """Plans EPLB of the live ranks, on its predecessor's thread."""
 
     def __init__(self, layout: ExpertLayout, policy: str, before: Planner, alive: Sequence[bool]) -> None:
         super().__init__(layout, policy, before.executor)
@@ -64,7 +64,7 @@ class RankRecovery:
 
     Args:
         worker: ready; on several ranks of an `ElasticWorld`.
-        options: that it was created with.
+        options: those that the worker was created with.
     """
 
     def __init__(self, worker: Worker, options: WorkerOptions) -> None:
@@ -129,7 +129,7 @@ class RankRecovery:
         return whole.without_ranks(np.array(self.elastic.alive))
 
     def _move(self, current: ExpertPlacement, new: ExpertPlacement) -> tuple[int, int]:
-        """(copied, read) experts over all ranks, as all ranks have the same plan."""
+        """(copied, read) experts over all ranks: all ranks have the same plan."""
         elastic, link = self.elastic, self.elastic.link()
         weights: WeightSource | None = None
         copied = read = 0

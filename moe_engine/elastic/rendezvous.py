@@ -10,7 +10,8 @@ from moe_engine.elastic.survivors import Survivors
 from moe_engine.executor.process_groups import RankWorld
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
-"""Connect lazily, in the operations that need the connection: these can be cancelled, torch's own rendezvous cannot."""
+"""Connect lazily, in the operations that need the connection: such operations can be cancelled, torch's own rendezvous
+cannot."""
 POLL_SECONDS = 0.005
 
 

@@ -43,13 +43,13 @@ LOOK_SECONDS = 0.01
 
 
 class SupervisorControl(ControlServer):
-    """The control channel of a process that is no rank."""
+    """The control channel of a process that is not a rank."""
 
     decode = staticmethod(decode_to_supervisor)
 
     def __init__(self, address: str, options: RankGroupOptions, detector: ElasticDetector) -> None:
         self.info: EngineInfo | None = None
-        """As sent by rank 0's core."""
+        """The facts sent by rank 0's core."""
         self._elastic = detector
         super().__init__(address, options, detector, first_rank=0)
         detector.on_survivors(self._regroup)
@@ -125,7 +125,7 @@ class RankSupervisor:
         """Blocks until the orderly shutdown of the ranks.
 
         Args:
-            report: called with the lost groups, each time the others continue.
+            report: called with the lost groups, each time the remaining groups continue.
 
         Raises:
             RankLost: the survivors cannot continue.

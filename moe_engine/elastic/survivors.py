@@ -27,4 +27,4 @@ class Survivors(msgspec.Struct, frozen=True):
 
 
 class RanksChanged(EngineDeadError):
-    """Ranks were lost and the others continue: steps in flight must be restarted."""
+    """Ranks were lost and the survivors continue: steps in flight must be restarted."""

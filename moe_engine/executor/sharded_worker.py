@@ -100,7 +100,7 @@ def sharded_worker(
 
     from moe_engine.parallel.context import SINGLE
     from moe_engine.worker.device_stream import DeviceStream
-    from moe_engine.worker.eplb.expert_setup import with_experts
+    from moe_engine.worker.startup.expert_setup import with_experts
 
     torch.manual_seed(config.random_seed)
     progress.phase = lambda: "loading"
@@ -117,7 +117,7 @@ def sharded_worker(
 
 
 def _load_dispatch_library(config: ResolvedConfig) -> None:
-    """DeepEP does not load any more once NCCL has a communicator."""
+    """Loads DeepEP's library first: it fails to load once NCCL has a communicator."""
     plan = config.parallel
     if plan.dispatch is None or plan.dispatch.row.name != "deepep":
         return
@@ -173,8 +173,8 @@ def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | Non
 
 
 def _overlaps_by_default(config: ResolvedConfig) -> bool:
-    """These run on GPUs only. They wait on few multiprocessors, and a second stream of a captured step costs no
-    launch."""
+    """Whether the backend overlaps by default. Such backends run on GPUs only and occupy few multiprocessors while they
+    wait; a second stream of a captured step costs no launch."""
     dispatch, moe = config.parallel.dispatch, config.model.moe
     if config.args.parallel.disable_shared_expert_overlap or dispatch is None or moe is None:
         return False

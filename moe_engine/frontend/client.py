@@ -62,7 +62,7 @@ class _SchedulerEndpoint:
 
     core: CoreProcess
     group: int
-    to_core: zmq.asyncio.Socket
+    to_core: zmq.Socket[bytes]
     status: SharedStatus
     lost: str | None = None
     """Cause of the group's loss, if its core continues without it."""
@@ -74,8 +74,8 @@ class _SchedulerEndpoint:
 
     def send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
-            # A PUSH socket without a high-water mark never blocks: the returned future is already done.
-            self.to_core.send(messages.encode(message))
+            # A PUSH socket without a high-water mark never blocks. asyncio's sockets make a future for each message.
+            self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
 
 class CoreClient:
@@ -85,7 +85,7 @@ class CoreClient:
     requests migrate to another group, which gets the prompt and the tokens generated so far; readers just wait.
 
     Args:
-        by_room: of a prefill server, whose decode servers look for a room at one data-parallel rank.
+        by_room: on a prefill server: choose the data-parallel rank by the bootstrap room, as its decode servers do.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class CoreClient:
                 endpoint.send(messages.AbortRequest([request.rid], reason="client disconnected"))
 
     def _forget(self, inbox: Inbox) -> None:
-        """Drops a request without a reader whose scheduler has ended it or is lost."""
+        """Drops a request that has no reader and whose scheduler has ended it or is lost."""
         del self._inboxes[inbox.request.rid]
         inbox.leave()
 
@@ -165,7 +165,9 @@ class CoreClient:
         for endpoint, answer in zip(endpoints, answers):
             if isinstance(answer, BaseException) and (endpoint.core.dead or not endpoint.lost):
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]  # of the schedulers still alive
+        return [
+            answer for answer in answers if not isinstance(answer, BaseException)
+        ]  # answers of the schedulers still alive
 
     async def call_one(self, method: str, **args: Any) -> Any:
         return await self._call(self._alive()[0], messages.Call(0, method, args))
@@ -229,7 +231,7 @@ class CoreClient:
         return asked
 
     def _of_room(self, room: int, asked: int | None) -> int:
-        """The data-parallel rank at which decode servers look for a room."""
+        """The data-parallel rank that decode servers derive from a room."""
         number = room % len(self._endpoints)
         if asked is not None and asked != number:
             raise InputError(
@@ -337,7 +339,7 @@ class CoreClient:
         for delta in message.deltas:
             inbox = self._inboxes.get(delta.rid)
             if inbox is None or self._endpoints[inbox.endpoint] is not endpoint:
-                frames.drop(f"delta of request {delta.rid!r:.100}, which is not at group {message.group}")
+                frames.drop(f"delta of request {delta.rid!r:.100}, which was not sent to group {message.group}")
                 continue
             inbox.take(delta)
             if inbox.ended and inbox.left:
@@ -406,8 +408,8 @@ class CoreClient:
         return "; ".join(dict.fromkeys(endpoint.dead for endpoint in self._endpoints if endpoint.dead))
 
 
-def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
+def _push(address: str, keys: JobKeys | None) -> zmq.Socket[bytes]:
+    socket = zmq.Context(zmq.asyncio.Context.instance()).socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     connect(socket, address, keys)

@@ -82,7 +82,8 @@ class GroupAnswers:
 
     Attributes:
         replica: None with a single one.
-        lost: how the scheduler was lost, with the answers; failed: why there are none from a living one.
+        lost: the cause of the scheduler's loss, if its answers were lost with it; failed: the reason why a live
+        scheduler has none.
     """
 
     replica: int | None
@@ -92,7 +93,7 @@ class GroupAnswers:
 
     @property
     def values(self) -> list[Any]:
-        """Of the ranks without an error."""
+        """The values of the ranks without an error."""
         return [answer.value for answer in self.answers if not answer.error]
 
     def problems(self) -> dict[str, str]:
@@ -117,7 +118,7 @@ def values_of(groups: Sequence[GroupAnswers], method: str) -> list[Any]:
 
 
 DirectReader = Callable[[RequestDelta], bool]
-"""Takes a delta on arrival, without waking the reader's task; False: the delta is for the task."""
+"""Takes a delta on arrival, without waking the reader's task; False: the delta must go to the task."""
 
 
 class EngineClient(Protocol):
@@ -155,7 +156,7 @@ class EngineClient(Protocol):
         """
 
     async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS) -> list[Any]:
-        """`ask_ranks`, for calls that must succeed everywhere: the values in rank order, of one replica after another.
+        """`ask_ranks`, for calls that must succeed everywhere: the values in rank order, replica by replica.
 
         Raises:
             CallError: names the ranks that failed or did not answer, with their errors.

@@ -40,7 +40,7 @@ class CoreProcess:
     """
 
     from_core: zmq.Socket[bytes]
-    """Bound; receives the messages of all groups' cores."""
+    """Bound socket that receives the messages of all groups' cores."""
     statuses: list[SharedStatus]
     """One per group."""
     to_core_addresses: list[str]

@@ -1,4 +1,4 @@
-"""Requests of a router in prefill/decode mode: what each of the two servers does with the same request."""
+"""Requests of a router in prefill/decode mode: the part of a request that each of the two servers runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe_engine.frontend.generate_input import Prompt
 
 
 def apply_mode(mode: str, prompts: list[Prompt]) -> None:
-    """The prefill server computes the prompt and one token; prompt log-probabilities are in its answer alone, which the
-    router merges with the decode server's. A request without a room is served as usual on either server.
+    """The prefill server computes the prompt and one token; only its answer contains prompt log-probabilities; the
+    router merges it with the decode server's. A request without a room is served as usual on either server.
 
     Raises:
-        InputError: a room, and this server is on neither side.
+        InputError: the request has a room, and this server is neither a prefill nor a decode server.
     """
     for prompt in prompts:
         if prompt.bootstrap is None:

@@ -50,7 +50,7 @@ def encode_input(fields: EncodeRequest | Mapping[str, Any], **more: Any) -> Gene
 
 
 def check_kind(info: EngineInfo, *, pooled: bool) -> None:
-    """Raises InputError unless the served model answers requests of this kind: with vectors, or with text."""
+    """Raises InputError unless the served model supports requests of this kind: for vectors, or for text."""
     if pooled == (info.pooling is not None):
         return
     if pooled:
@@ -65,7 +65,7 @@ def check_kind(info: EngineInfo, *, pooled: bool) -> None:
 
 
 def check_dimensions(info: EngineInfo, dimensions: int | None) -> None:
-    """Raises InputError unless the vector can be cut to so many numbers."""
+    """Raises InputError unless the vector can be truncated to this length."""
     pooling = info.pooling
     if dimensions is None or pooling is None:
         return

@@ -82,7 +82,7 @@ class Engine:
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
         by_room = self.config.args.disaggregation.disaggregation_mode == "prefill"
         client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method, by_room=by_room)
-        # No batch size limits: the caller's own process pays for the memory.
+        # No batch size limits: the memory is that of the caller's own process.
         settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
         return Frontend(client, tokenizer, settings)
 
@@ -228,7 +228,7 @@ class Engine:
         self._loop.run(Pausing(self._frontend).resume())
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
-        """Gives memory of weights and KV cache back, as `/release_memory_occupation`: success, and a message.
+        """Releases memory of weights and KV cache, as `/release_memory_occupation`: success, and a message.
 
         Raises:
             InputError: without `enable_memory_saver=True`, or an unknown tag.
@@ -237,7 +237,7 @@ class Engine:
         return done.success, done.message
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
-        """Takes it again, as `/resume_memory_occupation`: success, and a message."""
+        """Allocates released memory again, as `/resume_memory_occupation`: success, and a message."""
         done = self._loop.run(self._memory.resume(tags))
         return done.success, done.message
 
@@ -334,7 +334,7 @@ class Engine:
         return self._loop.run(_call(self._frontend.sessions.open, session_id, streaming=streaming, timeout=timeout))
 
     def close_session(self, session_id: str) -> None:
-        """Forgets the requests of a session; one that is not open is no error."""
+        """Deletes the requests of a session; closing a session that is not open is no error."""
         self._loop.run(_call(self._frontend.sessions.close, session_id))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
@@ -348,7 +348,7 @@ class Engine:
         return found[0] if len(found) == 1 else found
 
     def get_memory_usage(self) -> list[dict[str, int]]:
-        """Bytes that each rank holds, by what they are for (`worker.memory_usage`)."""
+        """Bytes that each rank holds, by purpose (`worker.memory_usage`)."""
         return self._loop.run(self._frontend.client.collective_rpc("memory_usage"))
 
     def start_profile(self, output_dir: str | None = None, profile_id: str | None = None, **options: Any) -> list[str]:
@@ -393,7 +393,7 @@ class Engine:
 
 
 async def _call(function: Callable[..., T], *args: Any, **named: Any) -> T:
-    """On the event loop, which owns what the function changes."""
+    """Calls the function on the event loop, which owns the state that it changes."""
     return function(*args, **named)
 
 

@@ -45,7 +45,7 @@ class EngineLoop:
             raise EngineDeadError(f"this Engine {reason}")
         if not self.thread.is_alive():
             work.close()
-            raise EngineDeadError("the event loop of this Engine has failed; the log has the cause")
+            raise EngineDeadError("the event loop of this Engine has failed; see the log for the cause")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)

@@ -1,4 +1,4 @@
-"""What EPLB would gain on the recorded counts, for the live page. numpy is imported by the first call.
+"""The gain of EPLB on the recorded counts, for the live page. numpy is imported by the first call.
 
 Legend: L layers, E experts, G ranks.
 """
@@ -14,12 +14,12 @@ def gain_view(counts: list[list[int]], num_ranks: int, num_nodes: int, num_redun
     """For counts [L][E] with at least one token.
 
     Args:
-        num_ranks, num_nodes, num_redundant: of the launch; its ranks are compared where there are several.
+        num_ranks, num_nodes, num_redundant: of the launch; its ranks are compared if there are several.
 
     Returns:
         ``ranks``: tokens of each rank with the experts in order, ``planned``: with EPLB's placement; both empty for one
-        rank. ``rows``: for expert-parallel sizes the balancedness of both, and the busiest rank's tokens relative to
-        the experts in order.
+        rank. ``rows``: for expert-parallel sizes the balancedness of both placements, and the busiest rank's tokens
+        relative to the experts in order.
     """
     import numpy as np
 

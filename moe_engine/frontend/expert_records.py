@@ -1,6 +1,6 @@
 """Expert recording from the front end, on all ranks of one or several replicas (calls of `worker.rank_methods`).
 
-Counts collected from ranks for a dump are kept here until a file is written: if the core that writes dies, another one
+Counts collected from ranks for a dump are kept here until a file is written: if the core that writes dies, another core
 writes them.
 """
 
@@ -73,7 +73,7 @@ class ExpertRecords:
             return Dump(paths, lost)
 
     def _new_losses(self, groups: list[GroupAnswers]) -> list[str]:
-        """Of schedulers with their ranks' records, since the last dump."""
+        """Schedulers lost with their ranks' records since the last dump."""
         found = [group.lost for group in groups if group.lost is not None] + self._losses()
         return [loss for loss in dict.fromkeys(found) if loss not in self._reported]
 

@@ -58,7 +58,7 @@ class Frontend:
         self.paused = False
         """See `frontend.pausing`."""
         self.released: set[str] = set()
-        """Parts whose memory is given back, see `frontend.memory_release`. No request begins meanwhile."""
+        """Parts whose memory is released, see `frontend.memory_release`. No request begins meanwhile."""
         self._live: dict[str, Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self.adapters = ServedAdapters(client, self.settings.lora)
@@ -135,7 +135,7 @@ class Frontend:
                 self._leave(sequence)
 
     async def _hold_weights(self, job: Job, sequences: list[Sequence]) -> bool:
-        """Waits while the weights are replaced: all sequences of a job have answers of the same ones. False: all
+        """Waits while the weights are replaced: all sequences of a job are answered with the same weights. False: all
         sequences were aborted meanwhile, and none will be sent."""
         try:
             held = await self.weights.hold(lambda: all(sequence.aborted is not None for sequence in sequences))
@@ -283,7 +283,7 @@ class Frontend:
     def _enter_session(self, generation: Generation) -> None:
         if generation.session is None:
             return
-        rank = generation.session.rank  # of the KV of its earlier turns
+        rank = generation.session.rank  # the rank that has the KV of its earlier turns
         if generation.request.routed_dp_rank is None and rank is not None and self.client.healths()[rank].alive:
             generation.request.routed_dp_rank = rank
         replaced = self.sessions.begin(generation)

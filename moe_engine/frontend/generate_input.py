@@ -103,7 +103,7 @@ class GenerateInput(GenerateRequest, kw_only=True):
     model: str | None = None
     """OpenAI's `model`, which may select a LoRA adapter."""
     pooled: bool = False
-    """Asks for the vector of each prompt, not for text; `dimensions`: its first numbers, None for all."""
+    """Requests the vector of each prompt instead of text; `dimensions`: its first numbers, None for all."""
     dimensions: int | None = None
 
     @property
@@ -126,12 +126,12 @@ class Prompt:
     lora: str | None = None
     """Name of its LoRA adapter, as `lora_path` gives it."""
     bootstrap: tuple[str, int, int] | None = None
-    """Host, port (0: the server's own) and room of a transfer between servers."""
+    """Host, port (0: the server's own) and bootstrap room of a transfer between servers."""
     session: SessionParams | None = None
     joined: Joined | None = None
-    """With a session: how `ids` begin, once its earlier tokens are in front of them."""
+    """With a session: the beginning of `ids`, once its earlier tokens are put before them."""
     length_asked: bool = True
-    """The client chose `max_new_tokens`; a default is reduced to the free room."""
+    """The client chose `max_new_tokens`; a default is reduced to the free space."""
     max_new_tokens: int = field(default=0)
     """Resolved against the context length."""
 

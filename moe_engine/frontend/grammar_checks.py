@@ -18,6 +18,7 @@ from threading import Lock
 import msgspec
 
 from moe_engine.errors import GenerationError, InputError
+from moe_engine.processes.background import yield_session_to_steps
 from moe_engine.structured_output.check_process import CheckSpec, Verdict, read_frame, write_frame
 from moe_engine.structured_output.constraint import Constraint
 
@@ -26,7 +27,7 @@ START_SECONDS = 120.0
 PROCESSES = 2
 MAX_VERDICTS = 8192
 MAX_CHARS = 64 << 20
-"""Of the prepared grammars that are kept."""
+"""Max number of prepared grammars that are kept."""
 MAX_WAITING = 256
 
 
@@ -34,7 +35,7 @@ class GrammarChecks:
     """Compiles grammars in child processes, started on demand and killed at the time limit. Results are cached.
 
     Args:
-        spec: None: nothing is checked here, and the engine refuses what it cannot compile.
+        spec: None: no checks; the engine refuses grammars that it cannot compile.
     """
 
     def __init__(self, spec: CheckSpec | None) -> None:
@@ -51,7 +52,7 @@ class GrammarChecks:
         """The constraint for the engine, with the same grammar.
 
         Raises:
-            InputError: the grammar cannot be compiled, or not in `COMPILE_SECONDS`.
+            InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`.
         """
         if self._spec is None:
             return constraint
@@ -90,7 +91,7 @@ class GrammarChecks:
                 self._kept_chars -= _chars(self._verdicts.popitem(last=False)[1])
 
     def _ask(self, constraint: Constraint) -> Verdict:
-        """Blocks."""
+        """Sends a grammar to a child process; blocks until its answer."""
         assert self._spec is not None
         with self._lock:
             child = self._idle.pop() if self._idle else None
@@ -120,6 +121,7 @@ class CheckChild:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        yield_session_to_steps(self._popen.pid)
         self._spec = spec
 
     @property

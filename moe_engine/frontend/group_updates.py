@@ -3,8 +3,8 @@
 The trainer is rank 0 of the group; it opens the store and broadcasts whole tensors in the order of the call. All ranks
 receive beside running requests, and stage and commit as in other updates (`frontend.weight_updates`).
 
-Broadcasts have no names: a trainer that sends and an engine that does not receive would be out of step for ever. So a
-failed update ends its group on every rank.
+Broadcasts have no names: if the trainer sends and the engine does not receive, both stay out of step. A failed update
+therefore ends its group on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUP_SECONDS = 300.0
 GRACE_SECONDS = 30.0
 """Time beyond the limit after which a rank counts as hanging in the library."""
 POLL_SECONDS = (0.005, 0.1)
-"""First and longest interval."""
+"""First and longest poll interval."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class GroupUpdates:
         self._frontend, self._updates = frontend, updates
         self._client: EngineClient = frontend.client
         self._in_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Calls with the same group, as the trainer's broadcasts."""
+        """Updates of one group run one at a time, in the order of the trainer's broadcasts."""
 
     async def init(self, trainer: Trainer, seconds: float = GROUP_SECONDS) -> Updated:
         """Joins every rank to the trainer's group.
 
         Args:
-            seconds: for all members to come.
+            seconds: for all members to join.
 
         Raises:
             EngineDeadError: no scheduler is alive.
@@ -146,7 +146,7 @@ class GroupUpdates:
             return updated
 
     async def _wait(self, group_name: str, seconds: float) -> None:
-        """Until no rank joins or receives. Raises CallError: names the ranks that failed."""
+        """Waits until no rank joins or receives. Raises CallError: names the ranks that failed."""
         deadline = time.monotonic() + seconds + GRACE_SECONDS
         pause, longest = POLL_SECONDS
         while True:

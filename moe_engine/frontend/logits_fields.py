@@ -49,7 +49,7 @@ def _check_processor(text: str, *, enabled: bool) -> None:
 
 
 def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None, field: str) -> tuple[tuple[int, ...], ...]:
-    """Each word as at the beginning of a text, and behind a space if that gives other tokens. vLLM leaves out the
+    """Token ids of each word at the beginning of a text, and after a space if these ids differ. vLLM leaves out the
     second form if its number of tokens differs; a common word may then still appear in the middle of a text."""
     if tokenizer is None:
         raise InputError(f"{field}: needs a tokenizer, and this server runs with --skip-tokenizer-init", field=field)

@@ -1,7 +1,7 @@
-"""Memory of weights and KV cache that is given back to the system between two phases of a training loop.
+"""Releases memory of weights and KV cache to the system between two phases of a training loop.
 
-The engine is idle, or generation is paused: requests in the middle of their output are then retracted, and compute
-their KV again. No request begins until everything is back.
+The engine must be idle, or generation paused. Requests in the middle of their output are then retracted and recompute
+their KV later. No request begins until all memory is allocated again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MemoryReleases:
         self._frontend, self._updates = frontend, updates
 
     async def release(self, tags: Sequence[str] | None = None) -> Updated:
-        """Gives memory back, on every rank or on none. `tags`: None: all.
+        """Releases memory, on every rank or on none. `tags`: None: all.
 
         Raises:
             InputError: the launch does not allow it, or a tag is unknown.
@@ -37,7 +37,7 @@ class MemoryReleases:
         return await self._updates.alone(self._release(_checked(tags)), "memory was not released")
 
     async def resume(self, tags: Sequence[str] | None = None) -> Updated:
-        """Takes it again. Raises as `release`."""
+        """Allocates released memory again. Raises as `release`."""
         return await self._updates.alone(self._resume(_checked(tags)), "memory was not resumed")
 
     async def _release(self, tags: list[str]) -> Updated:

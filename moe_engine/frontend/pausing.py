@@ -14,8 +14,8 @@ from moe_engine.frontend.frontend import Frontend, released_message
 logger = logging.getLogger("moe_engine")
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What becomes of running requests: they are aborted; they return to the queue and compute their KV again; they stay
-where they are."""
+"""Effect on running requests: they are aborted; they return to the queue and recompute their KV; they keep their place
+and KV."""
 
 
 class Pausing:

@@ -79,7 +79,7 @@ class FrontendSettings:
     disaggregation_mode: str = "null"
     lora: LoraSettings | None = None
     reasoning_parser: str | None = None
-    """Of requests with `require_reasoning`."""
+    """The reasoning parser, for requests with `require_reasoning`."""
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class Preparer:
             self._check_total(read.inp, read.prompts)
 
     async def _check_grammars(self, prompts: list[Prompt]) -> None:
-        """Raises InputError with the reason against a constraint."""
+        """Raises InputError if a constraint cannot be compiled, with the reason."""
         found: dict[Constraint, Constraint] = {}
         for prompt in prompts:
             given = prompt.sampling.constraint
@@ -298,7 +298,7 @@ class Preparer:
             raise InputError(f"{constraint.where}: {missing}", field=constraint.where)
 
     def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
-        """Resolves `max_new_tokens`. A default is reduced to the free room. A client's value that does not fit is
+        """Resolves `max_new_tokens`. A default is reduced to the free space. A client's value that does not fit is
         refused, or with --allow-auto-truncate reduced like the prompt. `where`, `prompt_field`: the client's names of
         the two fields."""
         info = self._info

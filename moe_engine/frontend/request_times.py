@@ -1,4 +1,4 @@
-"""Times of a request's phases, from what the front end saw and the scheduler reported."""
+"""Times of a request's phases, measured by the front end or reported by the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Timed(Protocol):
-    """A `Generation`: times of the monotonic clock, None for what has not happened."""
+    """A `Generation`: times of the monotonic clock; None for events that have not happened."""
 
     received_at: float
     first_token_at: float | None

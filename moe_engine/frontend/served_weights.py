@@ -1,4 +1,4 @@
-"""The checkpoint in force. Requests hold it while they run; an update waits until none does."""
+"""The checkpoint in force. Requests hold it while they run; an update waits until no request holds it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class ServedWeights:
-    """Attributes: model_path, version: of the answers of requests that begin now. Bound to one event loop."""
+    """Attributes: model_path, version: reported in the answers of requests that begin now. Bound to one event loop."""
 
     def __init__(self, model_path: str, version: str) -> None:
         self.model_path, self.version = model_path, version

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 TURN_TOKENS = 128
-"""Counted for a turn beside its tokens: objects, name."""
+"""Size of a turn without its tokens (objects, name), counted in tokens."""
 
 
 class Running(Protocol):
@@ -59,14 +59,15 @@ class Session:
     """Tokens kept, with a share for each turn."""
 
     def add(self, turn: Turn) -> None:
-        """A request id that is used again names the later request; the earlier one stays for those that continue it."""
+        """A request id that is used again names the later request; the earlier request is kept for the requests that
+        continue it."""
         self.turns[turn.rid] = turn
         if turn.parent is not None:
             turn.parent.children.append(turn)
         self.size += TURN_TOKENS + len(turn.own) + len(turn.output)
 
     def forget(self, parent: Turn | None) -> list[str]:
-        """Removes all turns that follow `parent`; None: all turns. Returns the ids of those that run."""
+        """Removes all turns that follow `parent`; None: all turns. Returns the ids of running requests among them."""
         waiting = list(self.turns.values()) if parent is None else list(parent.children)
         running = set[str]()
         while waiting:
@@ -87,7 +88,7 @@ class Session:
 
 @dataclass(slots=True)
 class Joined:
-    """How a new request of a session begins. `replace`: what follows `parent` is forgotten when it starts."""
+    """How a new request of a session begins. `replace`: the turns that follow `parent` are removed when it starts."""
 
     session: Session
     parent: Turn | None

@@ -1,7 +1,7 @@
 """SGLang's sessions: a request continues, branches off or rewrites an earlier request of its session.
 
 A client sends only the new tokens of a conversation; the tokens before them are kept here, as a tree of turns. The
-radix cache has the KV of earlier turns, as of any prompt: a session holds no memory of the engine.
+radix cache has the KV of earlier turns, as for any prompt: a session reserves no KV memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_engine.frontend.session_params import SessionParams
 from moe_engine.frontend.session_turns import Joined, Session, Turn
 
 MAX_TOKENS = 2**24
-"""Of all sessions, 8 bytes each. The sessions used longest ago make room."""
+"""Max tokens kept by all sessions, 8 bytes each. Beyond it, the sessions used longest ago are removed."""
 MAX_SESSIONS = 2**16
 SWEEP_SECONDS = 1.0
 """Interval of the search for sessions that timed out."""
@@ -68,7 +68,7 @@ class Sessions:
         return name
 
     def close(self, session_id: str) -> bool:
-        """Forgets a session; its running requests continue. False: it was not open."""
+        """Deletes a session; its running requests continue. False: it was not open."""
         session = self._open.pop(session_id, None)
         self.size -= session.size if session is not None else 0
         return session is not None
@@ -176,7 +176,7 @@ class Sessions:
             self.close(session.id)
 
     def _make_room(self) -> None:
-        """The session used last stays, and sessions with running requests."""
+        """Removes the sessions used longest ago; keeps the session used last, and sessions with running requests."""
         if self.size <= self._max_tokens and len(self._open) <= self._max_sessions:
             return
         for session in list(self._open.values())[:-1]:
@@ -214,7 +214,7 @@ def _earlier_turn(session: Session, params: SessionParams) -> Turn | None:
 
 def _not_open(session_id: str) -> InputError:
     return InputError(
-        f"session_params.id: session {session_id!r:.80} is not open; it was closed, timed out, made room for newer "
+        f"session_params.id: session {session_id!r:.80} is not open; it was closed, timed out, was replaced by newer "
         "ones, or the server has restarted",
         field="session_params.id",
     )

@@ -60,7 +60,7 @@ def _open_ports(plan: ParallelPlan) -> str:
 
 def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
     """Blocks until all cores are ready. Facts that depend on memory (`ROOM`) may differ between cores: the minimum
-    counts. Raises like `CoreProcess.poll_ready` for the first core that fails."""
+    applies. Raises like `CoreProcess.poll_ready` for the first core that fails."""
     found: dict[int, EngineInfo] = {}
     while len(found) < len(cores):
         for i, core in enumerate(cores):

@@ -1,4 +1,4 @@
-"""Tensors on their way to the ranks: safetensors files in a folder of their own, which exist during the update.
+"""Passes tensors to the ranks: as safetensors files in a temporary folder, which exist during the update.
 
 Tensors arrive as safetensors, which is data alone. Pickles (SGLang's MultiprocessingSerializer) are refused: loading
 one can run any code, and the handles in them belong to the memory of the process that made them.

@@ -1,4 +1,4 @@
-"""Single weights by the names of the checkpoint, out of the memory of all ranks (`worker.weight_read`)."""
+"""Reads single weights, by the names of the checkpoint, from the memory of all ranks (`worker.weight_read`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def read_weight(client: EngineClient, name: str, truncate_size: int) -> li
 
 
 def _joined(name: str, ranks: list[dict[str, Any]]) -> Any:
-    import numpy as np  # not with the server's modules: its import takes a part of the launch
+    import numpy as np  # imported here: it would slow the server's start
 
     shape = ranks[0]["shape"]
     values = np.full(int(np.prod(shape)), np.nan, dtype=np.float32)

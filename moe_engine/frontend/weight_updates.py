@@ -29,14 +29,14 @@ from moe_engine.frontend.tensor_files import TensorFiles
 logger = logging.getLogger("moe_engine")
 
 DRAIN_SECONDS = 300.0
-"""Time for running requests to end; the update is given up afterwards."""
+"""Time for running requests to end; after it the update is cancelled."""
 IDLE_SECONDS = 60.0
 IDLE_POLL_SECONDS = 0.01
 CHECK_SECONDS = 300.0
 LOAD_SECONDS = 3600.0
 COMMIT_SECONDS = 600.0
 SPARE_BYTES = 1 << 28
-"""Memory of a node that stays free beside the staged weights."""
+"""Host memory of a node that must stay free beside the staged weights."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Change:
     stage_args: Mapping[str, Any] | None = None
     """None: `args`."""
     prepare: Callable[[], Awaitable[None]] = _nothing_to_prepare
-    """Runs between check and stage, beside requests."""
+    """Called between check and stage, while requests run."""
 
 
 class WeightUpdates:
@@ -161,7 +161,8 @@ class WeightUpdates:
         self._frontend.abort(all=True, reason="Aborted by a weight update")
 
     async def wait_idle(self) -> None:
-        """Until the schedulers have ended what the front end has: steps in flight, aborted requests."""
+        """Waits until the schedulers have ended what the front end considers ended: steps in flight, aborted
+        requests."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not all(await self._client.call("is_idle")):
             if time.monotonic() > deadline:
@@ -169,7 +170,7 @@ class WeightUpdates:
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
     async def _stage(self, change: Change) -> None:
-        """On every rank, or on none."""
+        """Stages the weights on every rank, or on none."""
         try:
             await self._client.collective_rpc(change.stage, change.stage_args or change.args, LOAD_SECONDS)
             if not all(await self._client.call("flush_cache")):
@@ -182,7 +183,8 @@ class WeightUpdates:
             raise
 
     async def _commit(self) -> None:
-        """On every rank that is alive. A rank that fails leaves the others with other weights: the engine then ends."""
+        """Commits the weights on every live rank. If one fails, the ranks hold different weights: the engine then
+        ends."""
         groups = await self._client.ask_ranks("commit_weights", deadline=COMMIT_SECONDS)
         problems = {rank: error for group in groups for rank, error in group.problems().items()}
         if problems:

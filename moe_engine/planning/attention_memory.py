@@ -1,4 +1,4 @@
-"""Workspace of the attention backend, by its own figure."""
+"""Ledger rows of the attention backend's workspace, as computed by the backend."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def draft_workspace_rows(
     """
     if row.workspace is None:
         return []
-    most = max(depth, DRAFT_FEW)  # of a draft extend over the tokens of several steps
+    most = max(depth, DRAFT_FEW)  # tokens of a draft extend over several steps
     pages = -(-row_width // page_size)
     loads = (
         AttentionLoad(requests, tokens, head_widths(draft), pages, expanded=_expanded(draft))

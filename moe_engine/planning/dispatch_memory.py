@@ -10,9 +10,9 @@ from moe_engine.planning.resolve_parallel import FP8_BLOCK, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 
 CHOICE_BYTES = 8
-"""An expert id and its weight."""
+"""Bytes of an expert id and its weight."""
 POSITION_BYTES = 4
-"""A choice's row at its expert."""
+"""Bytes of a choice's row at its expert."""
 
 
 def dispatch_rows(
@@ -45,9 +45,9 @@ def exchange_rows(
 
 
 def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:
-    """Low-latency buffers have room for every rank's tokens at every expert, twice; FP8 tokens are stored as received
-    and widened. `symm_mem` has one row of a token beside them for its way here and one for its result's way back, and
-    stores FP8 rows of experts in one form: either size is at most that of a row."""
+    """Low-latency buffers hold every rank's tokens at every expert, twice; FP8 tokens are stored as received
+    and widened. `symm_mem` has two more rows per token, for dispatch and for combine, and stores FP8 rows of experts in
+    one form: either size is at most that of a row."""
     assert plan.dispatch is not None and model.moe is not None
     topology, rows, choices = plan.topology, 0, 0
     if "low_latency" in plan.dispatch.modes.values():

@@ -12,7 +12,7 @@ from moe_engine.planning.sizing_input import SizingInput
 
 
 def draft_rows(given: SizingInput) -> list[LedgerRow]:
-    """Memory of the drafter: weights, and the model's hidden states that the MTP layers start from. MTP layers share
+    """Memory of the drafter: weights, and the model's hidden states from which the MTP layers start. MTP layers share
     embedding and LM head with the model."""
     model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
     if given.uses_mtp:
@@ -21,7 +21,8 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
         number = count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
-        # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update
+        # states of each row's last token; with several layers also of earlier tokens, and a copy of these during an
+        # update
         states = given.limits.running * (2 * layers - 1)
         kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
@@ -60,14 +61,16 @@ def count(number: int) -> str:
 
 
 def _head_rows(given: SizingInput, head: HeadConfig) -> list[LedgerRow]:
-    """Of an EAGLE head: its weights, and the hidden states that its drafts start from and that captured steps leave for
-    it. With a token map it has a copy of rows of the model's LM head."""
+    """Rows of an EAGLE head: its weights, the hidden states from which its drafts start, and those that captured steps
+    store for it. With a token map it has a copy of rows of the model's LM head."""
     size, topology = given.dtype_bytes, given.parallel.topology
     specs = [*head_tensors(head)]
     if head.num_mapped:
         specs.append(TensorSpec(LM_HEAD, (head.num_mapped, head.layer.hidden_size)))
     ids = 8 * head.draft_vocab if head.draft_vocab != head.layer.vocab_size else 0
-    layer = dataclasses.replace(head.layer, max_position_embeddings=given.limits.row_width)  # of the rotary table
+    layer = dataclasses.replace(
+        head.layer, max_position_embeddings=given.limits.row_width
+    )  # for the size of the rotary table
     num_bytes = ids + sizes.tensor_bytes(layer, specs, size, topology, format=head.layer.weight_format)
     number = count(sum(spec.num_elements for spec in specs))
     detail = f"{head.kind}, {number} parameters; drafts {head.draft_vocab} of {head.layer.vocab_size} tokens"
@@ -80,6 +83,7 @@ def _head_rows(given: SizingInput, head: HeadConfig) -> list[LedgerRow]:
 
 
 def _head_step_bytes(given: SizingInput, head: HeadConfig, tokens: int) -> int:
-    """Of the draft extend, while the model's hidden states exist: the states that it reads, and its layer's input."""
+    """Activations of the draft extend, which runs while the model's hidden states exist: the states that it reads, and
+    its layer's input."""
     states = tokens * head.num_states * head.target_hidden * (2 if head.norms_states else 1)
     return (states + 5 * tokens * head.layer.hidden_size) * given.dtype_bytes

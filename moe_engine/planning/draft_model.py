@@ -27,10 +27,10 @@ def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
     """The draft model's folder and config; None if the flags name none.
 
     Args:
-        model: that it drafts for.
+        model: the model that it drafts for.
 
     Raises:
-        ConfigError: no checkpoint there, or one that this engine cannot run.
+        ConfigError: the folder has no checkpoint, or one that this engine cannot run.
         CheckpointError: the weight files of an EAGLE head are damaged.
     """
     path = args.speculative.speculative_draft_model_path
@@ -54,7 +54,8 @@ def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
 
 
 def _with_map(head: HeadConfig, args: EngineArgs, model: ModelConfig) -> HeadConfig:
-    """With the tokens of --speculative-token-map. A head with an LM head of its own has its own tokens."""
+    """The draft model with the tokens of --speculative-token-map. A head with an LM head of its own has its own
+    tokens."""
     path = args.speculative.speculative_token_map
     if path is None or head.own_head:
         return head
@@ -81,7 +82,7 @@ def with_nextn(model: ModelConfig, draft: DraftModel | None) -> ModelConfig:
 
 
 def _shape_of(config: ModelConfig) -> dict[str, Any]:
-    """What a layer shares with the model whose hidden states it reads, by the fields of config.json."""
+    """The sizes that a layer shares with the model whose hidden states it reads, by the fields of config.json."""
     return {
         "architectures": config.architecture, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
         "attention": config.attention, "experts": config.moe, "quantization_config": config.weight_format,

@@ -19,7 +19,7 @@ STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW, STATES_ROW, LORA_ROW)
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4
-"""Of the token id that is stored beside a KV slot, for penalties."""
+"""Bytes of the token id that is stored beside a KV slot, for penalties."""
 
 
 def gb(num_bytes: float) -> str:
@@ -56,9 +56,9 @@ class MemoryLedger:
     page_size: int
     logits_rows: int = 0
     num_window_slots: int = 0
-    """Tokens of the pool of windowed layers; 0: they have none of their own. A row has its memory."""
+    """Tokens of the pool of windowed layers; 0: these layers have no pool of their own. Its memory is a row."""
     host_tier_tokens: int = 0
-    """Tokens of the host-RAM tier of the KV cache; on a CPU a row has its memory."""
+    """Tokens of the host-RAM tier of the KV cache; on a CPU its memory is a row."""
 
     @property
     def fixed_bytes(self) -> int:

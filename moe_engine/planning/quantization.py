@@ -12,7 +12,7 @@ from moe_engine.models.formats.plain import PLAIN
 
 
 def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
-    """The model with the weight format that the flag asks for.
+    """The model with the weight format of the flag.
 
     Raises:
         ConfigError: the checkpoint is quantized in another format, or is plain and the name is that of a checkpoint's.

@@ -70,7 +70,7 @@ def asked_backends(args: EngineArgs) -> dict[str, str]:
 
 
 def _fits(args: EngineArgs, page: int) -> bool:
-    """Whether the sizes that the flags give are possible with this page size."""
+    """Whether the sizes given by flags are possible with this page size."""
     memory, chunk = args.memory, args.memory.chunked_prefill_size
     whole = chunk is None or chunk == -1 or chunk % page == 0
     pool, prefill = memory.max_total_tokens, memory.max_prefill_tokens

@@ -36,7 +36,7 @@ FIXES = "raise --max-dispatch-tokens-per-rank, or use --deepep-mode auto"
 SMALLER_STEPS = (
     *((1 << power, 0, 0) for power in range(17, 8, -1)), (512, 64, 0), (512, 32, 32768), (256, 8, 8192), (128, 1, 1024)
 )  # fmt: skip
-"""Chunk, running requests and context (0: as asked for) that a refusal tries, nearest first."""
+"""Chunk, running requests and context (0: as requested) that a refusal tries, nearest first."""
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,8 @@ def resolve_parallel(
 def with_dispatch_dtype(
     plan: ParallelPlan, args: EngineArgs, model: ModelConfig, kernels: LaunchKernels, record: Record
 ) -> ParallelPlan:
-    """The plan with the data type of dispatched tokens that `--moe-dispatch-dtype auto` selects: FP8 where the experts
-    read FP8, which quantize the same numbers otherwise after the dispatch."""
+    """The plan with the data type of dispatched tokens that `--moe-dispatch-dtype auto` selects: FP8 if the experts
+    read FP8: they would otherwise quantize the same numbers after the dispatch."""
     if plan.dispatch is None or args.parallel.moe_dispatch_dtype != "auto":
         return plan
     experts, moe = kernels.model.row("experts"), model.moe

@@ -22,7 +22,7 @@ from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
 
 METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "EAGLE3": "eagle", "STANDALONE": "standalone", "NGRAM": "ngram"}
-"""By algorithm. NEXTN and EAGLE mean ``eagle`` where --speculative-draft-model-path has an EAGLE head."""
+"""Drafter by algorithm. NEXTN and EAGLE mean ``eagle`` if --speculative-draft-model-path has an EAGLE head."""
 MAX_DRAFT_TOKENS = 64
 AUTO_MAX_STEPS = 6
 NGRAM_STEPS = 4
@@ -37,8 +37,8 @@ NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_ma
 class DraftModel:
     """The draft model of --speculative-draft-model-path: its local folder and its config.json.
 
-    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone. `head`: it is
-    an EAGLE head, and `config` that of its layer.
+    is_nextn: it is an MTP layer exported on its own, and `config` describes a model with this layer alone. `head`: it
+    is an EAGLE head, and `config` describes its layer.
     """
 
     path: str

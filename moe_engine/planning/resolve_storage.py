@@ -26,7 +26,7 @@ PAGE = 64
 
 
 def storage_problems(args: EngineArgs) -> Iterator[str]:
-    """Why these flags are refused."""
+    """Reasons for refusing these flags."""
     memory = args.memory
     if memory.hicache_storage_backend is None:
         return
@@ -47,7 +47,7 @@ def storage_problems(args: EngineArgs) -> Iterator[str]:
 
 
 def read_extra(memory: MemoryArgs) -> dict[str, Any]:
-    """Raises ConfigError: not a JSON object, or no such file."""
+    """Raises ConfigError: the value is not a JSON object, or names no file."""
     given = memory.hicache_storage_backend_extra_config
     if not given:
         return {}
@@ -64,7 +64,7 @@ def read_extra(memory: MemoryArgs) -> dict[str, Any]:
 def with_storage_page(args: EngineArgs, record: Record) -> EngineArgs:
     """The page size that storage needs, unless it is given; notes the write policy."""
     if args.memory.hicache_write_policy == "auto":
-        why = "no storage below it" if args.memory.hicache_storage_backend is None else "storage has all that is cached"
+        why = "no storage below it" if args.memory.hicache_storage_backend is None else "storage has all cached pages"
         record.note("hicache_write_policy", resolve_write_policy(args), why)
     if args.memory.hicache_storage_backend is None or args.memory.page_size is not None:
         return args

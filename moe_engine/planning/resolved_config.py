@@ -69,7 +69,7 @@ class ResolvedConfig:
     speculation: SpeculationConfig | None = None
     """None: no speculative decoding."""
     draft_model: ModelConfig | None = None
-    """Of the folder `speculation.draft_model_path`, if there is one."""
+    """Config of the model in the folder `speculation.draft_model_path`, if there is one."""
     draft_head: HeadConfig | None = None
     """The EAGLE head in that folder, whose layer is `draft_model`."""
     experts: ExpertSettings = field(default_factory=ExpertSettings)
@@ -99,12 +99,12 @@ class ResolvedConfig:
 
     @property
     def num_window_slots(self) -> int:
-        """Tokens of the pool of windowed layers; 0: their KV is not bounded by their window."""
+        """Tokens of the pool of windowed layers; 0: the KV of these layers is not bounded by their window."""
         return self.ledger.num_window_slots
 
     @property
     def window(self) -> int:
-        """The window that bounds the KV of windowed layers; 0: none does."""
+        """The window that bounds the KV of windowed layers; 0: no bound."""
         return self.model.longest_window if self.num_window_slots else 0
 
     @property

@@ -32,7 +32,7 @@ class Sizing:
     mem_fraction_static: float
     fraction_reason: str
     window_remark: str = ""
-    """Why the KV of windowed layers is not bounded by their window."""
+    """The reason why the KV of windowed layers is not bounded by their window."""
 
 
 def size_memory(given: SizingInput) -> Sizing:
@@ -77,7 +77,7 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
     page = given.page_size
     if given.max_total_tokens is not None:
         asked = given.max_total_tokens - given.max_total_tokens % page
-        return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
+        return asked, "asked for" if asked == given.max_total_tokens else f"as requested, whole pages of {page}"
     useful = given.limits.context_len * given.limits.running
     useful += -useful % page
     if not given.bytes_per_token:

@@ -1,4 +1,4 @@
-"""What the memory ledger depends on."""
+"""The inputs of the memory ledger."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class SizingInput:
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
     swa_ratio: float = 0.8
-    """Slots of windowed layers over those of the others where memory is scarce; 0: no pool of their own."""
+    """Slots of windowed layers over those of other layers if memory is scarce; 0: no pool of their own."""
     num_window_slots: int = 0
-    """Tokens of the pool of windowed layers; 0: they have none of their own."""
+    """Tokens of the pool of windowed layers; 0: these layers have no pool of their own."""
     lora: LoraSettings | None = None
 
     @property
@@ -93,6 +93,6 @@ class SizingInput:
 
     @property
     def min_tokens(self) -> int:
-        """Least KV slots of a useful engine."""
+        """Minimum KV slots of a useful engine."""
         wanted = self.max_total_tokens or min(self.limits.context_len, MIN_USEFUL_TOKENS)
         return -(-wanted // self.page_size) * self.page_size

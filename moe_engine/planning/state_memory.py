@@ -1,8 +1,8 @@
 """Layers with a state for each request: memory of the states, the flags that they exclude, and the flag that they set.
 
-A state is that of the request's last computed token. States at earlier tokens are kept in snapshots only, where the
-layers store them: without these no prefix is cached. A verification keeps a state for each draft position. KV outside
-the pool is not available.
+A state belongs to the request's last computed token. States at earlier tokens exist only in snapshots, if the layers
+store them: without snapshots no prefix is cached. A verification keeps a state for each draft position. KV outside the
+pool is not available.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def caches_prefixes(model: ModelConfig) -> bool:
 
 
 def with_snapshots(limits: StepLimits, args: EngineArgs, model: ModelConfig, record: Record) -> StepLimits:
-    """With the number of snapshots for cached prefixes.
+    """The limits with the number of snapshots for cached prefixes.
 
     Raises:
-        ConfigError: --max-mamba-cache-size has no room for one.
+        ConfigError: --max-mamba-cache-size leaves no snapshot.
     """
     asked, running = args.memory.max_mamba_cache_size, limits.running
     if not model.state_groups or args.scheduling.disable_radix_cache:

@@ -22,17 +22,19 @@ class StepLimits:
     """The parameters of the largest step. Sizes are tokens of one attention group unless "of a rank" is stated.
 
     Attributes:
-        chunk: of a prefill chunk; -1: whole prompts.
+        chunk: size of a prefill chunk; -1: whole prompts.
         running: max requests of a step; `running_reason` if a dispatch bounds them.
-        request_tokens: of a running request in a step: its last token and its drafts.
-        drafting_tokens: of a request in one forward of the drafter. A tree recomputes all its levels so far.
+        request_tokens: tokens of a running request in a step: its last token and its drafts.
+        drafting_tokens: tokens of a request in one forward of the drafter. A tree recomputes all its levels so far.
         draft_slots: KV slots for drafts of a request during a step.
-        followed_again: of each request, recomputed by the MTP layers in a draft extend beside the step's own tokens.
+        followed_again: tokens of each request that the MTP layers recompute in a draft extend beside the step's own
+        tokens.
         choices: rows of logits of a request while drafting or verifying.
         ranks: attention TP size; these ranks share the tokens of the group.
         low_latency: steps that use low-latency dispatch.
         num_snapshots: snapshots of states in the prefix cache.
-        dispatch_limit: max of a rank in a low-latency dispatch, a multiple of `dispatch_multiple`; 0 without one.
+        dispatch_limit: max tokens of a rank in a low-latency dispatch, a multiple of `dispatch_multiple`; 0 without
+        one.
     """
 
     chunk: int

@@ -1,5 +1,5 @@
-"""Memory of the host-RAM tier of the KV cache. On a CPU it is the memory of the ledger; on a GPU the device only has
-the rows of one copy."""
+"""Memory of the host-RAM tier of the KV cache. On a CPU the tier uses the ledger's memory; on a GPU the device holds
+only the rows of one copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.machine import Machine
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
-"""On a GPU: rows that leave the pool, parts and whole, and rows that arrive (`worker.kv_cache.kv_copies`)."""
+"""Row buffers on a GPU: rows that leave the pool, in parts and whole, and rows that arrive
+(`worker.kv_cache.kv_copies`)."""
 
 
 class TierInput(Protocol):
@@ -38,7 +39,7 @@ class TierInput(Protocol):
 
 
 def tier_bytes_per_token(given: TierInput) -> int:
-    """KV of a token in the tier, on one rank. A draft model computes its KV again; that of an EAGLE head is kept."""
+    """KV of a token in the tier, on one rank. A draft model recomputes its KV; the KV of an EAGLE head is kept."""
     own = given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
     return own + (given.draft.kv_bytes_per_token(given.kv_dtype) if given.head is not None and given.draft else 0)
 

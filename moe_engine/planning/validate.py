@@ -57,7 +57,7 @@ LEAST = {
     "timeout_graceful_shutdown": 0,
 }
 MAX_RANKS = 4096
-"""Far above any cluster, and small enough to search for sizes that fit."""
+"""Upper bound of sizes: far above any cluster, and small enough to search for sizes that fit."""
 MAX_INT = 2**63 - 1
 MOST = {
     **dict.fromkeys(("tp_size", "dp_size", "attn_dp_size", "ep_size", "nnodes"), MAX_RANKS),
@@ -120,7 +120,7 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
         yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
     parse_slo(scheduling.slo)
     if scheduling.slo is not None and not scheduling.autopilot:
-        yield "--slo is what --autopilot aims at while serving; give both or none of them"
+        yield "--slo is the target of --autopilot while serving; give both or none of them"
     if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
         yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
 
@@ -206,7 +206,7 @@ def _hidden_states(args: EngineArgs) -> Iterator[str]:
         return
     algorithm, parallel = args.speculative.speculative_algorithm, args.parallel
     for given, reason in (
-        (f"--speculative-algorithm {algorithm}" if algorithm else "", "states of drafts would have to be sorted out"),
+        (f"--speculative-algorithm {algorithm}" if algorithm else "", "states of drafts would have to be removed"),
         ("--enable-two-batch-overlap" if parallel.enable_two_batch_overlap else "", "steps are cut in two"),
     ):
         if given:
@@ -255,7 +255,7 @@ def _tracing(args: EngineArgs) -> Iterator[str]:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 

@@ -1,4 +1,4 @@
-"""What names the weights of a launch towards another server."""
+"""Identity of a launch's weights, for comparison with another server."""
 
 from __future__ import annotations
 

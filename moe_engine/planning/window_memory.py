@@ -10,8 +10,8 @@ from moe_engine.planning.step_limits import StepLimits
 from moe_engine.row_sizes import window_pool_tokens
 
 INDEXED_WINDOWS = 16
-"""Where all layers have windows, tokens without KV have a number in the radix cache only: at most as many as the pool
-of windows holds, times this."""
+"""If all layers have windows, tokens without KV have only a number in the radix cache. Their maximum is the size of the
+window pool times this."""
 
 
 class WindowInput(Protocol):
@@ -47,10 +47,10 @@ def window_bytes_per_token(given: WindowInput) -> int:
 
 
 def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:
-    """Tokens of the pool of windowed layers, or 0 with the reason why they have none.
+    """Tokens of the pool of windowed layers, or 0 with the reason why there is none.
 
-    The pool has room for the windows of all running requests where that is less than a KV cache of `tokens`, which
-    would hold the whole context of all layers. Else it has its share of the memory, and admission counts its room.
+    The pool holds the windows of all running requests if that is less than a KV cache of `tokens`, which would hold the
+    whole context of all layers. Otherwise it has its share of the memory, and admission counts its free pages.
     """
     window, limits = given.local_model.longest_window, given.limits
     kept = f"layers with a window of {window} tokens keep the KV of the whole context"

@@ -1,4 +1,5 @@
-"""``--workload-profile``: what tuning guides recommend for a kind of load, where the user set nothing.
+"""``--workload-profile``: the values that tuning guides recommend for a kind of load, for flags that the user did not
+set.
 
 A choice that the other flags, the model or the machine exclude is left out, with a remark that has the reason.
 Numerics never change: a profile sets no data type.
@@ -23,7 +24,8 @@ Resolve = Callable[[EngineArgs], ResolvedConfig]
 
 @dataclass(frozen=True)
 class Choice:
-    """A flag's value in a profile. `on_cpu` None: left alone on a CPU; `with_flags`: belong to it, all or none."""
+    """A flag's value in a profile. `on_cpu` None: unchanged on a CPU. `with_flags`: flags that are set together with
+    it, all or none."""
 
     flag: str
     value: Any
@@ -103,7 +105,7 @@ def resolve_profile(args: EngineArgs, model: ModelConfig, device: str, resolve: 
 
 
 def _excluded(choice: Choice, args: EngineArgs, model: ModelConfig) -> str | None:
-    """Why a choice would do nothing or harm here, beyond what `resolve` refuses."""
+    """The reason why a choice would have no effect or do harm here, beyond the cases that `resolve` refuses."""
     if choice.flag == "speculative_algorithm" and not model.num_nextn_predict_layers:
         return "the model has no MTP layers"
     if choice.flag == "schedule_policy" and args.scheduling.enable_priority_scheduling:
@@ -125,7 +127,7 @@ def _with(args: EngineArgs, values: dict[str, Any]) -> EngineArgs:
 
 
 def _decisions(config: ResolvedConfig, reasons: dict[str, str]) -> Iterator[Decision]:
-    """Those of `config`, and those of the profile with the value that became of them."""
+    """The decisions of `config`, and those of the profile with their resolved values."""
     values = config.flat()
     noted = set()
     for decision in config.decisions:

@@ -1,4 +1,4 @@
-"""Rendezvous address (--dist-init-addr): as bound by its node, and as connected to by the others."""
+"""Rendezvous address (--dist-init-addr): the form that its node binds, and the form that other nodes connect to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("moe_engine")
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """``HOST:PORT`` of the node that the others connect to. Port 0: any free port, known after binding."""
+    """``HOST:PORT`` of the node that other nodes connect to. Port 0: any free port, known after binding."""
 
     text: str
 

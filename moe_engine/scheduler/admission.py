@@ -27,7 +27,8 @@ from moe_engine.types import Request, Status
 
 _UNLIMITED = 1 << 60
 MAX_HELD = 8
-"""Requests that are examined in a step although held sessions leave no room; of the others, only those that return."""
+"""Max requests examined in a step while held sessions block the KV pool; beyond it, only requests of returning sessions
+are examined."""
 SHARED_TOKENS = 32
 """Prompts that share this many uncached tokens are not prefilled in the same batch: the second waits a step."""
 
@@ -107,7 +108,7 @@ class PrefillBudget:
 
     @property
     def rem_windows(self) -> float:
-        """Tokens that windowed layers have left; unlimited if their KV is not bounded."""
+        """Free tokens of windowed layers; unlimited if their KV is not bounded."""
         return _UNLIMITED if self._windows is None else self._windows.available - self._windows_reserved
 
     def has_room(self, total: int) -> bool:
@@ -233,8 +234,8 @@ class Admission:
         num_running: int,
         may_join: Callable[[Request], bool] | None,
     ) -> bool:
-        """Whether the request waits for KV of its prefix; begins the load if the request fits. While there are suspects
-        of a failed step nothing is loaded."""
+        """Whether the request waits for KV of its prefix; begins the load if the request fits. Nothing is loaded while
+        requests of a failed step are being retried."""
         config, kv_cache, request = self._config, self._kv_cache, entry.request
         if request.status is Status.WAITING_FOR_KV:
             return True
@@ -276,7 +277,7 @@ class Admission:
         return is_last
 
     def _must_leave(self, entry: Waiting, total: int, budget: PrefillBudget, alone: bool) -> bool:
-        """Whether the request waits because sessions that return would lose their KV."""
+        """Whether the request waits because returning sessions would lose their KV."""
         if self._sessions is None:
             return False
         return self._sessions.must_wait(entry, total, self._kv_cache.available if alone else budget.rem_total)

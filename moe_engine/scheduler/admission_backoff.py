@@ -1,7 +1,7 @@
 """Backoff of admission: decode steps for which waiting requests are not examined.
 
-Admission stops for `RETRY_DECODE_STEPS` when memory is short, and for `retract_decode_steps` after a retraction. Freed
-memory ends the first, a released row the second.
+Admission stops for `RETRY_DECODE_STEPS` when memory is short, and for `retract_decode_steps` after a retraction. The
+first pause ends when memory is freed, the second when a row is released.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ class AdmissionBackoff:
     def __init__(self) -> None:
         self.decode_steps = 0
         self.prefills_in_a_row = 0
-        """Plans without decodes since the last plan with some."""
+        """Plans without decodes since the last plan with decodes."""
         self._left_waiting = False
-        """Whether the last of them left prompts behind."""
+        """Whether the last of them left prompts waiting."""
         self._retry_at = 0
         self._retracted_until = 0
         self._released_before = 0
         """Rows released before the last retraction."""
 
     def count_plan(self, num_decodes: int, left_waiting: bool) -> None:
-        """`left_waiting`: there are prompts that the plan has no room for."""
+        """`left_waiting`: some prompts did not fit into the plan."""
         self._left_waiting = left_waiting
         if num_decodes:
             self.decode_steps += 1
@@ -38,8 +38,8 @@ class AdmissionBackoff:
         self.prefills_in_a_row = 0
 
     def is_decode_turn(self, most: int) -> bool:
-        """Whether running requests come before prompts: after `most` plans of prompts, or after one that took all that
-        waited. Prompts that arrive one by one would otherwise keep running requests from their next token."""
+        """Whether running requests come before prompts: after `most` plans of prompts, or after a plan that took all
+        waiting prompts. Otherwise prompts that arrive one by one would delay the next token of running requests."""
         return self.prefills_in_a_row >= most or (self.prefills_in_a_row > 0 and not self._left_waiting)
 
     def may_admit(self, num_released: int) -> bool:
@@ -58,11 +58,11 @@ class AdmissionBackoff:
         return until - self.decode_steps
 
     def out_of_memory(self) -> None:
-        """Admission was blocked by memory."""
+        """Records that admission was blocked by memory."""
         self._retry_at = self.decode_steps + RETRY_DECODE_STEPS
 
     def retry_now(self) -> None:
-        """Memory may have been freed, or a more urgent request has arrived."""
+        """Ends the backoff: memory may have been freed, or a more urgent request has arrived."""
         self._retry_at = 0
 
     def after_retraction(self, steps: int, num_released: int) -> None:

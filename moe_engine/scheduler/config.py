@@ -33,7 +33,7 @@ class SchedulerConfig:
     chunked_prefill_size: int = 8192
     max_prefill_tokens: int = 16384
     max_step_tokens: int | None = None
-    """Max tokens of any step: the limit of worker, dispatcher and buffers. None: what the other fields allow."""
+    """Max tokens of any step: the limit of worker, dispatcher and buffers. None: the other fields determine it."""
     enable_mixed_chunk: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
@@ -73,12 +73,12 @@ class SchedulerConfig:
     """Whether forced tokens of a grammar take one step together (`scheduler/jump_forward.py`)."""
     session_hold: float | None = None
     """Longest wait of a request for sessions whose KV is held (`session_hold.py`), in seconds; None: as long as their
-    rotation takes; 0: none is held."""
+    rotation takes; 0: no KV is held."""
     autopilot: bool = False
     """Whether the run settings follow the load (`scheduler/autopilot`)."""
     ttft_slo: float | None = None
     itl_slo: float | None = None
-    """Limits that the autopilot aims at (``--slo``), in seconds."""
+    """Targets of the autopilot (``--slo``), in seconds."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 
@@ -91,7 +91,7 @@ class SchedulerConfig:
     in_batch_check_threshold: int = 32
     in_batch_deprioritize_threshold: int = 32
     max_overtakes: int = 512
-    """See waiting_queue.py: how often a policy other than fcfs may admit others before a waiting request."""
+    """See waiting_queue.py: how often a policy other than fcfs may admit other requests before a waiting request."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:

@@ -1,7 +1,7 @@
 """Several decode steps of a scheduler at once, while nothing else can happen: no request ends, joins or is retracted.
 
-A simulation spends most of its steps so. The result is that of as many calls of `Scheduler.schedule` and
-`Scheduler.update` (tests/tuning/test_simulator.py compares them).
+Most steps of a simulation are of this kind. The result equals that of the same number of calls of `Scheduler.schedule`
+and `Scheduler.update` (tests/tuning/test_simulator.py compares them).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_engine.types import Request
 
 
 def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool = False) -> int:
-    """Decode steps that `run_decodes` may take now; 0 if the next plan may be another one.
+    """Decode steps that `run_decodes` may take now; 0 if the next plan may be of another kind.
 
     Args:
         remaining: tokens until a request ends by its content, beyond its `output_ids`.
@@ -47,10 +47,10 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
 
 
 def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request], int]) -> None:
-    """Plans `steps` decode steps, and applies the results of as many, the oldest of them in flight already.
+    """Plans `steps` decode steps, and applies the results of as many steps, the oldest of which is already in flight.
 
     Args:
-        first_token: of the next tokens of a request, which are numbered upwards.
+        first_token: id of a request's next token; ids count up from it.
     """
     table, kv_cache = scheduler.table, scheduler.kv_cache
     record, decodes = scheduler._in_flight[0], table.decodes

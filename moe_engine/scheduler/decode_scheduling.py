@@ -1,4 +1,4 @@
-"""Decodes of a plan: running requests, their slots for the next tokens, and retraction where memory is short."""
+"""Decodes of a plan: running requests, their slots for the next tokens, and retraction when memory is short."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DecodeScheduling:
         self._check_integrity = check_integrity
 
     def candidates(self, alone: Request | None = None) -> list[Request]:
-        """Requests that decode in a step of this suspect, or in a step without suspects."""
+        """Requests that decode in a step of this suspect; None: in a step without suspects."""
         decodes = self._table.decodes
         if alone is not None:
             return [alone] if alone in decodes else []

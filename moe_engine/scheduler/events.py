@@ -41,7 +41,8 @@ class RequestEvent(NamedTuple):
     timing: RequestTiming | None = None
     speculation: SpecCounts | None = None
     vector: bytes | None = None
-    """Of a pooled model, with the last event; else the hidden states since the last event, if requested."""
+    """Pooled model: the vector, with the last event. Otherwise, if requested: the hidden states since the last
+    event."""
     tiers: tuple[int, int, str] | None = None
     """With the last event: see `Request.tiers`."""
 
@@ -99,9 +100,10 @@ class PlanFacts:
     token_usage: float
     draft_depth: int = 0
     prompt_logprobs: bool = False
-    """Whether a request asks for log-probabilities of prompt tokens that this plan may compute."""
+    """Whether a request wants log-probabilities of prompt tokens that this plan may compute."""
     host_hit: int = 0
-    """Of `cached_token`, tokens that were loaded from host memory; `storage_hit`: read from storage before."""
+    """Tokens among `cached_token` that were loaded from host memory; `storage_hit`: of these, read from storage
+    before."""
     storage_hit: int = 0
     has_tiers: bool = False
     num_jumped: int = 0
@@ -145,7 +147,7 @@ class SchedulerStats:
     num_protected: int
     new_token_ratio: float
     cache_hit_rate: float
-    """Of the last prefill batch: cached / (cached + computed)."""
+    """cached / (cached + computed) tokens of the last prefill batch."""
     num_retracted: int
     """Requests in the queue after a retraction."""
     num_retractions_total: int
@@ -156,9 +158,9 @@ class SchedulerStats:
     oldest_wait_seconds: float
     num_drains_total: int
     host_hit_tokens_total: int = 0
-    """Tokens loaded from the host-RAM tier; of the tier also the tokens in use and its size."""
+    """Tokens loaded from the host-RAM tier, tokens in use in the tier, and its size."""
     storage_hit_tokens_total: int = 0
-    """Of these, tokens that were read from storage."""
+    """Loaded tokens that were read from storage."""
     storage_backed_up_tokens_total: int = 0
     host_used_tokens: int = 0
     host_total_tokens: int = 0

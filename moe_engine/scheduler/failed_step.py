@@ -1,4 +1,4 @@
-"""Rollback of a failed step: counts return to the step before, and nothing that it computed stays in the radix cache.
+"""Rollback of a failed step: counts return to the step before, and the tokens that it computed leave the radix cache.
 
 The worker may have applied a part of the plan, or none. The next plan therefore repeats its row releases and row
 writes; both are idempotent.
@@ -25,8 +25,8 @@ def roll_back(
     earlier steps stay cached.
 
     Returns:
-        Of the failed step: its requests, the computed tokens at which each has passed the point of failure, and whether
-        it was in prefill. The final events of requests to abort. The number of retracted requests.
+        The requests of the failed step, each with the computed tokens at which it has passed the point of failure, and
+        whether it was in prefill. The final events of requests to abort. The number of retracted requests.
     """
     failed, kv_cache = records[0], table.kv_cache
     for record in reversed(records):

@@ -1,7 +1,7 @@
-"""Final hidden states that a request asked for, on their way from results to events.
+"""Final hidden states that a request wants: collected from results, passed to events.
 
-Every position is reported once. A request that was retracted computes its tokens again: states of positions that were
-taken before are dropped.
+Every position is reported once. A retracted request recomputes its tokens: states of positions already reported are
+dropped.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Evicted blocks are stored in host memory, with write-through as soon as they are
 blocks leave it. A prefix in the tier is loaded back before its request is admitted; the request waits for it, other
 requests do not. `storage_tier` has the storage below it.
 
-A place is a token's index in the host pool of each rank; places are allocated in whole pages. While a load from a place
-is in progress the place stays; only a load that a failed step abandoned may see its place reused, by a later store,
-which each rank runs behind it.
+A place is a token's index in the host pool of each rank; places are allocated in whole pages. A place stays allocated
+while a load from it is in progress. Only the place of a load that a failed step abandoned may be reused, by a later
+store, which each rank runs after the load.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from moe_engine.step_settings import StorageSettings
 from moe_engine.types import KVLoad, KVOps, Request, Status
 
 MIN_LOAD = 10
-"""Shorter matches are computed instead (SGLang's load-back threshold)."""
+"""Min length of a match that is loaded; shorter matches are computed (SGLang's load-back threshold)."""
 WRITE_TOKENS = 512
-"""Write-through stores about as many tokens in a step, so that no step waits for copies."""
+"""About the max tokens that write-through stores in a step, so that no step waits for copies."""
 WRITE_THROUGH = {"write_back": None, "write_through": "inserted", "write_through_selective": "reused"}
 """`--hicache-write-policy` -> nodes that are stored before they are evicted (`TieredCache.write_through`)."""
 
@@ -45,7 +45,7 @@ class HostTier:
 
     Args:
         num_places: tokens of the host pool.
-        slots: the pool's slots; `make_room` evicts until so many tokens are allocatable.
+        slots: the pool's slots; `make_room` evicts until this many tokens are allocatable.
     """
 
     copies: ClassVar[str] = "moe_engine.worker.kv_cache.kv_copies:KVCopies"
@@ -112,7 +112,7 @@ class HostTier:
         return places
 
     def _alloc(self, count: int) -> list[int] | None:
-        """Host pages, for which older nodes leave the host; None if there is no room."""
+        """Allocates host pages, evicting older nodes from the host; None if there is no room."""
         while (missing := count - len(self._free)) > 0:
             if not self.tree.drop_oldest(missing * self._size):
                 return None
@@ -127,7 +127,7 @@ class HostTier:
         return None if pages is None else self._places(pages)[:count]
 
     def give_places(self, places: list[int]) -> None:
-        """Of `take_places`, by whole pages."""
+        """Frees places of `take_places`, by whole pages."""
         self._give(self._pages(places))
 
     def held_pages(self) -> list[int]:
@@ -181,7 +181,7 @@ class HostTier:
         number = self._num_loads + 1
         path = tree.begin_load(node, entry.prefix_keys, entry.limit, number)
         places = [place for part in path for place in part.places or ()]
-        tree.lock(node)  # room is made elsewhere
+        tree.lock(node)  # room must be made elsewhere in the tree
         slots = self._slots.alloc(len(places)) if self._make_room(len(places)) else None
         if slots is not None:
             tree.fill(path, slots)
@@ -219,7 +219,7 @@ class HostTier:
             self._arrived.append(number)
 
     def _count(self, load: Load) -> None:
-        """Loaded tokens, in all and of the requests that waited, by where they came from."""
+        """Counts loaded tokens by origin, in total and for the waiting requests."""
         tokens = sum(len(node.tokens) for node in load.path)
         fetched = sum(len(node.tokens) for node in load.path if node.from_storage)
         self.num_loaded_tokens += tokens

@@ -1,9 +1,9 @@
-"""Jump-forward: output tokens for which a grammar leaves one text are computed in one step, like a prompt chunk.
+"""Jump-forward: output tokens for which a grammar allows only one text are computed in one step, like a prompt chunk.
 
 With the masks of a step the core reports the forced tokens of a request (`core.late_masks`): the step in flight samples
-the first one. The next decode step of the request computes all of them and samples the token behind them, so the others
-take no step. Outputs are the same. A report counts only at the position that it was made for: after a retraction or a
-failed step it is ignored.
+the first one. The next decode step of the request computes all of them and samples the token after them, so they take
+no steps of their own. Outputs are the same. A report counts only at the position that it was made for: after a
+retraction or a failed step it is ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_TOKENS = 4
 """Shortest run of forced tokens. It saves three steps of the request; a step with a run costs half a decode step more
 than one without (measured on two CPU cores)."""
 MIN_SHARE = 0.25
-"""Least tokens that a step saves, by its number of requests: all of them wait for a step with runs."""
+"""Min tokens that a step must save, by its number of requests: all of them wait for a step with runs."""
 
 
 class JumpForward:
@@ -37,12 +37,13 @@ class JumpForward:
         return bool(self._reported)
 
     def report(self, request: Request, position: int, tokens: list[int]) -> None:
-        """The request's tokens from `position` on can only be these. The step in flight samples the first one."""
+        """Reports the only possible tokens of the request from `position` on. The step in flight samples the first
+        one."""
         if len(tokens) >= MIN_TOKENS:
             self._reported[request] = position, tokens
 
     def planned(self, number: int) -> Mapping[Request, list[int]]:
-        """Forced tokens that the result of step `number` brings, before the sampled one."""
+        """Forced tokens in the result of step `number`, before the sampled one."""
         return self._planned[1] if self._planned[0] == number else {}
 
     def decode_into(self, draft: PlanDraft, requests: list[Request], kv_cache: KVCacheManager) -> bool | None:

@@ -290,14 +290,14 @@ class KVCacheManager:
         return 0 if self.transfers is None else self.transfers.num_transfers
 
     def enter_transfer(self, request: Request) -> None:
-        """A queued request names a transfer."""
+        """Registers a queued request that names a transfer."""
         if self.transfers is not None:
             self.transfers.enter(request, self.step)
 
     # -- KV outside the pool
 
     def note_hit(self, request: Request, cached: int) -> None:
-        """The first `cached` tokens of a request that is scheduled first were cached."""
+        """Records that the first `cached` tokens of a request scheduled for the first time were cached."""
         request.cached_tokens = cached
         if self.connector is not None:
             fetched = min(request.loaded_storage, cached)
@@ -306,11 +306,11 @@ class KVCacheManager:
 
     @property
     def has_kv_ops(self) -> bool:
-        """Whether the connector has something for the next plan."""
+        """Whether the connector has operations for the next plan."""
         return self.connector is not None and self.connector.has_new_loads
 
     def num_fetching(self) -> int:
-        """Reads of the storage that waiting requests wait for (`StorageTier.poll`)."""
+        """Number of storage reads that waiting requests wait for (`StorageTier.poll`)."""
         return self.storage.poll() if self.storage is not None else 0
 
     def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport]) -> None:

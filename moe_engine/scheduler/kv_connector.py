@@ -1,4 +1,4 @@
-"""Interface to KV outside the pool: host RAM, later remote engines. Names as in vLLM.
+"""Interface to KV outside the pool: host RAM, later remote engines. Method names are vLLM's.
 
 The scheduler side, here, decides and does the bookkeeping: it hands evicted blocks to the connector before their slots
 are reused, lets requests wait for KV (`Status.WAITING_FOR_KV`), and sends the copies in plans (`StepPlan.kv_ops`).
@@ -71,7 +71,7 @@ class KVConnector(Protocol):
         """Forgets everything; the tree is flushed and all slots are freed by the caller."""
 
     def held_nodes(self) -> list[Node]:
-        """Nodes that loads hold a lock on."""
+        """Nodes locked by loads."""
 
     def held_slots(self) -> list[int]:
         """Slots of abandoned loads, by whole pages; they are in no node."""

@@ -1,8 +1,8 @@
-"""Events of the radix cache for routers that know what is cached where (`--kv-events-config`).
+"""Events of the radix cache for KV-aware routers (`--kv-events-config`).
 
-The cache calls a `KVEventLog` when blocks (pages) become readable on the device or leave it; the core sends what was
-collected after each step. Events have the shape of vLLM's and SGLang's messages: tagged arrays. A block's hash covers
-its tokens, those before it, and its namespace (adapter and extra key).
+The cache calls a `KVEventLog` when blocks (pages) become readable on the device or leave it; the core sends the
+collected events after each step. Events have the shape of vLLM's and SGLang's messages: tagged arrays. A block's hash
+covers its tokens, those before it, and its namespace (adapter and extra key).
 
 Without the flag the cache has no log, and an insertion or eviction costs one comparison.
 """
@@ -21,7 +21,7 @@ Event = tuple[Any, ...]
 
 
 class CachedRun(Protocol):
-    """What is read of a node of the cache."""
+    """The fields of a cache node that are read here."""
 
     @property
     def parent(self) -> CachedRun | None: ...
@@ -43,7 +43,7 @@ class KVEventLog:
         self._page_size = page_size
         self._bigrams = bigrams
         self._hashes: dict[int, list[int]] = {}
-        """By the serial number of a node."""
+        """Hashes by the serial number of a node."""
         self._events: list[Event] = []
 
     def take(self) -> list[Event]:
@@ -54,7 +54,7 @@ class KVEventLog:
     # -- called by the cache
 
     def stored(self, node: CachedRun, namespace: Hashable) -> None:
-        """The run of a node is readable."""
+        """Records that the run of a node is readable."""
         assert node.parent is not None
         above = self._hashes.get(node.parent.serial)
         parent = above[-1] if above else None
@@ -69,7 +69,7 @@ class KVEventLog:
         self._events.append(("BlockStored", hashes[:], parent, tokens, size, lora_id, MEDIUM))
 
     def removed(self, node: CachedRun, keep: int = 0) -> None:
-        """The run of a node behind its first `keep` tokens has left."""
+        """Records that the run of a node was evicted except its first `keep` tokens."""
         hashes = self._hashes.get(node.serial)
         if hashes is None:
             return
@@ -79,23 +79,23 @@ class KVEventLog:
         else:
             del self._hashes[node.serial]
         if gone:
-            self._events.append(("BlockRemoved", gone[::-1], MEDIUM))  # a block behind another one first
+            self._events.append(("BlockRemoved", gone[::-1], MEDIUM))  # child blocks before their parents
 
     def split(self, node: CachedRun, upper: CachedRun) -> None:
-        """The head of a node has become the node `upper`."""
+        """Records that the head of a node has become the node `upper`."""
         hashes = self._hashes.get(node.serial)
         if hashes is not None:
             count = len(upper.tokens) // self._page_size
             self._hashes[upper.serial], self._hashes[node.serial] = hashes[:count], hashes[count:]
 
     def cleared(self) -> None:
-        """The cache is empty."""
+        """Records that the cache was cleared."""
         self._hashes.clear()
         self._events.append(("AllBlocksCleared",))
 
 
 def _block_hash(parent: int | None, keys: list[int], namespace: Hashable) -> int:
-    """63 bits."""
+    """Hash of a block, 63 bits."""
     digest = blake2b(array("q", keys).tobytes(), digest_size=8)
     digest.update(repr(namespace if parent is None else parent).encode())
     return int.from_bytes(digest.digest(), "big") >> 1

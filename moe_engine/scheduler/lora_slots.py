@@ -1,8 +1,8 @@
-"""Slots of LoRA adapters: which adapter each slot of the worker holds, and who may be admitted.
+"""Slots of LoRA adapters: which adapter each slot of the worker holds, and which requests may be admitted.
 
-A slot is in use while a request with a row has its adapter. An adapter without a slot takes an empty one, or that of
-the adapter that was used least recently and is not in use; the worker copies it before the next step. So the requests
-of a batch have at most as many different adapters as there are slots; requests of the base model need none.
+A slot is in use while a request with a row has its adapter. An adapter without a slot takes an empty one, or the slot
+of the least recently used adapter that is not in use; the worker copies it before the next step. The number of
+different adapters in a batch is therefore at most the number of slots; requests of the base model need no slot.
 
 A request that finds all slots in use waits, and requests behind it whose adapters have slots may overtake it, at most
 `MAX_OVERTAKES` times. From then on no request with an adapter is admitted before it, so that slots become free.
@@ -66,7 +66,7 @@ class LoraSlots:
         request.lora_slot = self._slots[adapter]
 
     def release(self, request: Request) -> None:
-        """The request gives up its row."""
+        """Records that the request has released its row."""
         adapter = request.lora_id
         if request.lora_slot == NO_LORA_SLOT:
             return
@@ -98,7 +98,7 @@ class LoraSlots:
         self.loads = again + self.loads
 
     def start_over(self) -> None:
-        """No request has a row any more, and the worker's slots are unknown."""
+        """Resets: no request has a row any more, and the worker's slots are unknown."""
         num_slots = len(self._free) + len(self._slots)
         self._free, self.loads = list(range(num_slots))[::-1], []
         self._slots.clear()

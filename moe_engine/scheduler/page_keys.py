@@ -1,7 +1,8 @@
-"""Keys of pages in the storage: chained hashes, so that a key names a page with everything in front of it.
+"""Keys of pages in the storage: chained hashes, so that a key identifies a page together with its whole prefix.
 
-The chain begins with what requests must share to share KV beside the model: the version of the weights, the adapter,
-the request's own key. The worker adds what changes the bytes of a rank (`worker.kv_cache.kv_schema`).
+The chain begins with the properties, beside the model, that requests must have in common to share KV: version of the
+weights, adapter, the request's own key. The worker adds the properties that change a rank's bytes
+(`worker.kv_cache.kv_schema`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def root_key(weights: str, adapter: str, namespace: Hashable, page_size: int, bi
 
 
 def page_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Keys of whole pages of radix-cache keys behind the page, or root, `before`."""
+    """Keys of the whole pages of radix-cache keys that follow the page, or root, `before`."""
     packed, width = array("q", tokens).tobytes(), 8 * page_size
     keys = []
     for begin in range(0, len(packed), width):

@@ -38,7 +38,7 @@ class StepRecord:
     alone: Request | None = None
     """The suspect that runs alone in this step."""
     launched: float = 0.0
-    """When it was planned, by the scheduler's clock."""
+    """Time of planning, by the scheduler's clock."""
 
     @property
     def decoded(self) -> list[Request]:
@@ -113,7 +113,7 @@ class PlanDraft:
         return some_end
 
     def add_jump(self, request: Request, tokens: list[int], slots: list[int]) -> bool:
-        """A decode behind forced tokens, the first of which is that of the step in flight. Returns as `add_decodes`.
+        """A decode preceded by forced tokens; the step in flight samples the first of them. Returns as `add_decodes`.
 
         Jumps follow the decodes, and prefills follow the jumps.
         """

@@ -1,7 +1,7 @@
 """Schedule policies: the order in which waiting requests are admitted (`--schedule-policy`).
 
-fcfs, lof and priority are static: the queue stays sorted. The others sort the queue for each prefill batch, behind the
-front region (see waiting_queue.py): lpm by cached prefix, random at random, dfs-weight along the tree.
+fcfs, lof and priority are static: the queue stays sorted. The other policies sort the queue for each prefill batch,
+behind the front region (see waiting_queue.py): lpm by cached prefix, random at random, dfs-weight along the tree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Policy:
         return sorted(entries, key=lambda e: (e in later, -e.matched(tree).length))
 
     def _sharing_in_batch(self, entries: list[Waiting], tree: RadixCache) -> set[Waiting]:
-        """Entries whose prefix is not cached yet, but will be by an entry ahead of them: these should wait.
+        """Entries whose prefix is not cached yet, but will be by an entry ahead of them; they should wait.
 
         Two prompts share a prefix if their first 32 tokens (in whole pages) are equal, which equals a match of at least
         32 tokens in a tree of the waiting prompts.

@@ -46,7 +46,7 @@ class PrefillScheduling:
         return self._admission.blocked is Blocked.TOKENS
 
     def drop(self) -> None:
-        """The steps in flight will not end."""
+        """Drops the prefills of steps in flight, which will not end."""
         self.to_cache.clear()
         self.preempting = False
 
@@ -102,7 +102,7 @@ class PrefillScheduling:
         return self._admission.build(ratio, table.decodes, running, table.chunked, num_mixed, may_admit, may_join)
 
     def add(self, draft: PlanDraft, batch: PrefillBatch) -> None:
-        """Adds the prefills of a batch that has some."""
+        """Adds the prefills of a non-empty batch."""
         now = self._clock()
         table = self._table
         table.chunked = None

@@ -1,8 +1,8 @@
-"""The prefill server's side of disaggregation: a host tier that also stages what decode servers want.
+"""The prefill server's side of disaggregation: a host tier that also stages the KV that decode servers request.
 
-Whatever part of a prompt is in the radix cache can be sent: chunks as soon as they are computed, and prefixes that were
-cached. A transfer locks a prefix only until it has read it. It copies pieces to places of the tier with the
-next plan, and gives a place back when its bytes were sent, so a transfer needs little of the tier.
+Any part of a prompt that is in the radix cache can be sent: chunks as soon as they are computed, and cached prefixes. A
+transfer locks a prefix only until it has read it. It copies pieces to places of the tier with the next plan, and frees
+a place when its bytes were sent, so a transfer needs few places.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Outgoing:
     keys: list[int]
     staged: int = 0
     limit: int = -1
-    """-1: nothing was asked for yet."""
+    """-1: no request from a decode server yet."""
     node: Node | None = None
     pieces: deque[tuple[int, list[int]]] = field(default_factory=deque)
     """(end, places) of pieces that are not sent yet."""
@@ -64,7 +64,7 @@ class PrefillTier(HostTier):
         return self._stages or super().has_new_loads
 
     def enter(self, request: Request, step: int) -> None:
-        """A request whose KV a decode server will ask for."""
+        """Registers a request whose KV a decode server will request."""
         assert request.bootstrap is not None
         room = request.bootstrap[2]
         keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
@@ -109,14 +109,14 @@ class PrefillTier(HostTier):
         ):
             pass
         if outgoing.node is not None and outgoing.staged >= min(outgoing.node.end, outgoing.limit):
-            self.tree.unlock(outgoing.node, step)  # a held prefix could keep its own request from getting slots
+            self.tree.unlock(outgoing.node, step)  # a locked prefix could prevent its own request from getting slots
             outgoing.node = None
         if outgoing.staged >= outgoing.limit or (request.status is Status.FINISHED and outgoing.node is None):
             outgoing.is_done = True
             self.link.command("done", room)
 
     def _hold(self, outgoing: Outgoing, step: int) -> None:
-        """Locks what is cached of the prompt now."""
+        """Locks the cached part of the prompt."""
         if outgoing.version == self.tree.version:
             return
         outgoing.version = self.tree.version
@@ -135,7 +135,7 @@ class PrefillTier(HostTier):
         end = min(outgoing.node.end, outgoing.limit, begin + PIECE_TOKENS)
         places = self.take_places(end - begin)
         if places is None:
-            return False  # others give some back
+            return False  # other transfers will free places
         slots = self.tree.prefix_slots(outgoing.node)[begin:end]
         self._new_stores.update(zip(places, slots))
         self._stages = True
@@ -170,10 +170,10 @@ class PrefillTier(HostTier):
     # -- failures
 
     def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
-        """Copies of these steps may not have run, and prefixes of them are forgotten: all transfers end."""
+        """Ends all transfers: copies of these steps may not have run, and their prefixes leave the radix cache."""
         self._end_all("a step of the prefill server failed", step)
         super().steps_failed(ops, step)
-        self._serial += 1  # nothing waits for copies that did not run
+        self._serial += 1  # no transfer waits for copies that did not run
         self._stages = False
 
     def reset(self) -> None:
@@ -184,7 +184,7 @@ class PrefillTier(HostTier):
         self._free = [page for page in self._free if page not in held]
 
     def _end_all(self, reason: str, step: int | None) -> None:
-        """The places are given back when the thread has reported the ends: it may be reading them."""
+        """Ends all transfers. Their places are freed when the thread has reported the ends: it may be reading them."""
         for room, outgoing in self.outgoing.items():
             self.link.command("end", room, reason)
             outgoing.is_done = True

@@ -76,7 +76,7 @@ class RadixCache:
     enabled = True
     make_node = Node
     events: KVEventLog | None = None
-    """Listener of insertions and evictions; None: there is none."""
+    """Listener of insertions and evictions, or None."""
 
     def __init__(self, page_size: int, free: Callable[[list[int], int], None]) -> None:
         self.page_size = page_size

@@ -44,7 +44,7 @@ class RequestTable:
         self.queue = WaitingQueue(config)
         self.sessions = SessionHold.of(config, self.kv_cache.tree, clock)
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
-        """Slots of LoRA adapters, if the launch has any."""
+        """Slots of LoRA adapters, if LoRA is enabled."""
         self.jumps = JumpForward(config)
         self.timeouts: RequestTimeouts | None = None
         """Time limits of requests; None without any."""
@@ -58,7 +58,7 @@ class RequestTable:
         self.finished_rows: list[int] = []
         self.aborting: list[Request] = []
         self.prompt_logprobs: dict[str, list[PackedLogprobs]] = {}
-        """Chunk by chunk, of prompts in prefill."""
+        """Log-probabilities of prompts in prefill, chunk by chunk."""
         self.num_released = 0
         """Rows released so far; a change means that admission may succeed again."""
         self._seq = 0

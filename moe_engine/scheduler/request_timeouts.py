@@ -13,7 +13,7 @@ from typing import Protocol
 from moe_engine.types import FinishReason, Request
 
 LEAST_PAUSE = 0.01
-"""Seconds between two scans of the requests, at least."""
+"""Min seconds between two scans of the requests."""
 
 
 class Limits(Protocol):

@@ -13,7 +13,7 @@ from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
 
 _ANY_ID = 1 << 62
 DraftOutcome = tuple[int, int]
-"""Drafts of one request that were verified, and how many of them were accepted."""
+"""Number of verified drafts of one request, and of accepted ones among them."""
 
 
 def read_result(

@@ -31,7 +31,7 @@ def victim_order(requests: Sequence[Request], config: SchedulerConfig) -> list[R
 
 @dataclass
 class _Pool:
-    """Tokens that a pool has now, that each request needs from it, and that a victim gives back."""
+    """Free tokens of a pool, tokens that each request needs from it, and tokens that a victim frees."""
 
     room: int
     needs: dict[str, int]

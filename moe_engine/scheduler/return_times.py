@@ -1,17 +1,17 @@
-"""What the KV of a session is worth while its next turn is awaited: measured pauses, measured costs of steps, and the
-rule that follows from them.
+"""The value of holding a session's KV until its next turn: measured pauses, measured costs of steps, and the rule
+derived from them.
 
-Throughput depends on room in the KV pool and on time to compute; in a closed system its relative sensitivities to both
-add up to 1. Holding a session's L tokens for tau seconds takes the share L / P of a pool of P tokens for as long;
-dropping them costs the time to compute them again if the session returns. At the margin KV is therefore held as long as
-some moment of giving up has
+Throughput depends on free space in the KV pool and on compute time; in a closed system its relative sensitivities to
+both add up to 1. Holding a session's L tokens for tau seconds takes the share L / P of a pool of P tokens for that
+time; dropping them costs the time to recompute them if the session returns. At the margin KV is therefore held as long
+as there is a moment to drop it with
 
     expected time until the return or that moment  <  P(return until then) * horizon,
-    horizon = P * seconds to compute a token * (1 - sensitivity to room) / (sensitivity to room),
+    horizon = P * seconds to compute a token * (1 - sensitivity to space) / (sensitivity to space),
 
-a "five-minute rule" (Gray and Putzolu, SIGMOD 1987) with measured prices: where the engine idles for want of room, KV
-is given up soon, and where computing is the limit it is kept. The expectation is over the pauses that were seen and the
-share of requests that never returned.
+a "five-minute rule" (Gray and Putzolu, SIGMOD 1987) with measured prices: an engine that idles because the pool is full
+drops KV soon; an engine limited by compute keeps it. The expectation is over the observed pauses and the share of
+requests that never returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT_MEMORY = 1 / 512
 PRIOR = 1e-3
 """Seconds that the first measurements outweigh."""
 PATIENCE = 4.0
-"""A session is given up for lost after so many times its longest likely pause."""
+"""A session counts as lost after this many times its longest likely pause."""
 
 
 class Line:
@@ -54,7 +54,7 @@ class Line:
 
     @property
     def slope(self) -> float:
-        """At least 0; a single count says nothing about it: 0."""
+        """At least 0; also 0 if all counts are equal."""
         spread = self._xx * self._w - self._x * self._x
         if spread <= 1e-9 * self._xx * self._w:
             return 0.0
@@ -67,7 +67,7 @@ class Line:
 
 
 class StepTimes:
-    """Seconds of steps, and what more room in the KV pool would be worth.
+    """Seconds of steps, and the value of more space in the KV pool.
 
     Args:
         max_running: requests that may run at once.
@@ -79,7 +79,7 @@ class StepTimes:
         self._spare, self._total = 0.5 * PRIOR, PRIOR
 
     def add(self, launched: float, now: float, prompt_tokens: int, decodes: int, contended: bool) -> None:
-        """A step has ended. Steps in flight run one behind the other.
+        """A step has ended. Steps in flight run one after the other.
 
         Args:
             contended: requests wait.
@@ -104,14 +104,14 @@ class StepTimes:
 
     @property
     def per_token(self) -> float:
-        """Seconds for a further prompt token; before that is known, those of a token on average."""
+        """Seconds for a further prompt token; the mean seconds of a token until that is known."""
         return self._prefill.slope or self._prefill.ratio
 
     @property
     def price(self) -> float:
-        """What compute is worth in units of room: (1 - s) / s. The relative sensitivity s of the throughput to
-        the room is the share of the time in which further requests would have run for nothing: idle time, and the part
-        of decode steps that does not depend on their number."""
+        """The value of compute in units of pool space: (1 - s) / s. The relative sensitivity s of the throughput to the
+        space is the share of the time in which further requests would have run at no cost: idle time, and the part of
+        decode steps that does not depend on their number."""
         return (self._total - self._spare) / max(self._spare, 0.01 * self._total)
 
 
@@ -125,11 +125,11 @@ class ReturnTimes:
         self._num_seen = self._num_used = 0
         self._sorted: list[float] = []
         self._values: list[float] = []
-        """What holding is worth right behind each pause of `_sorted`, and at 0 in front of all."""
+        """Value of holding right after each pause of `_sorted`, preceded by the value at 0."""
 
     @property
     def share(self) -> float:
-        """Of ended requests that return."""
+        """Share of ended requests that return."""
         seen = self._returned + self._lost
         return self._returned / seen if seen else 0.0
 
@@ -141,7 +141,7 @@ class ReturnTimes:
         self._observe(0.0)
 
     def found(self) -> None:
-        """A session that counted as lost has returned."""
+        """Records the return of a session that counted as lost."""
         self._lost = max(self._lost - 1, 0.0)
 
     def _observe(self, returned: float) -> None:
@@ -156,14 +156,14 @@ class ReturnTimes:
         return PATIENCE * max(self.pauses, default=0.0)
 
     def update(self, horizon: float) -> None:
-        """Sets the horizon in seconds; the values follow when they have become inexact."""
+        """Sets the horizon in seconds; recomputes the values if they have become inexact."""
         stale = self._num_seen - self._num_used >= min(8, self._num_used + 1)
         if stale or abs(horizon - self._horizon) > 0.1 * self._horizon:
             self._horizon, self._num_used = horizon, self._num_seen
             self._solve()
 
     def _solve(self) -> None:
-        """Backwards over the pauses: the best of giving up now and of waiting for the next possible return."""
+        """Solves backwards over the pauses: the better of dropping now and waiting for the next possible return."""
         pauses = self._sorted = sorted(self.pauses)
         count, share = len(pauses), self.share
         values = self._values = [0.0] * (count + 1)
@@ -171,14 +171,15 @@ class ReturnTimes:
             values[k] = max(0.0, self._gain(k, pauses[k] - (pauses[k - 1] if k else 0.0), share))
 
     def _gain(self, k: int, wait: float, share: float) -> float:
-        """Of waiting `wait` seconds for the pause number k, when it and later ones are possible."""
+        """Gain of waiting `wait` seconds for pause number k, when it and later pauses are possible."""
         count = len(self._sorted)
         mass = share / count
         hazard = mass / (mass * (count - k) + 1 - share)
         return hazard * self._horizon + (1 - hazard) * self._values[k + 1] - wait
 
     def value(self, silence: float) -> float:
-        """Of holding a session that has been silent for so long, in seconds of the pool; 0: not worth its place."""
+        """Value of holding a session that has been silent for this long, in seconds of the pool; 0: not worth its
+        space."""
         k = bisect_right(self._sorted, silence)
         if k >= len(self._sorted):
             return 0.0

@@ -1,7 +1,7 @@
 """Settings of a running scheduler: the values in force, with their bounds. The scheduler is their one owner; endpoints
 and controllers change them through `RunSettings.set`.
 
-Memory, tables and graphs are sized at the launch, so a setting never exceeds what they were made for.
+Memory, tables and graphs are sized at the launch, so a setting never exceeds the sizes of the launch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _no_bounds(config: SchedulerConfig) -> tuple[float, float]:
 
 
 def _policies(config: SchedulerConfig) -> tuple[str, ...]:
-    """The policies that differ only in the order of a batch; the others sort the queue itself."""
+    """The policies that differ only in the order of a batch; other policies sort the queue itself."""
     both = ("fcfs", "lpm")
     return both if config.effective_policy in both and not config.disable_radix_cache else (config.policy,)
 
@@ -71,7 +71,7 @@ SETTINGS: dict[str, Setting] = {
         lambda c: c.request_running_timeout, lambda c: (LEAST_TIMEOUT, math.inf), float, has_off=True
     ),
 }
-"""By flag. The values are those of one scheduler."""
+"""Settings by flag, with the values of one scheduler."""
 
 
 class RunSettings:
@@ -145,7 +145,7 @@ class RunSettings:
         return found
 
     def set(self, changes: Mapping[str, Any], *, check_only: bool = False) -> dict[str, Any]:
-        """Changes all of these settings, or none. They count from the next plan on. Returns the values in force.
+        """Changes all of these settings, or none. They apply from the next plan on. Returns the values in force.
 
         Raises:
             InputError: names the setting that cannot have the value, and its bounds.

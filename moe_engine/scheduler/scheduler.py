@@ -64,7 +64,7 @@ class Scheduler:
         self._connector = self.kv_cache.connector
         self.ratio = NewTokenRatio(self.table.settings)
         self.speculator = Speculator(config.speculation) if config.speculation is not None else None
-        self.last_facts: PlanFacts | None = None  # of the last plan of `schedule()`
+        self.last_facts: PlanFacts | None = None  # facts of the last plan of `schedule()`
         self.keeps_facts = True
         self.totals = Totals()
         self._clock = clock
@@ -111,7 +111,7 @@ class Scheduler:
 
     def step_failed(self, number: int, reason: str) -> list[RequestEvent]:
         """A step raised, and steps planned behind it will not run: their requests are retracted and recomputed from the
-        tokens that clients have; nothing of these steps stays in the radix cache. The requests of the failed step
+        tokens that clients have; the tokens of these steps leave the radix cache. The requests of the failed step
         become suspects, which run alone; a suspect whose own step fails ends with status 500.
 
         Returns the final events of requests.
@@ -305,7 +305,7 @@ class Scheduler:
         return self._suspects.without_probe(events)
 
     def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport] = ()) -> None:
-        """The worker has completed these loads; progress of the storage, the least of all ranks."""
+        """Applies loads that the worker has completed, and progress of the storage (the minimum over all ranks)."""
         self.kv_cache.kv_arrived(kv_done, reports)
         self.backoff.retry_now()
         self._reset_if_idle()

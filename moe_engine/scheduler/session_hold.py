@@ -1,20 +1,20 @@
 """Holds the KV of sessions whose next turn is expected, so that throughput does not fall when sessions exceed the pool.
 
-Turns of many sessions in rotation would each evict what the next one needs. Instead a set of sessions that fits keeps
-its KV, and requests that could only run by evicting it wait. The rule is derived, not fitted; `return_times` has its
-core, and all quantities are measured:
+With many sessions in rotation, each turn would evict the KV that the next turn needs. Instead a set of sessions that
+fits keeps its KV, and requests that could only run by evicting it wait. The rule is derived, not fitted; its core is in
+`return_times`, and all quantities are measured:
 
-- Held are sessions whose next turn waits, then those whose pause is worth their place, the most valuable first, as far
-  as they fit together with the growth of a turn for each.
-- A request that evicts no held KV runs. It also leaves room for the net growth of the held sessions over the horizon:
-  a session that was admitted earlier than that would be computed again before its place had paid for it.
+- Sessions whose next turn waits are held first, then sessions whose pause is worth their space, the most valuable
+first, as far as they fit together with the growth of one turn each.
+- A request that evicts no held KV runs. It also leaves space for the net growth of the held sessions over the horizon:
+without it, a held session would be recomputed before its space had paid off.
 - The request that has waited longest may evict held KV if evictions for this reason have cost at most `ROTATION` of the
-  time. So it waits at most for the KV evicted for the requests in front of it, times the seconds to compute it, divided
-  by `ROTATION`. A limit in seconds (`--session-hold SECONDS`) lets it run earlier, at any cost.
+  time. Its wait is therefore at most the time to recompute the KV evicted for the requests before it, divided by
+  `ROTATION`. A limit in seconds (`--session-hold SECONDS`) lets it run earlier, at any cost.
 
-A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. Where
-requests do not return, nothing is held. With a host tier evicted KV is loaded back, so what is held are sessions on
-device and host together, and nothing waits until the host is full too.
+A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. If requests
+do not return, no KV is held. With a host tier evicted KV is loaded back, so sessions are held on device and host
+together, and no request waits until the host is full too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from moe_engine.types import Request
 
 MAX_SESSIONS = 512
 HEAD, TAIL = 32, 16
-"""Tokens by which an ended request is recognized: the first ones, and the last ones of what is cached."""
+"""Tokens by which an ended request is recognized: the first tokens, and the last cached tokens."""
 ROTATION = 0.025
-"""Share of the time that may go to computing KV again that was evicted so that another session can run: half of what
-throughput may fall (0.05)."""
+"""Max share of the time for recomputing KV that was evicted so that another session can run: half of the allowed loss
+of throughput (0.05)."""
 LEAST_CACHED = 0.5
-"""A session of whose KV less is cached counts as evicted."""
+"""Cached share of a session's KV below which the session counts as evicted."""
 PLANNING = 0.05
 """Share of the time that `plan` may take."""
 
@@ -52,14 +52,14 @@ class _Session:
     tail: tuple[int, ...]
     entry: Waiting | None = None
     is_lost: bool = False
-    """Has been silent for so long that it counts as ended."""
+    """Whether it has been silent for so long that it counts as ended."""
 
 
 class SessionHold:
     """
     Args:
-        limit: longest wait of a request in seconds; None: as long as rotation takes; 0: nothing is held.
-        host_tokens: size of the host tier; 0: there is none.
+        limit: longest wait of a request in seconds; None: as long as rotation takes; 0: no KV is held.
+        host_tokens: size of the host tier; 0 without one.
         max_running: requests that may run at once.
     """
 
@@ -74,35 +74,35 @@ class SessionHold:
     ) -> None:
         self._limit, self._tree, self._clock = limit, tree, clock
         self._below = max(host_tokens - num_slots, 0)
-        """Tokens that stay loadable when the pool is full: a host tier may have a copy of all that is on the device."""
+        """Tokens that stay loadable when the pool is full: a host tier may have a copy of everything on the device."""
         self._pool = num_slots + self._below
         self.is_off = limit == 0
         self._sessions: dict[int, _Session] = {}
-        """In the order of their ends."""
+        """Sessions in the order of their ends."""
         self._by_head: dict[Hashable, dict[int, _Session]] = {}
         self._num = 0
         self.times, self.returns = StepTimes(max_running), ReturnTimes()
         self._output = self._prompt = self._length = self._gap = 0.0
-        """Means of a turn: output tokens, new prompt tokens, tokens at its end; seconds between two ends."""
+        """Means per turn: output tokens, new prompt tokens, tokens at its end; seconds between two ends."""
         self._last_end = 0.0
         self.holds_back = False
         """Whether the last admission passed over requests because of held sessions."""
         self._held = 0
         self._before: dict[Waiting, int] = {}
-        """Of waiting requests whose KV is held: tokens held with more right."""
+        """By waiting request whose KV is held: tokens held with higher precedence."""
         self._reserve = 0.0
         self._passed: dict[Waiting, None] = {}
         """Requests that were passed over, the longest waiting first."""
         self._credit, self._credited = 0.0, 0.0
-        """Seconds of computing again that rotation may cause; when it was last increased."""
+        """Budget in seconds of recomputation that rotation may cause; time of its last increase."""
         self._rotating: Waiting | None = None
-        """The request that may run by evicting held KV, which costs `_rotation_cost` seconds."""
+        """The request that may run by evicting held KV; the recomputation takes `_rotation_cost` seconds."""
         self._rotation_cost = 0.0
         self._next_plan = 0.0
 
     @classmethod
     def of(cls, config: SchedulerConfig, tree: RadixCache, clock: Callable[[], float]) -> SessionHold:
-        """Off where KV is not kept, or where evicted KV goes to a storage or another server."""
+        """The policy of a scheduler; off if KV is not cached, or if evicted KV goes to a storage or another server."""
         off = config.disable_radix_cache or config.storage is not None or config.kv_connector != "host"
         limit = 0.0 if off else config.session_hold
         return cls(limit, tree, clock, config.num_slots, config.host_tier_tokens, config.max_rows)
@@ -112,14 +112,14 @@ class SessionHold:
     def stepped(
         self, launched: float, now: float, spans: Mapping[int, tuple[int, int]], num_decodes: int, waits: bool
     ) -> None:
-        """A step has ended that computed these `spans` of prompts; `waits`: while requests waited."""
+        """Records a step that computed these `spans` of prompts; `waits`: requests waited during it."""
         if self.is_off or not (spans or num_decodes):
             return
         num_prompt = sum([end - start for start, end in spans.values()]) if spans else 0
         self.times.add(launched, now, num_prompt, num_decodes, waits)
 
     def ended(self, request: Request, node: Node) -> None:
-        """A request has ended; its KV is cached up to `node`."""
+        """Records that a request has ended; its KV is cached up to `node`."""
         if self.is_off or node.parent is None or node.end < HEAD:
             return
         now, tokens = self._clock(), request.prompt_ids + request.output_ids
@@ -140,7 +140,7 @@ class SessionHold:
             self._drop(next(iter(self._sessions)))
 
     def arrived(self, entry: Waiting) -> None:
-        """A request waits: perhaps the next turn of a session."""
+        """Records a waiting request, which may be the next turn of a session."""
         if self.is_off:
             return
         found, tokens, length = None, entry.tokens, 0
@@ -169,11 +169,11 @@ class SessionHold:
 
     @property
     def horizon(self) -> float:
-        """Seconds for which room is worth as much as computing its content (`return_times`)."""
+        """Seconds for which space is worth as much as recomputing its content (`return_times`)."""
         return self._pool * self.times.per_token * self.times.price
 
     def plan(self, available: int, num_running: int) -> None:
-        """Decides what is held, for the next calls of `must_wait`.
+        """Decides which sessions are held, for the next calls of `must_wait`.
 
         Args:
             available: tokens of the pool that no running request has.
@@ -189,8 +189,8 @@ class SessionHold:
         self._next_plan = now + (self._clock() - now) / PLANNING
 
     def _rank(self, now: float, horizon: float) -> list[_Session]:
-        """Sessions that are worth their place, the most valuable first; then by time. What is missing of a session
-        takes room and saves nothing."""
+        """Sessions that are worth their space, the most valuable first; then by time. The evicted part of a session
+        takes space and saves nothing."""
         patience = self.returns.patience
         ranked: list[tuple[float, float, int]] = []
         for number, session in list(self._sessions.items()):
@@ -230,20 +230,21 @@ class SessionHold:
         if turns:
             self._reserve = max(self._growth_reserve(horizon), growth * turns + self._output * num_running)
         before = int(self._held + growth * turns)
-        for session, size in displaced:  # they come before requests of which nothing is cached
+        for session, size in displaced:  # they come before requests without cached KV
             assert session.entry is not None
             self._before[session.entry] = before
             before += size
             self._reserve += size
             self._tree.refresh(_cached(session.node))
-        for session in reversed(holds):  # what is not held is evicted first, then what is worth least
+        for session in reversed(holds):  # sessions that are not held are evicted first, then the least valuable
             self._tree.refresh(_cached(session.node))
 
     def _growth_reserve(self, horizon: float) -> float:
-        """Room that a further session leaves free. Held sessions grow by G tokens a second, and one ends every T
-        seconds, which frees its room. With the reserve R a held session is evicted before that with the probability
-        exp(-R / (G T)); then it costs the time to compute L tokens. Waiting for the end instead leaves L tokens of the
-        pool unused for T seconds at most. Both are equal at R = G T log(1 + horizon / T), without ends at G horizon.
+        """Space that a further session leaves free. Held sessions grow by G tokens a second, and one ends every T
+        seconds, which frees its space. With the reserve R a held session is evicted before that with the probability
+        exp(-R / (G T)); recomputing it then takes the time of L tokens. Waiting for the end instead leaves L tokens of
+        the pool unused for T seconds at most. Both are equal at R = G T log(1 + horizon / T), without ends at G
+        horizon.
         """
         if not self._gap:
             return 0.0
@@ -275,7 +276,7 @@ class SessionHold:
         return False
 
     def admitted(self, entry: Waiting) -> None:
-        """A request runs."""
+        """Records that a request runs."""
         if self._passed and entry in self._passed:
             del self._passed[entry]
         if entry is self._rotating:
@@ -292,14 +293,15 @@ class SessionHold:
         return None
 
     def may_evict(self, entry: Waiting) -> bool:
-        """Whether it is worth examining a request although many were passed over."""
+        """Whether a request is worth examining although many were passed over."""
         return entry in self._before or entry is self._longest() or self._is_over(entry)
 
     def _is_over(self, entry: Waiting) -> bool:
         return self._limit is not None and self._clock() - entry.request.queued_at >= self._limit
 
     def _cached_path(self, session: _Session, seen: set[Node]) -> tuple[int, list[Node]]:
-        """Evictable nodes of a session that are not in `seen`; their tokens, and those that are not cached any more."""
+        """Evictable nodes of a session that are not in `seen`; their tokens, and its tokens that are not cached any
+        more."""
         node = walk = _cached(session.node)
         size, path = session.end - node.end, list[Node]()
         while walk.parent is not None and walk not in seen and not walk.lock:

@@ -32,7 +32,7 @@ class DeferredFreePool:
         self.reset()
 
     def share(self) -> None:
-        """Takes the ids from a list that all such pools of this process share: many pools then hold pointers only."""
+        """Takes the ids from a list shared by all such pools of this process: each pool then holds pointers only."""
         if isinstance(self._all, range):
             self._all = _shared_ids(self._all)
 
@@ -91,7 +91,7 @@ class DeferredFreePool:
         self.num_pending += len(ids)
 
     def retire(self, completed_step: int) -> int:
-        """Steps up to `completed_step` have finished. Returns the number of ids that this frees."""
+        """Frees ids of the steps up to `completed_step`, which have finished. Returns the number of freed ids."""
         self._retired = max(self._retired, completed_step)
         if not self._pending:
             return 0

@@ -30,7 +30,8 @@ class Speculator:
         self.accepted_tokens = 0
 
     def follows(self, requests: list[Request], *, plain: bool) -> bool:
-        """Whether the drafter runs a draft extend in a step with these requests; without it they get no drafts later.
+        """Whether the drafter runs a draft extend in a step with these requests; without a draft extend they get no
+        drafts later.
 
         Args:
             plain: the decodes among them were planned without speculation.

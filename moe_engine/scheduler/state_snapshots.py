@@ -1,13 +1,13 @@
 """Prefix tree of a model with states: a request can continue only where a copy of the state, a snapshot, was kept.
 
-The KV of a prefix is in the tree as in any model, the state behind it in one of a fixed number of snapshot slots, which
-a node owns whose run ends there. A match therefore ends at the last node with a snapshot. Without a free slot the
-snapshot of the node that was used least recently is given up, locked or not: requests continue from copies.
+The KV of a prefix is in the tree as in any model, the state after it in one of a fixed number of snapshot slots, owned
+by the node whose run ends there. A match therefore ends at the last node with a snapshot. If no slot is free, the
+snapshot of the least recently used node is dropped, locked or not: requests continue from copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 
 from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
 
@@ -15,7 +15,7 @@ NONE = -1
 
 
 class SnapshotNode(Node):
-    """`snapshot`: the slot of the state after the last token of the run; NONE: there is none."""
+    """`snapshot`: the slot of the state after the last token of the run, or NONE."""
 
     __slots__ = ("snapshot",)
 
@@ -54,12 +54,13 @@ class SnapshotTree(RadixCache):
 
     # -- slots
 
-    def take_slot(self, step: int) -> int:
-        """A slot for a snapshot that step `step` stores; NONE: all belong to requests."""
+    def take_slot(self, step: int, but: Container[int] = ()) -> int:
+        """A slot for a snapshot that step `step` stores, none of `but`; NONE: all others belong to requests."""
         if not self._free_slots:
-            if not self.holders:
+            nodes = [node for slot, node in self.holders.items() if slot not in but]
+            if not nodes:
                 return NONE
-            self._give_up(min(self.holders.values(), key=_usefulness))
+            self._give_up(min(nodes, key=_usefulness))
         slot = self._free_slots.pop()
         self.made_in[slot] = step
         return slot
@@ -70,7 +71,7 @@ class SnapshotTree(RadixCache):
         self._free_slots.append(slot)
 
     def keep(self, node: Node, length: int, slot: int) -> None:
-        """The snapshot behind the first `length` tokens of the path to `node` gets an owner."""
+        """Gives the snapshot after the first `length` tokens of the path to `node` to a node."""
         while node.parent is not None and node.parent.end >= length:
             node = node.parent
         if length < node.end:
@@ -85,7 +86,7 @@ class SnapshotTree(RadixCache):
         self.version += 1
 
     def drop_since(self, step: int) -> None:
-        """Gives up the snapshots of nodes that steps from `step` on were to store."""
+        """Drops the snapshots of nodes that steps from `step` on were to store."""
         for slot, node in list(self.holders.items()):
             if self.made_in[slot] >= step:
                 self._give_up(node)
@@ -104,7 +105,7 @@ class SnapshotTree(RadixCache):
     # -- nodes that lose their end
 
     def reset_slots(self) -> None:
-        """All slots are free; only without requests."""
+        """Frees all slots; only without requests."""
         self._free_slots, self.holders, self.made_in = list(range(self.num_snapshots)), {}, {}
 
     def _give_up(self, node: SnapshotNode) -> None:
@@ -127,11 +128,11 @@ class SnapshotTree(RadixCache):
 
 
 def snapshot_of(node: Node) -> int:
-    """The slot of a node; NONE: it has none."""
+    """The slot of a node, or NONE."""
     return node.snapshot if isinstance(node, SnapshotNode) else NONE
 
 
 def _usefulness(node: SnapshotNode) -> tuple[int, bool, int]:
-    """Smallest: the snapshot to give up. Of the nodes of one path, which are used together, first those that neither
-    end it nor are shared by several continuations."""
+    """Sort key; the smallest is dropped first. Among the nodes of one path, which are used together, nodes that neither
+    end it nor are shared by several continuations come first."""
     return node.last_access, len(node.children) != 1, node.end

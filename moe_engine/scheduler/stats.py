@@ -13,7 +13,7 @@ from moe_engine.types import Request, StepPlan
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start, except `hit_rate`, which is of the last prefill batch."""
+    """Counts since the start, except `hit_rate`, that of the last prefill batch."""
 
     retractions: int = 0
     preemptions: int = 0

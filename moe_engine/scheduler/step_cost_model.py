@@ -102,7 +102,7 @@ class Curve:
     @property
     def _points(self) -> dict[int, tuple[float, float]]:
         """Count and seconds of every bucket: medians. A bucket with few measurements may hold a single slow one, for
-        example a step that compiled a kernel: what the other buckets lead to expect is used instead."""
+        example a step that compiled a kernel: the value extrapolated from other buckets is used instead."""
         if self._stale:
             for bucket in self._stale:
                 seen = self._seen[bucket]

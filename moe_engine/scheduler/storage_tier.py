@@ -1,12 +1,13 @@
 """Storage below the host-RAM tier (`--hicache-storage-backend`): the scheduler's bookkeeping.
 
-Nodes that the host tier has stored are backed up, a page at a time. For a waiting request whose prefix continues behind
-what device and host have, the storage is asked in two operations: how many of its pages are there, and to read them to
-the host. Pages that are read become absent nodes of the tree, which `HostTier` loads as those it has evicted itself.
+Nodes that the host tier has stored are backed up, a page at a time. A waiting request whose prefix continues beyond
+device and host takes two operations of the storage: a lookup of the number of its pages, and a read of them to the
+host. Read pages become absent nodes of the tree, which `HostTier` loads like nodes that it evicted itself.
 
-The workers run the operations on threads and report their progress; a report here is the least of all ranks. The pages
-of an operation stay with it until its last report, even if the request ends or the tree is flushed: a read that hangs
-holds host memory and nothing else. How long a request waits is bounded by the policy.
+The workers run the operations on threads and report their progress; a report here is the minimum over all ranks. The
+pages
+of an operation stay with it until its last report, even if the request ends or the tree is flushed: a hanging read
+holds host memory and nothing else. The policy bounds the wait of a request.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from moe_engine.types import NO_LORA, KVBackup, KVFetch, KVOps, KVReport
 COMPLETE_SECONDS = 60.0
 """Longest wait under wait_complete."""
 MAX_LOOKUPS = 64
-"""Lookups at a time; further requests begin theirs when they reach admission."""
+"""Max concurrent lookups; further requests begin their lookup when they reach admission."""
 SHARE_OF_HOST = 2
 """Fetches, and backups, hold at most 1 / this of the host pages each."""
 
 
 class Stage(enum.Enum):
-    """Of a request's prefetch."""
+    """Stage of a request's prefetch."""
 
     LOOKUP = "lookup"
     FETCH = "fetch"
@@ -41,7 +42,7 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """Of one waiting request: pages from `start` tokens on."""
+    """Prefetch of one waiting request: pages from `start` tokens on."""
 
     entry: Waiting
     start: int
@@ -50,13 +51,13 @@ class Prefetch:
     stage: Stage = Stage.LOOKUP
     op: int = 0
     pages: list[int] = field(default_factory=list)
-    """Host pages that are being read to and are in no node."""
+    """Host pages that are being read into and belong to no node."""
 
 
 class StorageTier:
     """
     Args:
-        alloc: host pages for a fetch, making room; None if there is none.
+        alloc: host pages for a fetch, evicting if necessary; None if there is no room.
         free: gives host pages back to the host tier.
         num_pages: size of the host tier.
         bigrams: whether the tree's keys are pairs of tokens.
@@ -83,7 +84,7 @@ class StorageTier:
         self._prefetches: dict[int, Prefetch] = {}
         """Lookups and fetches in progress, by operation."""
         self._orphans: dict[int, list[int]] = {}
-        """Pages of fetches that nothing waits for any more."""
+        """Pages of fetches for which no request waits any more."""
         self._backups: dict[int, KVBackup] = {}
         self.pinned: set[int] = set()
         """Host pages that a backup reads; they are freed when it ends."""
@@ -96,7 +97,7 @@ class StorageTier:
         self.num_fetched_tokens = 0
         self.num_backed_up_tokens = 0
         self.num_skipped_tokens = 0
-        """Not backed up, because too many backups were in progress."""
+        """Pages not backed up because too many backups were in progress."""
 
     @property
     def has_new_ops(self) -> bool:
@@ -121,7 +122,7 @@ class StorageTier:
         ops = ops or KVOps()
         ops.fetches.extend(self._new_fetches)
         ops.backups.extend(self._new_backups)
-        # ascending: a worker takes a number below the last one as begun, and reports nothing of it
+        # ascending: a worker regards a number below the last one as begun, and does not report it
         ops.stops.extend(sorted(set(self._new_stops)))
         self._new_fetches, self._new_backups, self._new_stops = [], [], []
         return ops
@@ -129,7 +130,7 @@ class StorageTier:
     # -- keys
 
     def renew(self, weights: str) -> None:
-        """From now on keys are those of other weights. The tree must be empty."""
+        """Switches to keys of other weights. The tree must be empty."""
         self._weights = weights
 
     def _digest(self, node: Node, namespace: Hashable) -> bytes | None:
@@ -162,7 +163,7 @@ class StorageTier:
     # -- backups
 
     def stored(self, node: TierNode, pages: list[int]) -> None:
-        """The host tier stores this node with the next plan: so does the storage, behind it."""
+        """Backs up a node that the host tier stores with the next plan, after that store."""
         if len(self.pinned) + len(pages) > self._most:
             self.num_skipped_tokens += len(node.tokens)
             return
@@ -179,7 +180,7 @@ class StorageTier:
         self.pinned.update(pages)
 
     def release(self, pages: list[int]) -> list[int]:
-        """Of host pages that leave the tree those that are free at once."""
+        """The host pages, among those that leave the tree, that are free at once."""
         if not self.pinned:
             return pages
         now = [page for page in pages if page not in self.pinned]
@@ -189,7 +190,7 @@ class StorageTier:
     # -- prefetching
 
     def begin(self, entry: Waiting) -> None:
-        """Asks for a waiting request, once, if enough of its prefix is missing."""
+        """Begins a lookup for a waiting request, once, if enough of its prefix is missing."""
         if entry.prefetch is not None:
             return
         request, tree, size = entry.request, self._tree, self._tree.page_size
@@ -216,7 +217,8 @@ class StorageTier:
         self._send(prefetch, [])
 
     def must_wait(self, entry: Waiting) -> bool:
-        """Whether a request that could be admitted waits for storage, by the policy; if not, it takes what is there."""
+        """Whether a request that could be admitted waits for storage, by the policy; if not, it uses the pages that
+        have arrived."""
         self.begin(entry)
         prefetch = entry.prefetch
         if prefetch is None or prefetch.stage is Stage.ENDED:
@@ -227,7 +229,7 @@ class StorageTier:
         return False
 
     def reported(self, reports: Iterable[KVReport]) -> None:
-        """Progress of operations, the least of all ranks."""
+        """Applies progress of operations, the minimum over all ranks."""
         for report in reports:
             if report.id in self._backups:
                 if report.ended:
@@ -266,7 +268,7 @@ class StorageTier:
         self._new_fetches.append(KVFetch(prefetch.op, prefetch.keys, list(pages)))
 
     def _keep(self, prefetch: Prefetch, count: int) -> None:
-        """The first `count` pages of the fetch are read: they join the tree."""
+        """Adds the first `count` pages of the fetch, which are read, to the tree."""
         size = self._tree.page_size
         done = len(prefetch.keys) - len(prefetch.pages)
         pages = prefetch.pages[: count - done] if count > done else []
@@ -282,7 +284,7 @@ class StorageTier:
         self._free(unused)
 
     def _stop(self, prefetch: Prefetch) -> None:
-        """The request waits no longer; the operation may still read to the rest of its pages."""
+        """Ends the request's wait; the operation may still read into the rest of its pages."""
         unsent = [fetch for fetch in self._new_fetches if fetch.id == prefetch.op]
         if unsent:
             self._new_fetches.remove(unsent[0])
@@ -315,8 +317,8 @@ class StorageTier:
     # -- failures
 
     def steps_failed(self, ops: Iterable[KVOps]) -> None:
-        """Operations of these plans may not have begun: they are stopped, which reports them in either case. Requests
-        that waited for them compute."""
+        """Stops the operations of these plans, which may not have begun: a stopped operation is reported in either
+        case. Requests that waited for them compute their prefix."""
         for part in ops:
             self._new_stops += part.stops
             numbers = [*(fetch.id for fetch in part.fetches), *(backup.id for backup in part.backups)]
@@ -329,19 +331,19 @@ class StorageTier:
         self._drop_unsent()
 
     def _drop_unsent(self) -> None:
-        """Backups whose stores are forgotten."""
+        """Drops backups whose stores were dropped."""
         unsent, self._new_backups = self._new_backups, []
         for backup in unsent:
             self._end_backup(self._backups.pop(backup.id), 0)
 
     def reset(self) -> None:
-        """The tree is flushed; operations in progress keep their pages."""
+        """Resets after a flush of the tree; operations in progress keep their pages."""
         self._drop_unsent()
         for prefetch in list(self._prefetches.values()):
             self._stop(prefetch)
 
     def hold_pinned(self) -> set[int]:
-        """The nodes of all pages are gone: those that backups read are free when these end."""
+        """Keeps the pages that backups read until the backups end: the nodes of all pages are gone."""
         self._freed |= self.pinned
         return self.pinned
 

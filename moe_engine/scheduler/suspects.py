@@ -1,9 +1,9 @@
 """Suspects: requests of a failed step, each run alone until it has passed the point of failure or fails again.
 
-A step computes many requests, and its error names none. All its requests are retracted; then each runs in steps of its
-own, alternating with steps of the other requests. The request whose own step fails is the cause; the others of that
-failure are cleared. If none fails alone, the cause was their combination or the device: a request that was in two such
-failures always runs alone from then on, so that a failure cannot repeat forever.
+A step computes many requests, and its error does not identify one. All its requests are retracted; then each runs in
+steps of its own, alternating with steps of the other requests. The request whose own step fails is the cause; the other
+requests of that failure are cleared. If none fails alone, the cause was their combination or the device: a request that
+was in two such failures always runs alone from then on, so that a failure cannot repeat forever.
 
 Several requests that fail alone, one after the other, are either all bad or the device is broken. A probe decides: a
 request of one token that the scheduler itself adds, and that runs before all others. The device is broken if its step
@@ -44,10 +44,10 @@ class Suspects:
         self.failed_alone = 0
         """Failed steps of one request, or of none, since the last successful step."""
         self.no_room = False
-        """The last suspect could not be admitted."""
+        """Whether the last suspect could not be admitted."""
         self.probe: Request | None = None
         self.is_broken = False
-        """The step of a probe failed."""
+        """Whether the step of a probe failed."""
 
     def __bool__(self) -> bool:
         return bool(self._order)

@@ -29,11 +29,11 @@ class TierNode(Node):
         """The load in progress; 0 if there is none."""
         self.in_tier_heap = False
         self.is_due = False
-        """Is in the list of nodes that are stored before they leave the device (write-through)."""
+        """Whether it is in the list of nodes that are stored before they leave the device (write-through)."""
         self.digest: bytes | None = None
         """Key of its last page in the storage (`storage_tier`), once computed."""
         self.from_storage = False
-        """Came from storage, and was not loaded since."""
+        """Whether it came from storage and was not loaded since."""
 
 
 class TieredCache(RadixCache):
@@ -42,7 +42,7 @@ class TieredCache(RadixCache):
         store: takes slots that are being evicted; returns their places, or None if there is no room.
         release: frees places.
 
-    `write_through`: None, or which nodes `due` has: "inserted" or "reused".
+    `write_through`: None, or the kind of nodes in `due`: "inserted" or "reused".
     """
 
     make_node = TierNode
@@ -69,7 +69,8 @@ class TieredCache(RadixCache):
     # -- absent nodes
 
     def peek_absent(self, found: Match, tokens: list[int], limit: int) -> tuple[int, int]:
-        """What continues a match on the device: (number of absent tokens, load of the first of them; 0 if none)."""
+        """The absent continuation of a match on the device: (number of absent tokens, load of the first of them; 0 if
+        none)."""
         if found.node is None or found.partial is not None:
             return 0, 0
         limit -= limit % self.page_size
@@ -158,8 +159,8 @@ class TieredCache(RadixCache):
             child.last_access = self._clock
 
     def add_absent(self, tokens: list[int], start: int, pages: list[int], namespace: Hashable) -> list[int]:
-        """Adds pages with the KV of tokens[start:], which was not computed here. Returns those that are not used: the
-        tree has their tokens, or lost the prefix in front of them."""
+        """Adds pages with the KV of tokens[start:], which was not computed here. Returns the pages that are not used:
+        the tree has their tokens, or lost the prefix before them."""
         found = self.peek(tokens, len(tokens), namespace)
         node, pos = found.node if found.node is not None else self._root(namespace), found.length
         if found.partial is not None:
@@ -174,7 +175,7 @@ class TieredCache(RadixCache):
             pos += same
             if same < len(child.tokens):
                 if pos == len(tokens) or child.load:
-                    pos = len(tokens)  # nothing to add, or nowhere now
+                    pos = len(tokens)  # nothing to add, or no place to add it
                     break
                 child = self._split_absent(child, same)
             node = child
@@ -207,7 +208,7 @@ class TieredCache(RadixCache):
         return node
 
     def _make_due(self, node: Node | None) -> None:
-        """A node and its path, up to one that is due."""
+        """Marks a node and its path as due, up to a node that is due already."""
         while isinstance(node, TierNode) and node.parent is not None and not node.is_due:
             if node.places is None:
                 node.is_due = True
@@ -224,7 +225,7 @@ class TieredCache(RadixCache):
         return node.alive and bool(node.slots) and node.places is None
 
     def store_due(self, num_tokens: int) -> None:
-        """Stores nodes that are due, of at least `num_tokens` if there are so many."""
+        """Stores nodes that are due, with at least `num_tokens` tokens if there are enough."""
         due, self.due = self.due, []
         for i, node in enumerate(due):
             if num_tokens <= 0:
@@ -298,7 +299,7 @@ class TieredCache(RadixCache):
         return freed
 
     def forget_places(self, places: set[int]) -> None:
-        """Removes what is stored in any of these places. No node may be loading."""
+        """Removes the KV stored in any of these places. No node may be loading."""
         for node in list(self.stored_nodes()):
             if node.places is not None and not places.isdisjoint(node.places):
                 self._drop_places(node)
@@ -383,7 +384,7 @@ class TieredCache(RadixCache):
             super()._drop_root(root)
 
     def _add_leaf(self, parent: Node, tokens: list[int], slots: list[int], after_step: int) -> Node:
-        """Stops, and leaves the rest of the slots to the caller, at a node that is being loaded."""
+        """Inserts a leaf. Stops at a node that is being loaded, and leaves the rest of the slots to the caller."""
         while tokens:
             assert isinstance(parent, TierNode)
             key = self.child_key(tokens, 0)

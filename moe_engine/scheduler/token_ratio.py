@@ -25,12 +25,12 @@ class NewTokenRatio:
         return min(self._settings.config.init_new_token_ratio * self._settings.schedule_conservativeness, 1.0)
 
     def _rescale(self) -> None:
-        """Begins again if the conservativeness has changed."""
+        """Resets the ratio if the conservativeness has changed."""
         if self.initial != self._began_at:
             self.reset()
 
     def decay(self, steps: int = 1) -> None:
-        """After decode steps without retraction."""
+        """Lowers the ratio after decode steps without retraction."""
         for _ in range(steps):
             if self.value <= self.lowest:
                 break

@@ -1,6 +1,6 @@
-"""What the scheduler and the thread of KV transfers (`core.kv_transfer`) exchange.
+"""Commands and reports between the scheduler and the thread of KV transfers (`core.kv_transfer`).
 
-Commands go from the scheduler to the thread, reports come back; each in order. The scheduler's side (`PrefillTier`,
+Commands go from the scheduler to the thread, reports return; each in order. The scheduler's side (`PrefillTier`,
 `DecodeTier`) does the bookkeeping: places belong to a transfer from its command until its report.
 """
 
@@ -23,10 +23,12 @@ class TransferLink:
     |---|---|
     | offer(room, digest) | prefill: a request with this room has arrived |
     | send(room, end, places, serial) | prefill: the next tokens, stored in these places by the copies of that number |
-    | done(room) | prefill: there are no more |
+    | done(room) | prefill: all tokens were sent |
     | end(room, reason) | prefill: the request failed or was aborted |
-    | drop(room) | prefill: this rank of several has no part |
-    | want(room, host, port, digest, begin, limit, places) | decode: tokens [begin, limit) into these places |
+    | drop(room) | prefill: this rank has no part of the transfer |
+    | want(room, host, port, digest, begin, limit, after, places) | decode: tokens [begin, limit) into these places, |
+    | | which copies up to the number `after` write to before |
+    | settled(-1, serial) | decode: copies up to this number are complete, or will not run |
     | cancel(room) | decode |
 
     | report | |
@@ -41,7 +43,7 @@ class TransferLink:
     reports: deque[Command] = field(default_factory=deque)
     wake: Callable[[], None] = lambda: None
     broken: str = ""
-    """Why the thread has ended unexpectedly: no report will come any more."""
+    """The reason why the thread has ended unexpectedly: no further report will arrive."""
 
     def command(self, *values: Any) -> None:
         self.commands.append(values)
@@ -49,5 +51,5 @@ class TransferLink:
 
 
 def digest_of(tokens: list[int], extra_key: str | None) -> bytes:
-    """Equal on both servers if and only if the KV of a prompt is."""
+    """Equal on both servers if and only if the KV of the prompt is equal."""
     return blake2b(repr((extra_key, tokens)).encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""States of a transfer of KV from a prefill to a decode server: all of the protocol, without sockets, memory or clocks.
+"""States of a transfer of KV from a prefill to a decode server: the whole protocol, without sockets, memory or clocks.
 
 A transfer moves tokens [begin, limit) of one prompt in order. Messages of a transfer, as tuples of name and values:
 
@@ -11,11 +11,11 @@ A transfer moves tokens [begin, limit) of one prompt in order. Messages of a tra
 | decode | FILLED, FAILED | final: the places belong to the scheduler again |
 | prefill | MEETING: request or want is missing | the other half, end of the request, cancel, deadline, lost peer |
 | prefill | SENDING | last got, end of the request, cancel, loss of the peer |
-| prefill | ENDED | final: nothing of the transfer is held |
+| prefill | ENDED | final: the transfer holds no places |
 
-Every end on one side is a message to the other; only a lost connection ends both without one. Bytes are used only in
-FILLED, which needs every token of [begin, end) in order. `tests/scheduler/test_transfer_model.py` explores every
-interleaving of a small instance.
+Every end on one side is sent to the other as a message; only a lost connection ends both sides without a message. Bytes
+are used only in FILLED, which needs every token of [begin, end) in order. `tests/scheduler/test_transfer_model.py`
+explores every interleaving of a small instance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 Message = tuple[Any, ...]
 WINDOW = 4
-"""Pieces that are sent without an acknowledgement: bounds what the sockets hold."""
+"""Max pieces sent without an acknowledgement: bounds the data in the sockets."""
 
 
 class State(enum.Enum):
@@ -54,9 +54,9 @@ class Receiving:
         return self.state is State.RECEIVING and begin == self.end and begin < end <= self.limit
 
     def handle(self, message: Message) -> list[Message]:
-        """A message of the sender; of ``data`` the bytes were written if `accepts`. Returns the answers."""
+        """Handles a message of the sender; the bytes of ``data`` were written if `accepts`. Returns the answers."""
         if self.state is not State.RECEIVING:
-            return []  # it crossed our cancel
+            return []  # sent before our cancel arrived
         name = message[0]
         if name == "data":
             begin, end = message[1:]
@@ -73,14 +73,14 @@ class Receiving:
         return []
 
     def fail(self, reason: str) -> list[Message]:
-        """An end from this side: wrong bytes, an abort, no more time."""
+        """Ends the transfer from this side: wrong bytes, an abort, the deadline."""
         if self.state is not State.RECEIVING:
             return []
         self._fail(reason)
         return [("cancel",)]
 
     def lost(self, reason: str) -> None:
-        """The connection has ended: no further message will arrive."""
+        """Handles the end of the connection: no further message will arrive."""
         if self.state is State.RECEIVING:
             self._fail(reason)
 
@@ -89,12 +89,12 @@ class Receiving:
 
 
 class Sending:
-    """The prefill side: sends what its request computes to the peer that wants it."""
+    """The prefill side: sends the KV that its request computes to the peer that wants it."""
 
     def __init__(self) -> None:
         self.state = State.MEETING
         self.digest: bytes | None = None
-        """Of the request's tokens; None until it is here."""
+        """Digest of the request's tokens; None until the request has arrived."""
         self.wanted: tuple[bytes, int, int] | None = None
         self.sent = self.limit = 0
         self._unacked: list[int] = []
@@ -106,12 +106,12 @@ class Sending:
         return self.state is State.SENDING and not self._done and len(self._unacked) < WINDOW
 
     def offer(self, digest: bytes) -> list[Message]:
-        """The request has arrived."""
+        """Handles the arrival of the request."""
         self.digest = digest
         return self._meet()
 
     def handle(self, message: Message) -> list[Message]:
-        """A message of the receiver. Returns the answers."""
+        """Handles a message of the receiver. Returns the answers."""
         name = message[0]
         if self.state is State.ENDED:
             return [("nack", self.reason or "the transfer has ended")] if name == "want" else []
@@ -134,7 +134,7 @@ class Sending:
         return [("data", begin, end)]
 
     def done(self) -> list[Message]:
-        """Everything that there is was sent."""
+        """All tokens were sent."""
         if self.state is not State.SENDING or self._done:
             return []
         self._done = True
@@ -143,7 +143,7 @@ class Sending:
         return [("done", self.sent)]
 
     def fail(self, reason: str) -> list[Message]:
-        """An end from this side: the request failed or was aborted, no more time."""
+        """Ends the transfer from this side: the request failed or was aborted, or the deadline has passed."""
         if self.state is State.ENDED:
             return []
         answers: list[Message] = [("nack", reason)] if self.wanted is not None and not self._done else []
@@ -151,7 +151,7 @@ class Sending:
         return answers
 
     def lost(self, reason: str) -> None:
-        """The connection to the receiver has ended."""
+        """Handles the end of the connection to the receiver."""
         if self.state is State.SENDING or self.wanted is not None:
             self._end(reason)
 

@@ -30,7 +30,7 @@ class WindowPages:
         self.page_of: dict[int, int] = {}
         self._pins: dict[int, int] = {}
         self._read_until: dict[int, int] = {}
-        """The last step that may read a full page's window page, where it was unpinned."""
+        """By full page whose window page was unpinned: the last step that may read the window page."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Full pages whose window page has no pin, least recently used first."""
         self._writes: dict[int, int] = {}
@@ -49,7 +49,7 @@ class WindowPages:
         return self.pool.num_total - len(self._pins)
 
     def num_pinned_once(self, full_pages: Iterable[int]) -> int:
-        """How many of these pages have one pin."""
+        """Number of these pages that have one pin."""
         return sum(self._pins.get(full) == 1 for full in full_pages)
 
     # -- pins
@@ -108,8 +108,8 @@ class WindowPages:
     # -- changes of full pages
 
     def drop(self, full_pages: Iterable[int]) -> None:
-        """Full pages were freed; none of them has a pin. Most of their window pages left the window long before, and
-        are allocatable at once: the full pages are held back longer."""
+        """Releases the window pages of freed full pages, none of which has a pin. Most of these window pages left the
+        window long before and are allocatable at once; the full pages are held back longer."""
         for full in full_pages:
             page = self.page_of.pop(full, None)
             if page is None:
@@ -121,7 +121,7 @@ class WindowPages:
             self.pool.give([page], self._read_until.pop(full, 0))
 
     def replace(self, own: Sequence[int], shared: Sequence[int], after_step: int) -> None:
-        """A request uses the pages `shared`, which hold the same tokens, instead of its pages `own`.
+        """Makes a request use the pages `shared`, which hold the same tokens, instead of its pages `own`.
 
         The pins move. A shared page without a window page takes that of the own page.
         """

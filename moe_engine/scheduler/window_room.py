@@ -1,7 +1,7 @@
-"""Room in the window pool, as admission and retraction count it. Counts are in tokens of whole pages.
+"""Free space in the window pool, for admission and retraction. Counts are in tokens of whole pages.
 
 The KV of a request in windowed layers grows to a limit: its window, and the pages that a step in flight may still read.
-A request below the limit is expected to reach it with its outputs; one at the limit needs no more.
+A request below the limit is expected to reach it with its outputs; a request at the limit needs no more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WindowRoom:
         speculation = config.speculation
         draft_slots = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
         self.limit = window_request_pages(config.window, config.page_size, draft_slots) * config.page_size
-        """Most tokens of a request in the window pool, without those of its prompt in a step."""
+        """Max tokens of a request in the window pool, without those of its prompt in a step."""
 
     @property
     def available(self) -> int:
@@ -40,18 +40,18 @@ class WindowRoom:
         return request.slots[request.window_start * self._page :: self._page]
 
     def growth(self, request: Request, tokens: int) -> int:
-        """What `tokens` more tokens of the request add to the pool."""
+        """Pool tokens that the next `tokens` tokens of the request add."""
         held = len(self.pinned_pages(request)) * self._page
         return max(0, min(tokens, self.limit - held))
 
     def expected(self, ratio: float, growths: Iterable[tuple[Request, int]]) -> float:
-        """What running requests are expected to add, if this share of each growth is generated."""
+        """Pool tokens that running requests are expected to add, if this share of each growth is generated."""
         return ratio * sum(self.growth(request, tokens) for request, tokens in growths)
 
     def of_new(self, tokens: int) -> int:
-        """What a request needs that comes with `tokens` tokens without KV, its expected outputs included."""
+        """Pool tokens of a new request with `tokens` tokens without KV, its expected outputs included."""
         return min(tokens, self.limit)
 
     def gain(self, request: Request) -> int:
-        """What the release of the request frees: pages that no other request reads."""
+        """Pool tokens freed by releasing the request: pages that no other request reads."""
         return self._windows.num_pinned_once(self.pinned_pages(request)) * self._page

@@ -4,8 +4,8 @@ A request pins the window pages [window_start, number of its pages). A step that
 KV of the tokens from p - window + 1 on, so earlier pages are unpinned when a step that starts at p is planned. With
 speculation `num_computed` is a lower bound of p.
 
-Each new full page needs a window page: an allocation succeeds where both pools have room. `window_room.py` counts what
-requests need until their end.
+Each new full page needs a window page: an allocation succeeds if both pools have room. `window_room.py` counts the need
+of requests until their end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WindowedSlots(SlotAllocator):
 
 
 class WindowedRadixCache(RadixCache):
-    """A prefix tree whose matches end where the window pages of the preceding window are all there."""
+    """A prefix tree whose matches end where all window pages of the preceding window exist."""
 
     def __init__(
         self, page_size: int, free: Callable[[list[int], int], None], windows: WindowPages, window: int

@@ -112,7 +112,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _block(part: Part, *, begins: bool = False) -> OutputBlock:
-    """The block of a part; `begins`: as a stream starts it, without its text."""
+    """The block of a part; `begins`: its form at the start of a stream, without its text."""
     text = "" if begins else part.text
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
@@ -122,7 +122,7 @@ def _block(part: Part, *, begins: bool = False) -> OutputBlock:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call, as the model wrote them. Text that is no JSON is put into an object."""
+    """The arguments of a call, as the model wrote them. Text that is not JSON is put into an object."""
     try:
         msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

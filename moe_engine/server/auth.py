@@ -13,8 +13,8 @@ from moe_engine.server.live_pages import wants_page
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
 FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
-"""Pages without served data; also /doctor where a page is asked for. /experts and /doctor prompt for the key and send
-it with their requests."""
+"""Pages without served data; also /doctor if the client wants the page. /experts and /doctor prompt for the key and
+send it with their requests."""
 
 ADMIN_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/configure_logging", "/freeze_gc", "/set_internal_state",

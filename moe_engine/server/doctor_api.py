@@ -45,7 +45,7 @@ class History:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def sample(self, state: ServerState) -> None:
-        """One message to each core; none while the server is idle, but for the end of the last requests."""
+        """One message to each core; none while the server is idle, except at the end of the last requests."""
         health = state.client.health()
         busy = bool(health.num_running or health.num_waiting)
         if busy or self._was_busy:
@@ -53,7 +53,7 @@ class History:
         self._was_busy = busy
 
     def take(self, state: ServerState, states: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Takes in the states of the cores."""
+        """Adds the states of the cores."""
         if self._sampler is None:
             self._sampler = Sampler(launch_of(state))
         self._events.extend(self._sampler.states(list(states), now))
@@ -61,7 +61,7 @@ class History:
             self._events.popleft()
 
     def report(self, state: ServerState, minutes: float) -> Report:
-        """Of the last `minutes`."""
+        """The report of the last `minutes`."""
         window, since = Window(launch_of(state), of_log=False), time.monotonic() - 60 * minutes
         for event in tuple(self._events):
             if (event.time or 0.0) >= since:

@@ -47,7 +47,7 @@ REFUSED_PATHS = {
     "/begin_weight_update": "an update is one call here; pause generation around several",
     "/end_weight_update": "an update is one call here; pause generation around several",
     "/weights_checker": "compare tensors with /get_weights_by_name",
-    "/slow_down": "steps are not slowed down on purpose; `moe-engine simulate` shows a slower launch",
+    "/slow_down": "artificial delays of steps are not supported; `moe-engine simulate` shows a slower launch",
     "/generate_from_file": ONE_BY_ONE,
     "/v1/files": ONE_BY_ONE,
     "/v1/batches": ONE_BY_ONE,

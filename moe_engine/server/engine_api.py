@@ -121,8 +121,8 @@ class EngineApi:
     async def pause(self, request: Request) -> Response:
         """Stops computing, until /continue_generation: new requests wait.
 
-        Running requests are aborted (`mode` abort), return to the queue and compute their KV again (retract), or stay
-        where they are (in_place). A weight update while generation is paused replaces the weights of running requests.
+        Running requests are aborted (`mode` abort), return to the queue and recompute their KV (retract), or keep their
+        place and KV (in_place). A weight update while generation is paused replaces the weights of running requests.
         """
         mode = (await _read_or_default(request, PauseRequest)).mode
         count = await asyncio.shield(asyncio.ensure_future(self._pausing.pause(mode)))
@@ -140,7 +140,7 @@ class EngineApi:
         return json_response(answer)
 
     async def release_memory(self, request: Request) -> Response:
-        """Gives the memory of weights and KV cache back to the system, until /resume_memory_occupation.
+        """Releases the memory of weights and KV cache to the system, until /resume_memory_occupation.
 
         Needs --enable-memory-saver, and an idle engine or paused generation. Requests get 503 meanwhile.
         """
@@ -148,7 +148,7 @@ class EngineApi:
         return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.release(asked.tags))))
 
     async def resume_memory(self, request: Request) -> Response:
-        """Takes the memory again: the weights are as before, the KV cache is empty."""
+        """Allocates the memory again: the weights are as before, the KV cache is empty."""
         asked = await _read_or_default(request, MemoryRequest)
         return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.resume(asked.tags))))
 

@@ -64,7 +64,7 @@ class ExpertsApi:
         return json_response({**(await self._view() or NOTHING), "launch": self._launch})
 
     async def gain(self, request: Request) -> Response:
-        """What EPLB would gain on the counts recorded so far."""
+        """The gain of EPLB on the counts recorded so far."""
         view = await self._view()
         counts = None if view is None else view["counts"]
         if not counts or not any(map(any, counts)):

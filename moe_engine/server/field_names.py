@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from moe_engine.errors import InputError
 
 Names = tuple[tuple[str, str], ...]
-"""Pattern of a chat request's field in a message, and what replaces it."""
+"""Pattern of a chat request's field in a message, and its replacement."""
 
 
 @contextmanager

@@ -199,7 +199,7 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _cancel_when_lost(exchange: Exchange, work: Awaitable[T]) -> T:
-    """Without a task of its own: this one is cancelled."""
+    """Cancels the current task; needs no task of its own."""
     if exchange.is_lost:
         if isinstance(work, Coroutine):
             work.close()  # never started
@@ -222,7 +222,7 @@ async def _cancel_when_lost(exchange: Exchange, work: Awaitable[T]) -> T:
 
 
 async def _cancel_on_message(receive: Receive, work: Awaitable[T]) -> T:
-    """The same by ASGI's message, for other servers."""
+    """The same by ASGI's disconnect message, for other servers."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -55,7 +55,7 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 _QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, StartQueue] = WeakKeyDictionary()
-"""Of each loop with connections."""
+"""The start queue of each loop with connections."""
 
 
 class Exchange:
@@ -205,7 +205,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _head_again(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A head with the same body framing and without ``Upgrade``."""
+    """Returns a head with the same body framing and without ``Upgrade``."""
     lines = [b"POST / HTTP/1.1", *(name + b": " + value for name, value in headers if name in _FRAMING)]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 

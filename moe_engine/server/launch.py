@@ -42,7 +42,7 @@ logger = logging.getLogger("moe_engine")
 
 ENGINE_DIED = 1
 DEAD_ENGINE_GRACE_SECONDS = 1.0
-"""How long the server still responds after the engine died, so that every client receives the error."""
+"""Seconds for which the server still responds after the engine died, so that every client receives the error."""
 
 
 def serve(args: EngineArgs) -> int:
@@ -150,7 +150,7 @@ async def _serve(
 
     async def ready(host: str, port: int) -> None:
         gc.collect()
-        gc.freeze()  # a full collection would look through tokenizer and modules, while tokens wait
+        gc.freeze()  # a full collection would scan tokenizer and modules, and delay tokens
         logger.info("%s", logs.READY_LINE)
         _announce(config, host, port, time.monotonic() - began)
 

@@ -61,7 +61,7 @@ class InitGroupRequest(Struct):
     world_size: Annotated[int, Meta(ge=2)]
     group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
-    timeout: Annotated[float, Meta(gt=0, le=86400, description="seconds for all members to come")] = 300
+    timeout: Annotated[float, Meta(gt=0, le=86400, description="seconds for all members to join")] = 300
 
 
 class DestroyGroupRequest(Struct):
@@ -85,7 +85,8 @@ class ReceiveWeightsRequest(Struct):
 
 
 class WeightVersionRequest(Struct):
-    """`abort_all_requests`: running requests end; else their answers keep the version that they began with."""
+    """`abort_all_requests`: running requests are aborted; otherwise their answers keep the version with which they
+    began."""
 
     new_version: str
     abort_all_requests: bool = True
@@ -132,7 +133,7 @@ class LoadLoraRequest(Struct):
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
     lora_path: Annotated[str, Meta(min_length=1)]
-    pinned: Annotated[bool | None, Meta(description="true: it keeps its slot")] = None
+    pinned: Annotated[bool | None, Meta(description="true: the adapter keeps its slot")] = None
 
 
 class UnloadLoraRequest(Struct):
@@ -225,14 +226,14 @@ class StateSet(TypedDict):
 
 
 class StateShown(TypedDict):
-    """By scheduler. `bounds`: least and largest value of each setting."""
+    """Settings by scheduler. `bounds`: least and largest value of each setting."""
 
     values: dict[str, Any]
     bounds: dict[str, list[float | str | None]]
 
 
 class MemoryChanged(TypedDict):
-    """`released`: what is given back now."""
+    """`released`: the parts whose memory is released now."""
 
     success: bool
     message: str
@@ -263,7 +264,7 @@ Alternatives = list[Logprob] | None
 
 
 class CachedTokensDetails(TypedDict):
-    """Cached tokens by the tier that they came from."""
+    """Cached tokens by the tier that held them."""
 
     device: int
     host: int
@@ -317,7 +318,7 @@ class Output(TypedDict):
 
 
 class Encoded(TypedDict):
-    """`embedding`: of a classification or reward model the scores."""
+    """`embedding`: for a classification or reward model, the scores."""
 
     embedding: list[float]
     meta_info: MetaInfo

@@ -37,7 +37,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """A stream has the name in the call's first piece, and the arguments in parts."""
+    """In a stream the call's first piece has the name, and the arguments follow in parts."""
 
     arguments: str
     name: NotRequired[str]

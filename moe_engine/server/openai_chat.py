@@ -34,7 +34,7 @@ from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.counted_ids import num_calls
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
-"""Of an event with nothing but a delta."""
+"""JSON of an event that has only a delta."""
 
 
 class ChatApi:
@@ -99,7 +99,7 @@ class ChatApi:
         if constraint is given or constraint is None:
             return Enforced()
         if inp.reasoning is not None and req.separate_reasoning is False:
-            words = f"separate_reasoning: false does not go together with {constraint.where}; leave one out"
+            words = f"separate_reasoning: false cannot be combined with {constraint.where}; leave one out"
             raise InputError(words, field="separate_reasoning")
         other = TOOL_FORMATS[form].reasoning_end if form and given is None else ""
         if inp.reasoning is not None and other:
@@ -141,7 +141,7 @@ class ChatApi:
 
 
 class _Events(DataEvents):
-    """Events of a stream. Most have nothing but a delta, and the JSON around it is made once."""
+    """Events of a stream. Most have only a delta; the JSON around it is made once."""
 
     def __init__(
         self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions, usage: Callable[[list[Generation]], Usage]

@@ -30,7 +30,7 @@ class ParserOptions:
     stream_reasoning: bool = True
     tool_form: str | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
-    """Those that may be called, with the schemas of their arguments."""
+    """Functions that may be called, with the schemas of their arguments."""
     parallel_tools: bool = True
     enforced: Enforced = Enforced()
     first_call: int = 0

@@ -26,7 +26,7 @@ from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.fill_in_middle import fill_in_middle
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
-"""Of an event with nothing but a text."""
+"""JSON of an event that has only a text."""
 
 
 class CompletionsApi:
@@ -108,7 +108,7 @@ class CompletionsApi:
 
 
 class _Events(DataEvents):
-    """Events of a stream. Most have nothing but a text, and the JSON around it is made once."""
+    """Events of a stream. Most have only a text; the JSON around it is made once."""
 
     def __init__(self, req: CompletionRequest, job: Job, head: dict[str, Any], *, cache_report: bool) -> None:
         super().__init__(openai_body)
@@ -161,7 +161,7 @@ def _num_generated(req: CompletionRequest) -> int:
 
 
 def _check(req: CompletionRequest, is_text: bool) -> None:
-    """Raises InputError: fields that do not go together."""
+    """Raises InputError: fields that exclude each other."""
     if req.best_of is not None and req.best_of < (req.n or 1):
         raise InputError(f"best_of: {req.best_of} sequences are fewer than n ({req.n}); raise it", field="best_of")
     if req.stream and _num_generated(req) > (req.n or 1):
@@ -169,4 +169,4 @@ def _check(req: CompletionRequest, is_text: bool) -> None:
     if req.suffix and not is_text:
         raise InputError("suffix: needs a prompt of text, not of token ids", field="suffix")
     if req.suffix and req.echo:
-        raise InputError("suffix: does not go together with echo; leave one out", field="suffix")
+        raise InputError("suffix: cannot be combined with echo; leave one out", field="suffix")

@@ -80,12 +80,13 @@ def tool_wish(req: ChatRequest, tools: list[dict[str, Any]], form: str | None) -
 
 
 def _is_format_of_text(given: Constraint) -> bool:
-    """Whether it is a JSON `response_format`, or `format` of `text`: unlike `json_schema`, of answers without calls."""
+    """Whether it is a JSON `response_format`, or `format` of `text`: unlike `json_schema`, it constrains answers
+    without calls."""
     return given.where.startswith("response_format") and given.kind == "json_schema"
 
 
 def _name(choice: dict[str, Any]) -> str:
-    """The function that a named choice names."""
+    """The function of a named choice."""
     if choice.get("type") != "function":
         kind = choice.get("type")
         raise InputError(f"tool_choice.type: expected 'function', got {kind!r:.80}", field="tool_choice.type")

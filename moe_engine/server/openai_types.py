@@ -28,7 +28,7 @@ from moe_engine.validation import Effort, NotAvailable, OffOnly
 RESPONSE_FORMAT = "type text, json_object, json_schema (with json_schema.schema) or structural_tag"
 STRUCTURED_OUTPUTS = "vLLM's: one of json, json_object, regex, choice, grammar and structural_tag"
 DEFAULT_MAX_TOKENS = 16
-"""Of /v1/completions. Chat answers may use the whole context."""
+"""Default max_tokens of /v1/completions. Chat answers may use the whole context."""
 
 MAX_BEST_OF = 128
 

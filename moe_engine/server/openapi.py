@@ -26,7 +26,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An endpoint with the types of what it reads and answers.
+    """An endpoint with the types of its request and answer.
 
     Args:
         aliases: further paths.

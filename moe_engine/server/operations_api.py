@@ -56,8 +56,8 @@ class OperationsApi:
         return Response("Garbage collection frozen.\n", media_type="text/plain; charset=utf-8")
 
     async def clear_storage(self, request: Request) -> Response:
-        """Removes all pages of the storage below the KV cache, of other models too. Prefixes in the KV cache and in the
-        host-RAM tier stay."""
+        """Removes all pages of the storage below the KV cache, including those of other models. Prefixes in the KV
+        cache and in the host-RAM tier stay."""
         client = self._state.client
         if client.info.hicache_storage_backend is None:
             raise InputError("there is no storage below the KV cache; start with --hicache-storage-backend")

@@ -16,7 +16,7 @@ Change = Literal["begin", "add", "end"]
 
 @dataclass
 class Part:
-    """`kind`: reasoning, text or call. `text`: of a call its arguments. `id`, `name`: of a call."""
+    """`kind`: reasoning, text or call. `text`: for a call, its arguments. `id`, `name`: of a call."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
@@ -36,7 +36,7 @@ class OutputParts:
         self._space = ""
 
     def push(self, deltas: list[dict[str, Any]]) -> Iterator[tuple[Change, Part, str]]:
-        """The changes of parts; with `add` the text that was added."""
+        """The changes of parts; those of kind `add` have the added text."""
         for delta in sorted(deltas, key=self._begins):
             if text := delta.get("reasoning_content"):
                 yield from self._text("reasoning", text)
@@ -50,7 +50,7 @@ class OutputParts:
                 yield from self._add(function["arguments"])
 
     def _begins(self, delta: dict[str, Any]) -> bool:
-        """False for more of the open call, which comes before the text of the same deltas."""
+        """False for further arguments of the open call, which come before the text of the same deltas."""
         return not any("id" not in call and call["index"] == self._call for call in delta.get("tool_calls", ()))
 
     def close(self) -> Iterator[tuple[Change, Part, str]]:

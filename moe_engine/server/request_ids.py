@@ -13,7 +13,7 @@ HEADER = b"x-request-id"
 _ACCEPTED = re.compile(rb"[\x21-\x7e]{1,128}")
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the HTTP request that runs in this context; empty outside one."""
+"""Id of the HTTP request that runs in this context; empty outside a request."""
 
 
 class RequestIds:

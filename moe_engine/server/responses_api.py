@@ -105,8 +105,8 @@ class ResponsesApi:
 
 
 class _Events:
-    """Events of the parts, between those of the whole response. A failure after the first event ends the stream by
-    `response.failed`; one before it is an HTTP error."""
+    """Events of the parts, between those of the whole response. A failure after the first event ends the stream with
+    `response.failed`; a failure before it is an HTTP error."""
 
     def __init__(self, answer: _Answer, keep: Callable[[_Answer, ResponseObject], None]) -> None:
         self._answer = answer
@@ -244,7 +244,7 @@ def _content(part: Part) -> OutputContent:
 
 
 def _item(response_id: str, part: Part, status: Any = "completed") -> OutputItem:
-    """The item of a part; in progress: as a stream begins it, without content."""
+    """The item of a part; in progress: its form at the start of a stream, without content."""
     content = [] if status == "in_progress" else [_content(part)]
     name = _id(response_id, part)
     if part.kind == "text":

@@ -22,7 +22,7 @@ NAMES = (
     (r"^messages\b", "input"),
     (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
 )
-"""For errors: fields of chat requests, and the names of them here."""
+"""For errors: fields of chat requests, and their names in this API."""
 SAME_NAME = (
     *SamplingFields.__struct_fields__, "model", "stream", "seed", "rid", "priority", "extra_key", "routed_dp_rank",
     "cache_salt", "lora_path", "parallel_tool_calls", "chat_template_kwargs", "user",

@@ -15,7 +15,8 @@ MAX_BYTES = 64 * 2**20
 
 
 class ResponseStore:
-    """Kept in this process's memory: a restart forgets all. Every client with the API key reads every response."""
+    """Kept in this process's memory: a restart loses all responses. Every client with the API key reads every
+    response."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
@@ -51,8 +52,8 @@ class ResponseStore:
     def _entry(self, name: str, field: str) -> tuple[bytes, bytes]:
         if name not in self._kept:
             raise InputError(
-                f"{field}: no response {name!r:.80} is stored; it was created with store: false, was deleted, made "
-                "room for newer ones, or the server has restarted",
+                f"{field}: no response {name!r:.80} is stored; it was created with store: false, was deleted, was "
+                "replaced by newer ones, or the server has restarted",
                 field=field,
                 status=404,
             )

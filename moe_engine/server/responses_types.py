@@ -85,7 +85,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
 
 class OutputContent(TypedDict):
-    """Of a message or of reasoning."""
+    """Content of a message or of reasoning."""
 
     type: Literal["output_text", "reasoning_text"]
     text: str
@@ -195,7 +195,7 @@ class ResponsesPlan(msgspec.Struct):
 
     Attributes:
         fields: the fields that the response repeats.
-        messages: the conversation without instructions, for the store; empty if nothing is stored.
+        messages: the conversation without instructions, for the store; empty if the response is not stored.
     """
 
     stream: bool

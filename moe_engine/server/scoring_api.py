@@ -27,7 +27,7 @@ from moe_engine.types import SamplingParams
 from moe_engine.validation import refuse_unavailable
 
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, sampling_seed=0)
-"""The position behind the prompt; the token itself is not answered."""
+"""Log-probabilities are needed at the position after the prompt; the generated token is not part of the answer."""
 
 
 class ScoringApi:
@@ -165,7 +165,7 @@ class ScoringApi:
         return job
 
     def _usage(self, job: Job) -> Any:
-        """Token counts of the prompts: no token is answered."""
+        """Token counts of the prompts; the answer has no tokens."""
         usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
         usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
@@ -179,7 +179,7 @@ def softmax(values: Sequence[float]) -> list[float]:
 
 
 def _of_labels(generation: Generation, apply_softmax: bool) -> list[float]:
-    """Probabilities of the label tokens behind the prompt: of all tokens, or among the labels.
+    """Probabilities of the label tokens after the prompt: among all tokens, or among the labels.
 
     Raises:
         InputError: the request was aborted.

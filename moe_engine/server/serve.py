@@ -82,7 +82,7 @@ async def serve(
     Args:
         sock: from `bind`.
         on_ready: called with (host, port) once the server accepts requests; may be async.
-        keep_alive_seconds: how long a connection without a request stays open (`--timeout-keep-alive`).
+        keep_alive_seconds: time for which a connection without a request stays open (`--timeout-keep-alive`).
         drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
             signal ends the wait.
         quiet_paths: path prefixes excluded from the access log.

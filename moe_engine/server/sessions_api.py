@@ -32,12 +32,12 @@ class SessionsApi:
         self._sessions = sessions
 
     async def open(self, request: Request) -> Response:
-        """Opens a session, whose requests continue earlier ones; answers its id."""
+        """Opens a session, whose requests continue earlier ones; returns its id."""
         asked = await read_small(request, OpenSessionRequest)
         name = self._sessions.open(asked.session_id, streaming=bool(asked.streaming), timeout=asked.timeout)
         return json_response(name)
 
     async def close(self, request: Request) -> Response:
-        """Closes a session; 200 too if it is not open."""
+        """Closes a session; status 200 also if it is not open."""
         self._sessions.close((await read_small(request, CloseSessionRequest)).session_id)
         return Response(status_code=200)

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server: the launch flags and what derives from them."""
+"""Settings of the HTTP server: the launch flags and values derived from them."""
 
 from __future__ import annotations
 

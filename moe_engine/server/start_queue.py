@@ -1,6 +1,6 @@
 """Starts a few requests in each turn of the event loop, so that a burst of requests holds up no running stream.
 
-A turn of the loop runs everything that is ready. When hundreds of requests arrive together, each with some hundred
+A turn of the loop runs all ready tasks. When hundreds of requests arrive together, each with some hundred
 microseconds of checks and tokenization, one turn would take as long as all of them, and the tokens of running streams
 would wait for it.
 """

@@ -70,7 +70,7 @@ class ServerState:
 
     @cached_property
     def token_json(self) -> TokenJson:
-        """For responses with log-probabilities."""
+        """JSON fragments of tokens, for responses with log-probabilities."""
         return TokenJson(self.frontend.tokenizer)
 
     def tokenizer(self) -> Tokenizer:

@@ -92,7 +92,7 @@ class TextProcess:
             popen = await asyncio.to_thread(
                 subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, start_new_session=True
             )
-        # Reaps the process. One that cannot be waited for is killed.
+        # Reaps the process. A process that cannot be waited for is killed.
         start_watched("request body process", partial(_wait, popen), lambda message: popen.kill())
         process = cls(popen, *await asyncio.open_unix_connection(sock=ours))
         process._writer.write(frame(Kind.SPEC, pickle.dumps(spec)))

@@ -8,7 +8,7 @@ from moe_engine.errors import ConfigError
 
 
 def check_certificate(keyfile: str | None, certfile: str | None) -> None:
-    """Raises ConfigError: a file cannot be read, or key and certificate do not belong together."""
+    """Raises ConfigError: a file cannot be read, or key and certificate do not match."""
     if certfile is None:
         return
     try:

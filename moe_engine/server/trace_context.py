@@ -16,14 +16,14 @@ class RequestTrace:
     path: str
     body_read_at: float | None = None
     is_tokenized: bool = False
-    """The span `tokenize` was made: a request has one, also with several sequences."""
+    """Whether the span `tokenize` was made: a request has one, also with several sequences."""
 
 
 request_trace: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
 
 
 def mark_body_read() -> None:
-    """The request's body has arrived: decoding and tokenization begin."""
+    """Marks the arrival of the request's body: decoding and tokenization begin."""
     trace = request_trace.get()
     if trace is not None:
         trace.body_read_at = time.monotonic()

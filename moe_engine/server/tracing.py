@@ -73,11 +73,12 @@ class Tracing:
 
     @classmethod
     def over_http(cls, endpoint: str, model: str, version: str) -> Tracing:
-        """Exports to a collector from a thread; spans that it cannot take are dropped after the SDK's retries."""
+        """Exports to a collector from a thread; spans that the collector cannot accept are dropped after the SDK's
+        retries."""
         return cls(BatchSpanProcessor(otlp_exporter(endpoint)), model, version)
 
     def close(self) -> None:
-        """Exports what is left."""
+        """Exports the remaining spans."""
         self._provider.shutdown()
 
     # -- Observer

@@ -31,7 +31,7 @@ class TrainerApi:
     async def init_group(self, request: Request) -> Response:
         """Joins every rank to a torch.distributed group with a trainer.
 
-        The trainer is rank 0, and joins at the same time. Status 400 with the reason if it does not come.
+        The trainer is rank 0, and joins at the same time. Status 400 with the reason if it does not join.
         """
         asked = decode_body(await read_large(request), InitGroupRequest)
         trainer = Trainer(

@@ -1,8 +1,8 @@
 """Storage in a folder (`--hicache-storage-backend file`), also of a mounted file system that servers share.
 
-A page is a file, written under another name and then renamed, so that no reader sees half of it. The folder has a limit
-in bytes: the process that exceeds it removes the pages that were used longest ago, of all models. Each process counts
-what it has written since it last looked through the folder.
+A page is a file, written under another name and then renamed, so that no reader sees a partial page. The folder has a
+limit in bytes: the process that exceeds it removes the pages used longest ago, of all models. Each process counts the
+bytes that it has written since its last scan of the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUFFIX = ".kvpage"
 KEEP = 0.9
 """Share of the limit that remains after pages were removed."""
 FREE_SHARE = 0.9
-"""Share of the free disk that the storage may take where no limit is given."""
+"""Share of the free disk that the storage may take without a given limit."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -34,7 +34,7 @@ class FileStorage:
     """Implements `PageStorage`.
 
     Args:
-        max_bytes: limit of the folder; 0: what it holds and 90 % of the free disk.
+        max_bytes: limit of the folder; 0: its present size and 90 % of the free disk.
 
     Raises:
         ConfigError: the folder cannot be made or written, or the disk is smaller than the limit.
@@ -163,8 +163,8 @@ class FileStorage:
         return self._used + num_bytes <= self._max_bytes or self._evict(num_bytes)
 
     def _evict(self, num_bytes: int, full: bool = False) -> bool:
-        """Removes pages until the folder has room, with some to spare. `full`: the disk is, so at least a tenth of the
-        pages goes. False if nothing was gained."""
+        """Removes pages until the folder is below `REMAINING` of its limit. `full`: the disk is full, so at least a
+        tenth of the pages is removed. False if no space was gained."""
         with self._evicting:
             files = sorted(self._files(), key=lambda file: file[2])
             used = before = sum(size for _, size, _ in files)

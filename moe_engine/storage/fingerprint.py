@@ -1,8 +1,8 @@
 """Fingerprints of weights: equal for equal files, without reading all of them.
 
-Of each file of weights: its name, size, and 16 blocks of 4 KiB spread over it, the header's beginning included.
-Training changes all tensors, so that a copy in another folder has the same fingerprint, and other weights under the
-same path have another one. Other small files (config) count as a whole.
+It covers the name and size of each file of weights, and 16 blocks of 4 KiB spread over it, including the beginning of
+the header. A copy in another folder has the same fingerprint. Other weights under the same path have a different one,
+because training changes all tensors. Other small files (config) are covered as a whole.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+
+from moe_engine.gguf_container import parts_of
 
 BLOCKS = 16
 BLOCK_BYTES = 4096
@@ -19,14 +21,14 @@ OTHERS = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quan
 
 
 def fingerprint_of(folder: str) -> str:
-    """32 hex digits.
+    """32 hex digits, of a checkpoint's folder, or of a GGUF file with its other parts.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(os.listdir(folder)):
-        path = Path(folder, name)
+    digest, files = hashlib.blake2b(digest_size=16), Path(folder)
+    for path in parts_of(files) if files.is_file() else sorted(files / name for name in os.listdir(folder)):
+        name = path.name
         if name in OTHERS and path.stat().st_size <= SMALL_BYTES:
             digest.update(f"{name}\0".encode() + path.read_bytes())
         elif name.endswith(WEIGHTS):

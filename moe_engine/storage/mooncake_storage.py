@@ -2,8 +2,8 @@
 master process (``mooncake_master``).
 
 Contract: the Python API of mooncake-transfer-engine 0.3 (`mooncake.store`): `batch_put_from` and `batch_get_into` take
-keys, addresses in registered buffers and sizes; a put answers 0 for a stored object (also one that was there already),
-a get the bytes read, and negative numbers are errors. Pages pass through a registered buffer of each thread.
+keys, addresses in registered buffers and sizes; a put returns 0 for a stored object (also for one stored before), a get
+returns the bytes read; negative numbers are errors. Pages pass through a registered buffer of each thread.
 
 Settings (`--hicache-storage-backend-extra-config`, SGLang's names; in brackets its environment variable):
 
@@ -29,9 +29,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.storage.protocol import Buffer
 
 PREFIX = "moe-engine-"
-"""Of this engine's objects in a store that others may use too."""
+"""Prefix of this engine's objects in a store that other programs may use too."""
 STAGING = 8 << 20
-"""Bytes of a thread's buffer, or of a page if that is larger."""
+"""Min bytes of a thread's buffer; at least one page."""
 LOCAL_BUFFER = 16 << 20
 """The store's own buffer; pages do not pass through it."""
 VARIABLES = {
@@ -154,7 +154,7 @@ class _Staging:
         self.address = ctypes.addressof((ctypes.c_char * size).from_buffer(self._memory))
 
     def places(self, pages: Sequence[Buffer]) -> list[int]:
-        """Where the pages begin, one behind the other."""
+        """Addresses of the pages, one after the other."""
         found, at = [], 0
         for page in pages:
             found.append(at)
@@ -163,7 +163,7 @@ class _Staging:
 
 
 def settings_in(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that the environment has."""
+    """The settings given by the environment."""
     return {name: environ[variable] for name, variable in VARIABLES.items() if environ.get(variable)}
 
 

@@ -2,9 +2,9 @@
 NIXL plugin, many pages in one transfer.
 
 Contract: the Python API of nixl 1.x (`nixl._api`): `register_memory` takes (address, bytes, device, tag) of DRAM and
-(offset, bytes, file descriptor, tag) of FILE; `check_xfer_state` answers PROC, DONE or ERR, or raises; a transfer
-that reads less than asked is an error of the whole transfer. A failed read is repeated page by page; a failed write is
-repeated without NIXL, whose errors have no reason (disk full or another).
+(offset, bytes, file descriptor, tag) of FILE; `check_xfer_state` returns PROC, DONE or ERR, or raises; a short read is
+an error of the whole transfer. A failed read is repeated page by page; a failed write is repeated without NIXL, whose
+errors do not contain the reason (such as a full disk).
 
 Settings (`--hicache-storage-backend-extra-config`): `plugin`: POSIX (default), GDS or GDS_MT, which need NVIDIA's
 GPUDirect Storage.
@@ -139,7 +139,7 @@ class NixlStorage(FileStorage):
         return known
 
     def _transfer(self, operation: str, parts: Sequence[tuple[Buffer, int]]) -> bool:
-        """Between buffers and the beginnings of files (descriptors); whether all of it succeeded."""
+        """Transfers between buffers and the beginnings of files (descriptors); whether the whole transfer succeeded."""
         agent, name = self._agent()
         spans = [(_address(buffer), len(buffer)) for buffer, _ in parts]
         registered: list[Any] = []
@@ -169,7 +169,7 @@ class NixlStorage(FileStorage):
 
 
 def _address(buffer: Buffer) -> int:
-    """Of the bytes of a buffer, which may be read-only."""
+    """Address of the bytes of a buffer, which may be read-only."""
     import numpy as np
 
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)

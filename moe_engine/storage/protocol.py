@@ -1,8 +1,8 @@
 """Interface of a storage backend: byte strings by name.
 
-Pages reach a backend sealed (`sealed_pages.py`): it need not detect wrong bytes, and may lose any page at any time.
-Several processes may use one storage at once. All methods are called from threads of the storage tier, several at
-once, never from the thread of the steps; every error is a miss.
+Pages passed to a backend are sealed (`sealed_pages.py`): the backend need not detect wrong bytes, and may lose any page
+at any time. Several processes may use one storage at once. All methods are called from threads of the storage tier,
+several at once, never from the thread of the steps; every error is a miss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PageStorage(Protocol):
         """Number of leading names that are stored."""
 
     def get(self, names: Sequence[str], targets: Sequence[Buffer]) -> list[bool]:
-        """Reads pages into buffers of their exact sizes; whether each page was there with that size."""
+        """Reads pages into buffers of their exact sizes; whether each page existed with that size."""
 
     def put(self, names: Sequence[str], pages: Sequence[Buffer]) -> list[bool]:
         """Stores pages; whether each is stored now. A page that is stored already may be kept as it is."""
@@ -31,7 +31,7 @@ class PageStorage(Protocol):
         """Removes pages; unknown names are ignored."""
 
     def clear(self) -> None:
-        """Removes all pages of this engine's storage, of other models too."""
+        """Removes all pages of this engine's storage, including those of other models."""
 
     def describe(self) -> dict[str, Any]:
         """Plain facts for /server_info: at least `used_bytes` and `max_bytes` (0: not known)."""

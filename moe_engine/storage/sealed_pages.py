@@ -1,7 +1,8 @@
-"""Pages as they are stored: a header with length, name and checksum in front of the bytes.
+"""The stored form of pages: a header with length, name and checksum before the bytes.
 
-A page that is truncated, has a flipped bit, or lies under the name of another one is found when it is read, and is a
-miss. Layout, little endian: magic (8), length of the bytes (8), CRC-32 of name and bytes (4), zeros (12), bytes.
+A page that is truncated, has a flipped bit, or is stored under another page's name is detected when it is read, and
+counts as a miss. Layout, little endian: magic (8), length of the bytes (8), CRC-32 of name and bytes (4), zeros (12),
+bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger("moe_engine")
 
 HEADER = struct.Struct("<8sQI12x")
 MAGIC = b"MOEKV001"
-"""Changes with this layout."""
+"""Magic number; changes with this layout."""
 RETRY_SECONDS = 30.0
 """Pause of reads or writes after an error of the backend."""
 
@@ -34,7 +35,7 @@ def seal(name: str, page: Buffer) -> bytearray:
 
 
 def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
-    """Copies the page to `target`; False, and `target` is undefined, if the bytes are not what was stored."""
+    """Copies the page to `target`; False, and `target` is undefined, if the bytes differ from the stored ones."""
     if len(sealed) != HEADER.size + len(target):
         return False
     magic, length, checksum = HEADER.unpack_from(sealed)
@@ -49,11 +50,11 @@ def _checksum(name: str, page: Buffer) -> int:
 
 
 class SealedPages:
-    """Pages of one size in a backend. An error of the backend is a miss: reads, or writes, then pause for
+    """Pages of one size in a backend. An error of the backend counts as a miss: reads, or writes, then pause for
     `RETRY_SECONDS`, with one line in the log.
 
     Args:
-        prefix: of all names; changes with everything that changes the meaning of the bytes.
+        prefix: prefix of all names; changes with everything that changes the meaning of the bytes.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class SealedPages:
         self._lock = threading.Lock()
         self.num_errors = 0
         self.num_corrupt = 0
-        """Pages that were not what was stored."""
+        """Number of pages that differed from the stored ones."""
 
     @property
     def storage(self) -> PageStorage:
@@ -88,7 +89,7 @@ class SealedPages:
             return 0
 
     def get(self, keys: Sequence[bytes], targets: Sequence[Buffer]) -> int:
-        """Number of leading pages that were read and are what was stored."""
+        """Number of leading pages that were read and equal the stored ones."""
         if not keys or self._pauses("reads"):
             return 0
         names = [self.name_of(key) for key in keys]
@@ -130,7 +131,7 @@ class SealedPages:
             self._failed("writes", error)
 
     def facts(self) -> dict[str, Any]:
-        """Plain values: of the backend, and errors and wrong pages since the start."""
+        """Plain values: those of the backend, and errors and wrong pages since the start."""
         try:
             found = self._storage.describe()
         except Exception as error:  # of any backend
@@ -144,8 +145,8 @@ class SealedPages:
             if "corrupt" not in self._reported:
                 self._reported.add("corrupt")
                 logger.warning(
-                    "KV storage: page %s is not what was stored (checksum or size); such pages are removed and count "
-                    "as misses",
+                    "KV storage: page %s differs from the stored one (checksum or size); such pages are removed and "
+                    "count as misses",
                     name,
                 )
         try:

@@ -1,4 +1,4 @@
-"""What a grammar backend provides. A backend is one file; `open_backend.py` chooses it."""
+"""The interface of a grammar backend. A backend is one file; `open_backend.py` chooses it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class CompiledGrammar(Protocol):
 
 class GrammarBackend(Protocol):
     def prepare(self, constraint: Constraint) -> Constraint:
-        """The constraint as the library reads it, of kind `PREPARED` or as it was: what is left of `compile` runs
-        without the GIL, and delays no step.
+        """The constraint as the library reads it, of kind `PREPARED` or unchanged: the remaining work of `compile` then
+        runs without the GIL and delays no step.
 
         Raises:
-            GrammarError: as of `compile`.
+            GrammarError: as `compile`.
         """
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:

@@ -18,7 +18,7 @@ from typing import IO
 
 import msgspec
 
-from moe_engine.processes.background import yield_to_steps
+from moe_engine.processes.background import yield_session_to_steps, yield_to_steps
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
 from moe_engine.structured_output.constraint import Constraint
@@ -27,7 +27,7 @@ from moe_engine.tokenizer.tokenizer import TokenizerSource
 
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20
-"""Half of a thread's usual stack: what passes here does not overflow the engine's."""
+"""Half of a thread's usual stack: a grammar that compiles here does not overflow the engine's stack."""
 LENGTH_BYTES = 4
 
 
@@ -64,6 +64,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield_session_to_steps(os.getpid())
     yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
@@ -72,6 +73,7 @@ def main() -> None:
 
 
 def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
+    yield_to_steps()  # the slice is not inherited
     try:
         spec: CheckSpec = pickle.loads(read_frame(requests))
         backend = open_backend(spec.settings, spec.tokenizer.load(), spec.vocab_size, spec.eos_ids)
@@ -91,7 +93,7 @@ def verdict_of(backend: GrammarBackend, constraint: Constraint) -> Verdict:
             backend.compile(prepared).matcher()
             return Verdict(None, prepared)
         except GrammarError as error:
-            backend.compile(constraint).matcher()  # its message has the place in the client's form
+            backend.compile(constraint).matcher()  # its message has the position in the client's form
             return Verdict(str(error))
     except GrammarError as error:
         return Verdict(str(error))

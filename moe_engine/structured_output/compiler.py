@@ -15,7 +15,7 @@ from moe_engine.structured_output.constraint import Constraint
 THREADS = 2
 MAX_GRAMMARS = 256
 MAX_SOURCE_CHARS = 16 << 20
-"""Of all grammars that are kept; a grammar's memory grows with its source."""
+"""Max source length of all grammars that are kept; a grammar's memory grows with its source."""
 
 
 class GrammarCompiler:

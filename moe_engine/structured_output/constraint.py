@@ -1,4 +1,4 @@
-"""The constraint of a request, as it travels to the engine core. Standard library only."""
+"""The constraint of a request, as sent to the engine core. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FreeReasoning:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the text of an output must match.
+    """A constraint that the text of an output must match.
 
     `kind`: ``json_schema``, ``regex``, ``grammar`` (Lark or GBNF), ``choice`` (a JSON list of texts),
     ``structural_tag`` or ``tool_calls``. `source` is JSON for all of them but regex and grammar. `where`: its field,

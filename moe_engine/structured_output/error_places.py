@@ -1,4 +1,4 @@
-"""Where a grammar is wrong: positions in regular expressions and Lark texts, JSON pointers into schemas."""
+"""Locates errors in grammars: positions in regular expressions and Lark texts, JSON pointers into schemas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_MESSAGE = 400
 MAX_TRIALS = 64
-"""Parts of a wrong schema that are compiled to find the wrong one."""
+"""Max parts of an invalid schema that are compiled to find the invalid one."""
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties")
@@ -33,12 +33,13 @@ def readable(message: str) -> str:
 
 
 def without_line(reason: str) -> str:
-    """A reason without its line and column, which are those of a grammar that the client has not written."""
+    """A reason without its line and column, which refer to a grammar that the client has not written."""
     return re.sub(r"^line \d+, column \d+: ", "", reason)
 
 
 def wrong_part(schema: Any, problem: Callable[[Any], str | None]) -> tuple[str, str] | None:
-    """JSON pointer and reason of the innermost part of a schema that is wrong by itself; None if only the whole is.
+    """JSON pointer and reason of the innermost part of a schema that is invalid by itself; None if only the whole
+    schema is invalid.
 
     Args:
         problem: the reason against a schema, or None.

@@ -28,7 +28,7 @@ from moe_engine.structured_output.vocabulary import Vocabulary
 ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
 """A space, or a line end with an indentation. Bounded: a model may otherwise repeat white space up to its limit."""
 MAX_TEXTS, MAX_TEXT_CHARS = 4096, 256
-"""Texts whose tokens are kept: masks ask for those of a grammar's fixed texts again and again."""
+"""Max texts whose tokens are cached: masks need those of a grammar's fixed texts repeatedly."""
 _NO_MASK = np.zeros(0, dtype=np.uint32)
 JsonOptions = dict[str, Any]
 
@@ -48,7 +48,7 @@ class _Tokens:
         self._short = lru_cache(MAX_TEXTS)(self._all)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens with these bytes. llguidance allows only these where a grammar leaves one text."""
+        """Tokens with these bytes. llguidance allows only these where a grammar allows one text."""
         if isinstance(text, bytes):
             text = text.decode()
         return self._short(text) if len(text) <= MAX_TEXT_CHARS else self._all(text)
@@ -57,7 +57,7 @@ class _Tokens:
         return [part for i in self._encode(text) for part in self._plain(i)]
 
     def _plain(self, token: int) -> list[int]:
-        """The token; tokens with its text for a special one, which is no text."""
+        """The token itself; for a special token, which is not text, the tokens of its text."""
         if token not in self._special_ids:
             return [token]
         text = self._tokenizer.token_text(token)
@@ -102,7 +102,7 @@ class LLGuidance:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             return matcher, _NO_MASK
-        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)  # reports what is too complex
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)  # raises if the grammar is too complex
         return matcher, mask[: len(self._masks.scratch)]  # llguidance's may end with an empty word
 
     def _with_place(self, constraint: Constraint, reason: str) -> str:
@@ -116,7 +116,7 @@ class LLGuidance:
         return reason if constraint.kind in ("grammar", "regex") else without_line(reason)
 
     def _in_schema(self, schema: Any) -> str | None:
-        """The reason against a schema, behind the JSON pointer of its wrong part."""
+        """The reason against a schema, after the JSON pointer of its invalid part."""
         reason = self._problem(schema)
         found = None if reason is None else wrong_part(schema, self._problem)
         return reason if found is None else f"at {found[0]}: {found[1]}"
@@ -149,12 +149,13 @@ class LLGuidance:
             return lark_of_calls(json.loads(source), self._json_options, self._special_ids)
         try:
             return any_to_lark(source)
-        except Exception as error:  # also its plain ones, of names that no rule defines
+        except Exception as error:  # also plain Exceptions, for names that no rule defines
             raise GrammarError(readable(str(error))) from None
 
 
 class _Masks:
-    """Computes masks. A single one goes to memory whose address is read once: that takes as long as a small mask.
+    """Computes masks. A single mask is written to memory whose address is read once: reading it takes as long as a
+    small mask.
 
     Args:
         threads: for the masks of a step. 1: the calling thread computes them one by one, which costs less than a pool.
@@ -207,7 +208,7 @@ class LLGrammar:
 
 
 class LLState:
-    """Implements `PositionMasks`. An end token, behind which nothing is sampled, is not given to llguidance."""
+    """Implements `PositionMasks`. An end token, after which no token is sampled, is not passed to llguidance."""
 
     def __init__(
         self, matcher: llguidance.LLMatcher, first: np.ndarray, eos_ids: frozenset[int], masks: _Masks

@@ -1,9 +1,9 @@
-"""What llguidance compiles and does not enforce: rewritten where outputs stay valid, else refused.
+"""Parts of schemas that llguidance compiles and does not enforce: rewritten if outputs stay valid, else refused.
 
-Both were found by `benchmarks.structured_output`, which finds out whether a new version still needs them.
+Both were found by `benchmarks.structured_output`, which shows whether a new version still needs them.
 
 - A class of a pattern with control characters and without `"` or `\\` also allows `\\"` and `\\\\`, as escapes. A
-  negated class then excludes control characters too: outputs match, and hold none of them.
+  negated class then excludes control characters too: outputs match, and contain none of them.
 - A number between an excluded integer and a bound in the same unit (above 0, at most 0.25) may be that integer.
 """
 
@@ -20,7 +20,7 @@ from moe_engine.structured_output.backend import GrammarError
 NAMED = ("properties", "$defs", "definitions", "dependentSchemas")
 """Keywords with schemas by name; a name may be that of a keyword."""
 VALUES = ("enum", "const", "default", "examples")
-"""Keywords whose content is no schema."""
+"""Keywords whose content is not a schema."""
 CONTROL = r"\x00-\x1f"
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 MAX_PARTS = 64
@@ -30,7 +30,7 @@ def enforceable(schema: Any) -> Any:
     """A schema with the same keywords that llguidance enforces.
 
     Raises:
-        GrammarError: it does not enforce a part.
+        GrammarError: llguidance does not enforce a part.
     """
     if schema is False:
         raise GrammarError("the schema false allows no value")
@@ -69,7 +69,7 @@ def _class(text: str, pattern: str) -> str:
     try:
         has = re.compile(text, re.ASCII)
     except re.error:
-        has = None  # a class that Python does not know, such as \\p{L}
+        has = None  # a class unknown to Python, such as \\p{L}
     if has is not None and (not has.match("\x00") or (has.match('"') and has.match("\\"))):
         return text
     if text.startswith("[^"):
@@ -100,7 +100,7 @@ def _check_number(schema: Mapping[str, Any], root: Any) -> None:
 
 
 def _parts(schema: Mapping[str, Any], root: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema, and those that a value must match beside it (allOf, references)."""
+    """The schema, and the further schemas that a value must match (allOf, references)."""
     waiting: list[Any] = [schema]
     for count, part in enumerate(waiting):
         if not isinstance(part, Mapping) or count > MAX_PARTS:

@@ -13,7 +13,7 @@ import numpy as np
 Entries = list[tuple[Any, int]]
 """A library's state of a request, and its row of the tables."""
 FillAll = Callable[[Entries, np.ndarray], None]
-"""Writes the masks of all entries to tables [P, W]. States whose mask fails keep the error."""
+"""Writes the masks of all entries to tables [P, W]. A state whose mask fails keeps the error."""
 
 
 class MaskBatch:
@@ -34,7 +34,7 @@ class MaskBatch:
 
 
 class FilledAtOnce:
-    """The part of `core.late_masks.PositionMasks` that concerns batches, for masks that need none."""
+    """The part of `core.late_masks.PositionMasks` that concerns batches, for masks that need no batch."""
 
     def fill(self, mask: np.ndarray) -> None:
         raise NotImplementedError
@@ -43,4 +43,4 @@ class FilledAtOnce:
         self.fill(batch.tables[place])
 
     def check(self) -> None:
-        """`fill` has raised what there is to raise."""
+        """No-op: `fill` has already raised any error."""

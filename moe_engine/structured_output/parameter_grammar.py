@@ -45,7 +45,7 @@ class ParameterRules:
         return self._separated(items, [parameter["required"] for parameter in parameters])
 
     def _separated(self, items: list[str], required: list[bool]) -> str:
-        """Items with separators; each rule is the rest of the list, behind an item or at its beginning."""
+        """Items with separators; each rule is the rest of the list, after an item or at its beginning."""
         behind = first = ""
         between = self._literal(self._syntax.between)
         for item, needed in zip(reversed(items), reversed(required)):

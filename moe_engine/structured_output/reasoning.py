@@ -39,7 +39,8 @@ class EndTags:
 
 
 class ReasoningMatcher:
-    """Implements `PositionMasks`: everything but end tokens until the end tag, then what `after` allows."""
+    """Implements `PositionMasks`: all tokens except end tokens until the end tag, then the tokens that `after`
+    allows."""
 
     def __init__(self, reasoning: FreeReasoning, tags: EndTags, after: Matcher) -> None:
         self._tag = tags.get(reasoning.end)
@@ -47,7 +48,7 @@ class ReasoningMatcher:
         self._tokens = tags.vocabulary.tokens
         self._after = after
         self._states: list[int] = []
-        """Bytes of the end tag matched behind each token of the reasoning."""
+        """Bytes of the end tag matched after each token of the reasoning."""
         self._inside = reasoning.inside
         self._num_after = 0
 

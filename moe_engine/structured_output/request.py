@@ -13,7 +13,7 @@ from moe_engine.structured_output.constraint import Constraint
 from moe_engine.validation import check_unicode
 
 MAX_DEPTH = 100
-"""Nested objects and lists of a schema."""
+"""Max nesting of objects and lists in a schema."""
 MAX_CHARS = 4 << 20
 
 KINDS = {
@@ -127,7 +127,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
 
 
 def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
-    """A JSON value, or its text, as compact JSON. The order of keys is kept: properties are generated in it."""
+    """A JSON value, or its text, as compact JSON. The order of keys is kept: properties are generated in this order."""
     try:
         if isinstance(value, str):
             if (plain := _plain_json(value, types)) is not None:
@@ -142,17 +142,17 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
     except RecursionError:
         raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field) from None
     except UnicodeEncodeError:
-        raise InputError(f"{field}: holds half of a surrogate pair; send valid Unicode", field=field) from None
+        raise InputError(f"{field}: contains half of a surrogate pair; send valid Unicode", field=field) from None
     except ValueError:
-        raise InputError(f"{field}: an object or list holds itself", field=field) from None
+        raise InputError(f"{field}: an object or list contains itself", field=field) from None
     if not isinstance(value, types):
         raise InputError(f"{field}: expected a JSON object, got {source:.80}", field=field)
     return source
 
 
 def _plain_json(text: str, types: tuple[type, ...]) -> str | None:
-    """The compact JSON of a text without deep nesting, several times as fast as the standard library: all threads wait
-    meanwhile. None: the standard library decides."""
+    """The compact JSON of a text without deep nesting, several times as fast as the standard library, which blocks all
+    threads meanwhile. None: use the standard library."""
     if text.count("{") + text.count("[") > MAX_DEPTH:
         return None
     try:

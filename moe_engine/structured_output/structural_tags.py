@@ -16,7 +16,7 @@ from moe_engine.structured_output.llguidance_gaps import enforceable
 
 @dataclass(frozen=True)
 class Tag:
-    """Behind `begin` follows JSON of `schema`, then `end`. Free text that contains `trigger` must continue a tag."""
+    """`begin` is followed by JSON of `schema`, then `end`. Free text that contains `trigger` must continue a tag."""
 
     trigger: str
     begin: str
@@ -94,7 +94,7 @@ def _tag(one: Any) -> Tag:
 
 
 def _with_triggers(tags: list[Tag], triggers: Any) -> tuple[Tag, ...]:
-    """Each tag with the first trigger that its beginning starts with."""
+    """Each tag with the first trigger that is a prefix of its beginning."""
     if not isinstance(triggers, list) or not all(isinstance(one, str) and one for one in triggers):
         raise GrammarError("triggers: expected a list of texts")
     found = []

@@ -62,7 +62,7 @@ def lark_of_calls(calls: Calls, json_options: Mapping[str, Any], special_ids: Ma
 def _behind_text(
     calls: Calls, syntax: CallSyntax, bodies: list[str], more: str, special_ids: Mapping[str, int], lines: list[str]
 ) -> list[str]:
-    """Calls behind free text, in which nothing is a call for the parser. Adds rules to `lines`."""
+    """Calls after free text, which contains no text that the parser would read as a call. Adds rules to `lines`."""
     begin = calls["begin"]
     if syntax.parameters is not None and syntax.parameters.before_text is None:  # a bracket may be text
         names = [_escaped(call["name"]) for call in calls["calls"]]

@@ -1,6 +1,6 @@
 """Tool calls as a constraint: the markers of a format, names of functions, arguments that match their schemas.
 
-Kind ``tool_calls``; the source is the JSON of `Calls`. Texts in it may hold special tokens. No backend.
+Kind ``tool_calls``; the source is the JSON of `Calls`. Texts in it may contain special tokens. No backend.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ANY_ARGUMENTS = {"type": "object"}
 
 
 class OneCall(TypedDict):
-    """A call: `begin`, JSON of `schema`, `end`. With `after_number`, a number and this text stand behind `begin`. With
-    `parameters` these stand in the place of the JSON."""
+    """A call: `begin`, JSON of `schema`, `end`. With `after_number`, a number and this text follow `begin`.
+    `parameters`, if set, replace the JSON."""
 
     name: str
     begin: str
@@ -36,7 +36,7 @@ class Calls(TypedDict):
 
     Without `required` there may be text instead, or before the calls.
 
-    `several`: more than one call is allowed. `content`: JSON of this schema takes the place of the text. `form`: the
+    `several`: more than one call is allowed. `content`: JSON of this schema replaces the text. `form`: the
     format, if it writes arguments one by one.
     """
 
@@ -65,8 +65,8 @@ def tool_constraint(
         tools: the functions that may be called, as in OpenAI's requests.
         form: a key of `TOOL_FORMATS`.
         where: the client's field, for messages.
-        required: the output is calls only, whose arguments match. Otherwise only those of strict functions match, and
-            others are any object.
+        required: the output is calls only, whose arguments match. Otherwise only arguments of strict functions match;
+        those of other functions are any object.
         content: the constraint of the text, of kind json_schema.
 
     Raises:

@@ -1,6 +1,6 @@
 """Arguments of calls in formats that write them one by one: each parameter with the texts around its value. No backend.
 
-What such a format cannot enforce is refused by name: keywords of the whole object, names that it cannot write.
+Parts that such a format cannot enforce are refused by name: keywords of the whole object, names that it cannot write.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def parameters_of_call(
 
     Args:
         schema: of the arguments, an object.
-        strict: values match their schemas; otherwise texts are texts and others any JSON.
+        strict: values match their schemas; otherwise parameters of type string are texts and other parameters any JSON.
 
     Raises:
-        InputError: names what is not enforced.
+        InputError: names the part that is not enforced.
     """
     for word in sorted(set(schema) - _OF_OBJECT) if strict else ():
         raise InputError(

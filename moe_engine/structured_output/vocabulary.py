@@ -1,4 +1,4 @@
-"""The bytes of every token, as the output's text will have them."""
+"""The bytes of every token, as they appear in the output's text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[i]`: bytes of token i; empty for special tokens and for ids that no token has."""
+    """`tokens[i]`: bytes of token i; empty for special tokens and for unused ids."""
 
     tokens: list[bytes]
     special_ids: frozenset[int]

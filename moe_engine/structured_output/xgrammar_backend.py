@@ -1,6 +1,6 @@
 """Grammars by xgrammar: pushdown automata with token masks prepared at compilation.
 
-`xgrammar_limits.py` refuses what xgrammar accepts and does not enforce.
+`xgrammar_limits.py` refuses constraints that xgrammar accepts and does not enforce.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class XCompiled:
 
 
 class XState(FilledAtOnce):
-    """Implements `PositionMasks`. An end token, behind which nothing is sampled, is not given to xgrammar."""
+    """Implements `PositionMasks`. An end token, after which no token is sampled, is not passed to xgrammar."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, eos_ids: frozenset[int], words: int) -> None:
         self._matcher = matcher
@@ -137,5 +137,5 @@ def _quoted(text: str) -> str:
 
 
 def _reason(message: str) -> str:
-    """xgrammar's message on one line, without its place in the library's code."""
+    """xgrammar's message on one line, without its location in the library's code."""
     return _PLACE.sub("", " ".join(message.split("\n\n")[0].split()))[:MAX_MESSAGE] or "unknown reason"

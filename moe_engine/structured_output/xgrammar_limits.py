@@ -1,6 +1,6 @@
-"""What xgrammar 0.2 enforces of JSON Schema and regular expressions; anything else is refused by name.
+"""Parts of JSON Schema and regular expressions that xgrammar 0.2 enforces; all others are refused by name.
 
-xgrammar accepts most of JSON Schema and ignores what it does not know, so this is a list of what is allowed: what
+xgrammar accepts most of JSON Schema and ignores unknown parts. This is therefore a list of allowed parts: those that
 `benchmarks.structured_output --backend xgrammar` finds enforced.
 """
 
@@ -27,7 +27,7 @@ KEYWORDS: dict[str, frozenset[str]] = {
 }
 FORMATS = ("uuid",)
 ALONE = ("const", "enum", "anyOf", "$ref")
-"""Keywords beside which others are not enforced."""
+"""Keywords beside which other keywords are not enforced."""
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 DEFINITIONS = ("$defs", "definitions")
 USE = "leave it out, or use --grammar-backend llguidance"

@@ -14,7 +14,7 @@ class TextAssembler:
     """Converts tokens to text. Once `matched` is set, the output ends at the token where `push` stopped.
 
     Args:
-        stops: stop strings. One that equals a special token skipped in the text still stops at that token.
+        stops: stop strings. A stop string that equals a special token, skipped in the text, still stops at that token.
         trim: whether the stop string is cut off.
         keep: special tokens shown even if the others are skipped.
     """

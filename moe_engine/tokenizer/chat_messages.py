@@ -1,4 +1,4 @@
-"""Messages as chat templates and encoders read them."""
+"""Messages in the form that chat templates and encoders read."""
 
 from __future__ import annotations
 

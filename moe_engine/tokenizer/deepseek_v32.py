@@ -1,9 +1,9 @@
 """Prompts of DeepSeek V3.2, whose checkpoints have no Jinja template: the layout of the vendor's message encoder.
 
 A user turn opens the answer: `<｜User｜>`text`<｜Assistant｜>`, then `<think>` in thinking mode, if it is the last user
-turn, else `</think>`. Behind a complete answer stands EOS. Tools stand behind the system text. Calls are DSML, a tag
-for each argument. All results of a message's calls are one block, which opens the answer like a user turn. Reasoning is
-written in thinking mode only, of answers behind the last user turn.
+turn, else `</think>`. EOS follows a complete answer. Tools follow the system text. Calls are DSML, a tag for each
+argument. All results of a message's calls are one block, which opens the answer like a user turn. Reasoning is written
+in thinking mode only, for answers after the last user turn.
 
 Source: `encoding/encoding_dsv32.py` in the checkpoint of DeepSeek V3.2, for the layout; the text that explains the
 tools is read from that file (as a literal, the file is not run).
@@ -58,7 +58,7 @@ _PROMPTS = ("system", "developer", "user")
 class DeepseekV32Chat:
     """
     Args:
-        tools_text: what explains the tools, with the placeholders `{tool_schemas}` and of the markers.
+        tools_text: the text that explains the tools, with the placeholders `{tool_schemas}` and of the markers.
     """
 
     tools_text: str = _OWN_TOOLS_TEXT
@@ -77,7 +77,8 @@ class DeepseekV32Chat:
 
         Args:
             add_generation_prompt: False leaves out the opening of an answer at the end.
-            kwargs: `thinking` (or `enable_thinking`): the answer begins inside the reasoning. Others have no effect.
+            kwargs: `thinking` (or `enable_thinking`): the answer begins inside the reasoning. Other arguments have no
+            effect.
 
         Raises:
             InputError: an unknown role, a result without a call, arguments that are no object.
@@ -155,7 +156,7 @@ def load_deepseek_v32(folder: Path | None, special_tokens: Mapping[str, str]) ->
 
 
 def is_deepseek_v32(folder: Path) -> bool:
-    """By `model_type` of config.json. A file that cannot be read is refused where the model is loaded."""
+    """Decided by `model_type` of config.json. A file that cannot be read is refused when the model is loaded."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -183,7 +184,8 @@ def _vendor_text(file: Path) -> str:
 
 
 def _own_role(messages: Sequence[Mapping[str, Any]], i: int) -> Mapping[str, Any]:
-    """OpenAI's "developer" instructs, and a prompt follows: it is the system's text. The vendor's is a user turn."""
+    """OpenAI's "developer" role has instructions and is followed by a prompt: it becomes system text. The vendor's role
+    is a user turn."""
     message = messages[i]
     if message.get("role") == "developer" and i + 1 < len(messages) and messages[i + 1].get("role") in _PROMPTS:
         return {**message, "role": "system"}

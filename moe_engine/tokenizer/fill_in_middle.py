@@ -1,6 +1,6 @@
 """Prompts of /v1/completions with a `suffix`: the text between prompt and suffix is generated (fill in the middle).
 
-Models that were trained so have three special tokens, which the vocabulary shows. Names are SGLang's
+Models trained for it have three special tokens, which identify them in the vocabulary. Names are SGLang's
 (`--completion-template`).
 """
 

@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The first message has no `<|start|>assistant`, which is in the prompt; the recipient may also stand before the channel.
+The first message has no `<|start|>assistant`, which is in the prompt; the recipient may also precede the channel.
 Source: OpenAI's harmony format guide.
 """
 
@@ -18,7 +18,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 ENDS = (END, CALL, RETURN, START, CHANNEL)
-"""What ends a message; the last two begin the next one, without an end before."""
+"""Markers that end a message; the last two begin the next message, without an end marker before."""
 
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -27,7 +27,7 @@ _ADDRESSED = " to="
 
 @dataclass(frozen=True)
 class Header:
-    """Of a message: its channel, and its recipient, empty if it is for the user."""
+    """Header of a message: its channel, and its recipient, empty if it is for the user."""
 
     channel: str
     recipient: str
@@ -44,9 +44,9 @@ class Header:
 
 
 class HarmonyReasoning:
-    """The same use as of `ReasoningParser`: messages of the channel `analysis` are reasoning, others content.
+    """Used like `ReasoningParser`: messages of the channel `analysis` are reasoning, others content.
 
-    Calls stay in the content as they were written, for the parser of calls. Messages of one kind are separated by a
+    Calls stay in the content unchanged, for the tool-call parser. Messages of one kind are separated by a
     line end. Text outside messages is content. Results do not depend on the pieces.
     """
 
@@ -83,7 +83,7 @@ class HarmonyReasoning:
         return "" if waits else reasoning, content
 
     def _step(self) -> bool:
-        """Handles what is decided of the held text; False: more text is needed."""
+        """Handles the part of the held text that is decided; False: more text is needed."""
         if self._state == "begin":
             starts = (CHANNEL, START, _ADDRESSED)
             if any(mark.startswith(self._held) for mark in starts) and not self._ended:
@@ -97,7 +97,7 @@ class HarmonyReasoning:
     def _header(self) -> bool:
         at = self._held.find(MESSAGE)
         if at < 0:
-            if self._ended and self._held:  # a truncated header is no text
+            if self._ended and self._held:  # a truncated header is not text
                 self._held = ""
             return False
         written, self._held = self._held[:at], self._held[at + len(MESSAGE) :]

@@ -16,13 +16,14 @@ THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Tags of a model family, and when its output starts inside the reasoning without a start tag.
+    """Tags of a model family, and the conditions under which its output starts inside the reasoning without a start
+    tag.
 
     Args:
         forced: always.
         switch: if this chat_template_kwarg is true.
         calls: begin of tool calls, which ends the reasoning without an end tag.
-        keeps: the reasoning stays in the content, between its tags, for clients that send it back so.
+        keeps: the reasoning stays in the content, between its tags, for clients that send it back in this form.
         harmony: messages with channels (`harmony.py`); the tags are those of the first one.
     """
 
@@ -168,7 +169,7 @@ def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) 
 
 
 def free_reasoning(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> FreeReasoning | None:
-    """The reasoning before a constrained output; None if the rendered prompt leaves no place for one."""
+    """The reasoning before a constrained output; None if the rendered prompt leaves no place for reasoning."""
     form = REASONING_FORMATS[parser]
     if form.harmony:
         return FreeReasoning(form.start, form.free_end, inside=True)

@@ -18,7 +18,7 @@ TIERS = ("device", "host", "storage")
 def normalized_interactivity(answers: Sequence[Answer]) -> float:
     """AgentX's metric in tokens per second: 1 / P90(end-to-end latency / output tokens), of successful requests.
 
-    0 without any. Unlike 1 / TPOT it counts the time to the first token.
+    0 without any. Unlike 1 / TPOT it includes the time to the first token.
     """
     seconds = [answer.latency / answer.output_len for answer in answers if answer.success and answer.output_len]
     slow = percentile(seconds, 90)

@@ -1,4 +1,4 @@
-"""What a client, or a simulated one, measured of a request."""
+"""Measurements of a request by a client, real or simulated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answer:
     started: float = 0.0
     cached_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
-    """Of the prompt: ``device``, ``host``, ``storage``; empty if the server does not report tiers."""
+    """Cached prompt tokens by tier: ``device``, ``host``, ``storage``; empty if the server does not report tiers."""
     output_ids: list[int] = field(default_factory=list)
     """Empty if the server does not report them."""
     retractions: int = 0

@@ -1,7 +1,7 @@
-"""Measures the step costs of a running server from outside, as its clients see them.
+"""Measures the step costs of a running server from outside, through its clients.
 
-Decode: concurrent streams, whose chunks come once a step. Prefill: prompts with one answer token. Both include what the
-front end costs the steps on a machine where they share cores.
+Decode: concurrent streams, whose chunks come once a step. Prefill: prompts with one answer token. Both include the
+slowdown of steps by the front end on a machine where they share cores.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from moe_engine.tuning.stats import median
 REPEATS = 5
 ROUNDS = 3
 ROUND_SECONDS = 1.0, 4.0
-"""Rounds of a measurement are repeated for that time at least; no further round begins after the second time."""
+"""Rounds of a measurement are repeated for at least the first time; no further round begins after the second time."""
 PREFIX_SECONDS = 1.5
-"""Prompts that only fill the cache take no longer."""
+"""Max time of prompts that only fill the cache."""
 DECODE_TOKENS = 96
 STAGGER_TOKENS = 6
-"""More tokens for each concurrent request: the first ones are ahead when the last ones begin."""
+"""Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
-"""Requests that come at once, and tokens of the answers meanwhile."""
+"""Requests that arrive at once, and tokens of the answers meanwhile."""
 SKIPPED = 6
-"""First chunks of a stream that are not measured: other prompts are computed then."""
+"""First chunks of a stream that are not measured, because other prompts are computed meanwhile."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the server: concurrent requests, prompt tokens of a request, tokens of the pool and of a prefill step, ids of
-    ordinary tokens, drafts each (0: none)."""
+    """Limits of the server: concurrent requests, prompt tokens of a request, tokens of the pool and of a prefill step,
+    ids of ordinary tokens, drafts each (0: none)."""
 
     max_running: int
     max_input: int
@@ -58,7 +58,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer: seconds from its request to each chunk, and when it began."""
+    """An answer: seconds from its request to each chunk, and the time of its beginning."""
 
     chunks: list[float]
     started: float
@@ -134,7 +134,7 @@ class Probes:
         return sorted(rounds, key=lambda found: found.seconds)[len(rounds) // 2]
 
     async def _context_second(self, decodes: dict[int, Decode], prefill: Curve) -> float:
-        """Of a context token: long contexts against short ones."""
+        """Seconds of a context token: long contexts against short ones."""
         groups = self._limits.num_groups
         count = max(count for count in decodes if count <= max(8 * groups, min(decodes)))
         short = decodes[count]
@@ -146,8 +146,8 @@ class Probes:
         return max(long.seconds - short.seconds, 0.0) / (max(count // groups, 1) * (long.context - short.context))
 
     async def _cached_seconds(self, prefill: Curve) -> tuple[float, float]:
-        """Of a cached token before a prompt's new tokens, and of a pair of a new and a cached token: a short and a long
-        tail behind a cached prefix."""
+        """Seconds of a cached token before a prompt's new tokens, and of a pair of a new and a cached token: a short
+        and a long tail after a cached prefix."""
         limits = self._limits
         prefix = min(limits.max_input // 2, limits.pool // 2, _length_of(prefill, PREFIX_SECONDS), 4096)
         tails = 32, min(256, int(prefill.counts[-1]), limits.max_input - prefix - 8)
@@ -163,8 +163,8 @@ class Probes:
         return max(more[1] - pair * tails[1], 0.0), pair
 
     async def _arrival_seconds(self, prefill: Curve, length: int) -> float:
-        """Delay of a step by a request that arrives: while some requests decode, several others come at once, and then
-        none for as long."""
+        """Delay of a step by an arriving request: while some requests decode, several others arrive at once, and then
+        none for the same time."""
         groups = self._limits.num_groups
         count = min(4 * groups, self._limits.max_running - groups)
         if count < 1:
@@ -200,7 +200,7 @@ class Probes:
         return median(taken)
 
     async def _streams(self, count: int, length: int) -> Decode:
-        """A step of `count` concurrent answers, from the chunks that came while all of them ran."""
+        """A step of `count` concurrent answers, from the chunks that arrived while all of them ran."""
         tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
         tokens = max(min(tokens, self._limits.max_input - length, self._limits.pool // count - length), 2 * SKIPPED)
         for _ in range(REPEATS):
@@ -234,7 +234,8 @@ class Probes:
         return Stream(chunks, started)
 
     def _acceptance(self) -> tuple[float, ...]:
-        """The chance that gives the measured number of accepted drafts a step, taken as equal at all positions."""
+        """The acceptance rate, assumed equal at all positions, that gives the measured number of accepted drafts a
+        step."""
         drafts = self._limits.drafts
         if not drafts or not self._steps:
             return ()
@@ -253,13 +254,13 @@ def _goes_on(done: int, rounds: int, seconds: float) -> bool:
 
 
 def _length_of(prefill: Curve, seconds: float) -> int:
-    """Prompt tokens that are computed in that time."""
+    """Prompt tokens computed in this time."""
     return int(max((count for count, taken in zip(prefill.counts, prefill.seconds) if taken <= seconds), default=0))
 
 
 def _common_steps(answers: Sequence[Stream]) -> list[tuple[float, float]]:
-    """Of each answer while all of them ran: mean seconds between its chunks, and the part of it that was there in the
-    middle of that time."""
+    """For each answer, while all of them ran: mean seconds between its chunks, and the part of it that had arrived in
+    the middle of that time."""
     begin = max(answer.chunks[0] + answer.started for answer in answers)
     end = min(answer.chunks[-1] + answer.started for answer in answers)
     found = []

@@ -22,7 +22,7 @@ DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request: `prompt` is text or token ids; of `prompt_len` tokens, with `output_len` new tokens."""
+    """One request: `prompt` is text or token ids, `prompt_len` tokens long, with `output_len` new tokens."""
 
     prompt: str | list[int]
     prompt_len: int
@@ -161,7 +161,7 @@ def iter_random_requests(
 
 
 def _choices(rng: random.Random, values: NDArray[np.object_], count: int) -> list[int]:
-    """`rng.choices`: the same values, and the same state of `rng` behind them, in a quarter of the time.
+    """`rng.choices`: the same values, and the same state of `rng` afterwards, in a quarter of the time.
 
     `random()` is (a * 2**26 + b) / 2**53 with the upper 27 and 26 bits of two words, which `getrandbits` joins, first
     word lowest.

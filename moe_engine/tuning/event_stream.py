@@ -1,8 +1,8 @@
-"""A client of event streams that costs the measured machine little: `events`, and `answer` for whole answers.
+"""A client of event streams with low CPU cost: `events`, and `answer` for whole answers.
 
-A general HTTP client takes 100 to 200 us of processor time a chunk. On a machine that it shares with the server, that
-is more than the server itself takes for a token. Here httptools parses the answer, and the time of an event is that of
-its bytes, not that of the coroutine that reads it.
+A general HTTP client takes 100 to 200 us of processor time a chunk. On a machine shared with the server, this is more
+than the server itself takes for a token. Here httptools parses the answer, and the time of an event is the arrival of
+its bytes, not the run of the coroutine that reads it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ async def events(url: str, body: Any, headers: Mapping[str, str] | None = None) 
 
     Args:
         url: http or https.
-        body: what msgspec writes as JSON.
+        body: an object that msgspec can encode as JSON.
         headers: of the request, beside the necessary ones.
-    Yields: seconds of `time.perf_counter`, and the bytes behind ``data:``.
+    Yields: seconds of `time.perf_counter`, and the bytes after ``data:``.
     Raises:
-        AnswerError: another status than 200, with the start of the answer; an answer that breaks off.
+        AnswerError: another status than 200, with the start of the answer; a truncated answer.
         OSError: no connection.
     """
     transport, exchange = await _send(url, body, headers, as_events=True)
@@ -98,7 +98,7 @@ class _Exchange(asyncio.Protocol):
 
     Attributes:
         ended: whether the answer is complete; events may be left to take.
-        content: the answer so far; of an event stream the line that is not complete.
+        content: the answer so far; for an event stream, the incomplete line.
     """
 
     def __init__(self, request: bytes, as_events: bool) -> None:

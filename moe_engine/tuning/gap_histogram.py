@@ -1,4 +1,4 @@
-"""Gaps between the tokens of a simulated run, counted: a day of traffic has more gaps than memory."""
+"""Gaps between the tokens of a simulated run, counted: a day of traffic has more gaps than fit into memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 
 RESOLUTION = 1e-5
-"""Seconds: gaps are rounded to it."""
+"""Resolution in seconds, to which gaps are rounded."""
 
 
 class GapHistogram:

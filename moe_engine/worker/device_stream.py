@@ -51,13 +51,13 @@ class StepClock:
         self.mark()
 
     def mark(self) -> None:
-        """The point behind all work launched so far."""
+        """Marks the point after all work launched so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between neighbouring marks; the last must have been reached, or this waits."""
+        """Seconds between neighbouring marks; waits until the last one is reached."""
         self._marks[-1].synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
 
@@ -75,7 +75,7 @@ class DeviceStream:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def bind_thread(self) -> None:
-        """To be called once by the thread that runs the steps."""
+        """Call once on the thread that runs the steps."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -172,7 +172,7 @@ class DeviceStream:
         return torch.zeros(num_rows, width, dtype=torch.uint8, pin_memory=True)
 
     def empty_cache(self) -> None:
-        """Freed memory of torch's allocator goes back to the device."""
+        """Returns freed memory of torch's allocator to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

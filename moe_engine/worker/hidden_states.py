@@ -1,4 +1,4 @@
-"""Final hidden states, after the last norm, of the requests that ask for them."""
+"""Final hidden states, after the last norm, of requests with `return_hidden_states`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PendingHidden:
         self._rows, self._copy = rows, copy
 
     def take(self) -> dict[int, bytes]:
-        """By row: [n, D] float32 of the n tokens that the step computed of it."""
+        """By row: [n, D] float32 of its n tokens computed by the step."""
         return {row: states.float().numpy().tobytes() for row, states in zip(self._rows, self._copy.wait())}
 
 

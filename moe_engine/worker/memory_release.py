@@ -1,8 +1,8 @@
-"""Weights and KV pool of a rank whose memory is given back to the system for a while, and taken again.
+"""Releases the memory of a rank's weights and KV pool to the system, and allocates it again later.
 
-On the CPU the pages are dropped and the addresses stay, because whole-layer calls hold them; the weights wait in a
-file. On an accelerator the storages become empty and get new memory later, so nothing may hold an address; the weights
-wait in host memory. KV returns as zeros.
+On the CPU the pages are dropped and the addresses stay, because whole-layer calls hold them; the weights are kept in a
+file. On an accelerator the storages become empty and get new memory later, so no object may hold an address; the
+weights are kept in host memory. KV is zeros afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MemoryRelease:
     """Runs on the worker's thread, between steps, without a request in a row.
 
     Args:
-        weights: is refused while the weights are away.
+        weights: updates and reads are refused while the weights are released.
     """
 
     def __init__(self, runner: ModelRunner, weights: WeightUpdate) -> None:
@@ -51,10 +51,10 @@ class MemoryRelease:
         self._away: dict[str, _Away] = {}
 
     def release(self, args: ReleaseArgs) -> dict[str, int]:
-        """Bytes given back, by tag. What is released already counts 0.
+        """Releases memory; returns bytes by tag, 0 for memory already released.
 
         Raises:
-            MoeEngineError: the memory cannot be given back; it is as before.
+            MoeEngineError: the memory cannot be released; it is unchanged.
         """
         stream = self._runner.stream
         if (why := _obstacle(self._runner)) is not None:
@@ -73,10 +73,10 @@ class MemoryRelease:
         return released
 
     def resume(self, args: ReleaseArgs) -> None:
-        """Takes the memory again. What is not released stays.
+        """Allocates the memory again. Memory that is not released is unchanged.
 
         Raises:
-            MoeEngineError: the system has too little memory; what it was for is still released.
+            MoeEngineError: the system has too little memory; the tags are still released.
         """
         for tag in args.tags:
             if tag in self._away:
@@ -120,10 +120,10 @@ def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 class _Away:
-    """Memory that has been given back.
+    """Memory that has been released.
 
     Args:
-        keeps: its content returns with `back`; else zeros.
+        keeps: `back` restores its content; otherwise zeros.
     """
 
     num_bytes = 0
@@ -134,7 +134,7 @@ class _Away:
 
 
 class _PagesAway(_Away):
-    """Of the host: whole pages inside each storage, at their addresses."""
+    """Host memory: whole pages inside each storage, which keep their addresses."""
 
     def __init__(self, stream: DeviceStream, storages: list[UntypedStorage], keeps: bool) -> None:
         self._storages = storages
@@ -172,7 +172,7 @@ class _PagesAway(_Away):
 
 
 class _StoragesAway(_Away):
-    """Of an accelerator: storages of size 0."""
+    """Memory of an accelerator: storages of size 0."""
 
     def __init__(self, stream: DeviceStream, storages: list[UntypedStorage], keeps: bool) -> None:
         self._stream, self._storages = stream, storages
@@ -215,17 +215,17 @@ def _host_copy(storage: UntypedStorage) -> Tensor:
 
 
 def _zero_edges(storage: UntypedStorage, page: int) -> None:
-    """The begin and end of a storage share pages with other memory, which stay."""
+    """Zeros the begin and end of a storage, which share pages with other memory and are not dropped."""
     data, begin = _bytes_of(storage), storage.data_ptr()
     data[: min(storage.nbytes(), -begin % page)].zero_()
     data[max(0, storage.nbytes() - (begin + storage.nbytes()) % page) :].zero_()
 
 
 def _saved(storages: list[UntypedStorage]) -> Any:
-    """A file without a name that holds the storages one behind the other.
+    """An unnamed file with the storages, one after the other.
 
     Raises:
-        MoeEngineError: no room for it, or the folder is in memory itself.
+        MoeEngineError: no space for it, or the folder is itself in memory.
     """
     folder, needed = tempfile.gettempdir(), sum(storage.nbytes() for storage in storages)
     if (kind := _file_system(folder)) in _IN_MEMORY:
@@ -246,7 +246,7 @@ def _saved(storages: list[UntypedStorage]) -> Any:
 
 
 def _file_system(folder: str) -> str:
-    """Its type."""
+    """Type of the file system."""
     real = os.path.realpath(folder)
     mounts = [
         item

@@ -1,4 +1,4 @@
-"""Memory that a rank holds, by what it is for: what the ledger predicted is held against it."""
+"""Memory that a rank holds, by purpose, for comparison with the ledger."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
-from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
 from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
@@ -37,10 +36,11 @@ from moe_engine.worker.pending_step import PendingResult, PendingStep
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.sampling.logprobs import PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
-from moe_engine.worker.sampling.step_sampling import Passes, StepSampling
 from moe_engine.worker.speculation.drafted_step import DraftedStep
 from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
+from moe_engine.worker.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.step_sampling import Passes, StepSampling
 
 RUNNING = "running the model"
 
@@ -264,7 +264,7 @@ class ModelRunner:
         return self.model.forward_overlapped(forwards)
 
     def _run_idle(self, plan: StepPlan) -> None:
-        """A step with an idle batch: this rank's group has no requests, other groups may have some."""
+        """A step with an idle batch: this rank's group has no requests, other groups may have requests."""
         if not self.shared.is_shared:
             return
         self._phase = "drafting with an idle batch"
@@ -394,7 +394,7 @@ class ModelRunner:
         return pending
 
     def _clock(self) -> StepClock | None:
-        """Measures a captured step on the device, if the depth of drafts depends on what steps cost."""
+        """Measures a captured step on the device, if the draft depth depends on the measured cost of steps."""
         step = self.speculation
         if step is None or not step.config.auto_depth or not self.stream.asynchronous:
             return None

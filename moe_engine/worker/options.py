@@ -24,7 +24,7 @@ class WorkerOptions:
         dtype: name of the activation dtype; `kv_cache_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
         num_slots: tokens of the KV pool, in whole pages.
         num_snapshots: snapshots of states in the prefix cache.
-        num_window_slots: tokens of the pool of windowed layers; 0: their KV is not bounded by the window.
+        num_window_slots: tokens of the pool of windowed layers; 0: the KV of these layers is not bounded by the window.
         max_rows: max running requests.
         kernels: rows of the kernel families, for the model and its draft model.
         cpu_threads: threads of torch's operators; None: one per physical core this process may use.
@@ -38,8 +38,8 @@ class WorkerOptions:
         logits_rows: max rows of logits at once; a step with more computes several passes.
         dummy_seed: seed of the random weights of load_format ``dummy``; not a flag.
         host_tier_tokens: tokens of the host-RAM tier of the KV cache.
-        hicache_mem_layout, hicache_io_backend: of the tier's host memory and copies (`worker.kv_cache.kv_copies`).
-        storage: below the host-RAM tier; None: none.
+        hicache_mem_layout, hicache_io_backend: form of the tier's host memory and copies (`worker.kv_cache.kv_copies`).
+        storage: storage below the host-RAM tier, or None.
         lora: LoRA adapters; None without --enable-lora.
         kv_connector: name or path of its class (`moe_engine.kv_connectors`).
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.

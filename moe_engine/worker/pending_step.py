@@ -1,4 +1,4 @@
-"""Launched steps, whose results are taken later."""
+"""Launched steps, whose results are fetched later."""
 
 from __future__ import annotations
 

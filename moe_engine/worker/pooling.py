@@ -55,7 +55,7 @@ class StatePooling:
         self._stream = stream
         self._lengths: dict[int, int] = {}
         self._begun: dict[int, Tensor] = {}
-        """[D] float32 by row: of prompts whose last chunk has not been computed."""
+        """Sum or first state [D] float32, by row, of prompts whose last chunk has not been computed."""
 
     def take(self, plan: StepPlan, offsets: np.ndarray, hidden: Tensor) -> tuple[list[int], Tensor]:
         """The rows whose prompt ends in this step, and their states [S, D], from hidden [T, D]."""
@@ -83,7 +83,7 @@ class StatePooling:
         return rows, states
 
     def _add(self, row: int, part: Tensor) -> None:
-        """Adds the states [n, D] of a chunk to the sum; of ``cls`` only a request's first state is kept."""
+        """Adds the states [n, D] of a chunk to the sum; with ``cls`` only a request's first state is kept."""
         before = self._begun.get(row)
         if self._kind == "mean":
             total = part.float().sum(dim=0)
@@ -93,7 +93,7 @@ class StatePooling:
 
 
 class PoolingRunner(ModelRunner):
-    """The model runner of a pooled model: nothing is sampled."""
+    """The model runner of a pooled model, without sampling."""
 
     def __init__(self, pooling: PoolingConfig, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

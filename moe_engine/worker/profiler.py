@@ -18,8 +18,8 @@ logger = logging.getLogger("moe_engine")
 
 
 class ProfileArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """`prefix`: of the file's name. `num_steps`: steps until the trace ends by itself; None: at `/stop_profile`.
-    `activities`: CPU, GPU; None: all of the device."""
+    """`prefix`: beginning of the file's name. `num_steps`: steps until the trace ends by itself; None: at
+    `/stop_profile`. `activities`: CPU, GPU; None: all that the device has."""
 
     output_dir: str
     prefix: str

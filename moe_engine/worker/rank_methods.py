@@ -25,18 +25,18 @@ NO_ARGS: Mapping[str, Any] = {}
 
 
 class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """Of methods without arguments."""
+    """Arguments of methods without any."""
 
 
 class TransferArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """Where the leader of an attention group commands transfers of KV to other servers."""
+    """Address at which the leader of an attention group commands transfers of KV to other servers."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class RankMethod:
-    """`run` gets an `args`; its result is a plain value for msgpack, and it waits for no other rank."""
+    """`run` takes an instance of `args`; it returns a plain value for msgpack, and never waits for another rank."""
 
     run: Callable[[Any], Any]
     args: type[msgspec.Struct] = NoArgs
@@ -63,7 +63,7 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
 
 
 def _storage(runner: ModelRunner) -> StorageIO:
-    """Raises MoeEngineError: there is none."""
+    """The storage of this rank. Raises MoeEngineError: there is none."""
     storage = getattr(runner.kv_copies, "storage", None)
     if storage is None:
         raise MoeEngineError("there is no storage below the KV cache (--hicache-storage-backend)")

@@ -1,7 +1,7 @@
 """This rank's groups with trainers, which send weights by broadcasts (`parallel.trainer_group`).
 
-Joining and receiving wait for another program. Each runs in a thread of its own while steps run; `state` says when it
-has ended. Received tensors lie in host memory until they are staged.
+Joining and receiving wait for another program. Each runs in a thread of its own while steps run; `state` shows its end.
+Received tensors stay in host memory until they are staged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GroupName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JoinArgs(GroupName, forbid_unknown_fields=True):
-    """`first_rank`: in the trainer's group, of rank 0 of this replica."""
+    """`first_rank`: rank in the trainer's group of rank 0 of this replica."""
 
     master_address: str
     master_port: int
@@ -52,7 +52,7 @@ class ReceiveArgs(GroupName, forbid_unknown_fields=True):
 
 
 class _Member:
-    """One group. Attributes: error: why it is of no use, or ""."""
+    """One group. Attributes: error: the reason why it is unusable, or ""."""
 
     def __init__(self, bind: Callable[[], None]) -> None:
         self.group: TrainerGroup | None = None
@@ -100,7 +100,7 @@ class _Member:
 
 
 class WeightGroups:
-    """Every method runs on the worker's thread and waits for nothing."""
+    """Every method runs on the worker's thread and never waits."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._stream, self._parallel = runner.stream, runner.shared.parallel
@@ -149,7 +149,7 @@ class WeightGroups:
         member.start(work)
 
     def state(self, args: GroupName) -> dict[str, Any]:
-        """busy: joins or receives; error: why that failed."""
+        """busy: joins or receives; error: the reason of a failure."""
         member = self.member(args.group_name)
         return {"busy": member.is_busy, "error": member.error}
 
@@ -161,7 +161,7 @@ class WeightGroups:
         return member is not None
 
     def take(self, name: str) -> dict[str, Tensor]:
-        """What was received, once."""
+        """The received tensors; each is returned once."""
         member = self.member(name)
         received, member.received = member.received, {}
         return received

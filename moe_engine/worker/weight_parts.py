@@ -15,14 +15,14 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
-from moe_engine.worker.speculation.build import mtp_layers
+from moe_engine.worker.startup.speculation_setup import mtp_layers
 
 Part = Decoder | MTPLayers
 
 
 def parts_of(runner: ModelRunner, exported: bool = False) -> list[Part]:
-    """The model, and its MTP layers if they draft. A draft model of its own checkpoint is none of them, nor are MTP
-    layers of one, unless `exported`.
+    """The model, and its MTP layers if they draft. A draft model with its own checkpoint is not included, nor are MTP
+    layers from another checkpoint, unless `exported`.
 
     Raises:
         MoeEngineError: an external model.
@@ -48,7 +48,7 @@ def modules_of(parts: Iterable[Part], names: Iterable[str]) -> Iterator[Reloadab
 
 
 def structure_of(runner: ModelRunner, options: WorkerOptions) -> WeightSource:
-    """A source that knows which weights are kept quantized. Raises CheckpointError: the files are gone."""
+    """A source that lists the weights kept quantized. Raises CheckpointError: the files no longer exist."""
     plain = not options.model.weight_format.has_kernel_formats
     load_format, device = "dummy" if plain else options.load_format, runner.stream.device
     return open_again(options.model_path, options.model, options.dtype, device, load_format, options.dummy_seed)
@@ -70,7 +70,7 @@ def pairs(old: object, new: object) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Each memory once."""
+    """The tensors with distinct memory."""
     seen: set[tuple[int, int]] = set()
     for tensor in tensors:
         key = tensor.data_ptr(), tensor.nbytes

@@ -1,7 +1,8 @@
-"""Reading of a rank's weights by the names of the checkpoint, out of the memory that the kernels multiply.
+"""Reads a rank's weights by the names of the checkpoint, from the memory that the kernels multiply.
 
 A kernel may have packed, merged or cut a tensor. The module that holds it is built again with numbered elements
-(`models.partial_weights.code_source`), which shows where each element lies: no kernel has to know the way back.
+(`models.partial_weights.code_source`), which shows the position of each element: no kernel needs an inverse of its
+layout.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class WeightRead:
     """Runs on the worker's thread, between steps.
 
     Attributes:
-        refusal: why weights cannot be read, or None.
+        refusal: the reason why weights cannot be read, or None.
     """
 
     def __init__(self, runner: ModelRunner, options: WorkerOptions, experts: ExpertControl) -> None:
@@ -51,7 +52,7 @@ class WeightRead:
             shape: of these rows. numbers (int64) and values (float32) as bytes: numbers of elements, row-major.
 
         Raises:
-            MoeEngineError: unknown name, or a weight that a kernel has changed and not only moved.
+            MoeEngineError: unknown name, or a weight whose values a kernel has changed.
         """
         if self.refusal is not None:
             raise MoeEngineError(self.refusal)
@@ -106,7 +107,7 @@ def _elements(
 
 
 def _elements_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its elements on the host; packed weights are bytes of elements of the activation dtype."""
+    """The elements of a tensor on the host; packed weights are bytes of elements of the activation dtype."""
     flat = tensor.cpu().contiguous().view(-1)
     flat = flat.view(dtype) if flat.dtype == torch.uint8 else flat
     return flat.float() if flat.element_size() == 1 else flat

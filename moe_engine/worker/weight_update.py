@@ -1,12 +1,12 @@
 """Replacement of a rank's weights by another checkpoint of the same architecture, or of some tensors, in two phases.
 
 `stage` and `stage_tensors` read new weights into new memory in the kernels' layouts; the weights in force are not
-touched. `commit` copies them into the tensors in force, whose addresses stay: CUDA graphs and whole-layer calls hold
-them. Both run between steps, without a request: the front end drains the engine before. A draft model of its own
-checkpoint stays.
+touched. `commit` copies them into the tensors in force, whose addresses do not change: CUDA graphs and whole-layer
+calls hold them. Both run between steps, without a request: the front end drains the engine first. A draft model with
+its own checkpoint is not replaced.
 
 A module of which only some tensors are replaced is built twice, from the tensors and from a mask of the same names
-(`models.partial_weights`): what the mask leaves out keeps its bytes.
+(`models.partial_weights`): bytes outside the mask are unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TensorArgs(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class _Staged:
-    """`mask`: of its bytes, those that are replaced; None: all."""
+    """`mask`: the bytes that are replaced; None: all."""
 
     kept: Tensor
     read: Tensor
@@ -79,9 +79,9 @@ class WeightUpdate:
     """The update of one rank. Every method runs on the worker's thread, between steps.
 
     Attributes:
-        refusal: why this rank's weights cannot be replaced, or None.
-        reading: of single weights, by name.
-        groups: with trainers.
+        refusal: the reason why this rank's weights cannot be replaced, or None.
+        reading: reads single weights by name.
+        groups: groups with trainers.
     """
 
     def __init__(self, runner: ModelRunner, options: WorkerOptions, experts: ExpertControl) -> None:
@@ -149,7 +149,7 @@ class WeightUpdate:
         self._stage_files(read_checkpoint(path), path)
 
     def check_received(self, args: ReceiveArgs) -> dict[str, str | int]:
-        """`check_tensors` of what a trainer is about to broadcast."""
+        """`check_tensors` for tensors that a trainer is about to broadcast."""
         if not len(args.names) == len(args.dtypes) == len(args.shapes) or len(set(args.names)) < len(args.names):
             raise MoeEngineError("names, dtypes and shapes: lists of the same length, every name once")
         self.groups.member(args.group_name)
@@ -160,7 +160,7 @@ class WeightUpdate:
         return facts | {"needed": int(facts["needed"]) + received}
 
     def stage_received(self, args: GroupName) -> None:
-        """`stage_tensors` of what has been received from a trainer."""
+        """`stage_tensors` for tensors received from a trainer."""
         received = ReceivedTensors(TENSORS, self.groups.take(args.group_name))
         self._stage_files(as_files(TENSORS, received.entries), received)
 
@@ -209,16 +209,16 @@ class WeightUpdate:
         self._staged = None
 
     def refuse(self, reason: str | None) -> None:
-        """Weights are neither replaced nor read from now on; None: they are again."""
+        """Refuses to replace and read weights from now on; None: permits both again."""
         self.refusal = self.reading.refusal = reason
 
     def settle(self) -> None:
-        """Experts stay where they are until the next pass."""
+        """Completes expert moves: experts keep their places until the next pass."""
         if self._experts.balance is not None:
             self._experts.balance.settle()
 
     def _begin(self) -> None:
-        """Before new weights are staged."""
+        """Prepares for the staging of new weights."""
         self._staged = None
         self.settle()
 
@@ -235,7 +235,7 @@ class WeightUpdate:
         return Path(args.paths[parallel.world_rank if len(args.paths) > 1 else 0])
 
     def _memory(self, tensors: list[Tensor], copies: int = 1) -> dict[str, str | int]:
-        """What `check` returns, to stage these tensors."""
+        """The result of `check` for staging these tensors."""
         sizes = [tensor.nbytes for tensor in distinct(tensors)]
         self._check_device(max(sizes, default=0))
         available = host_memory().available_bytes
@@ -269,5 +269,5 @@ def _compare(config: ModelConfig, served: ModelConfig) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Its bytes, on the host."""
+    """The bytes of a tensor, on the host."""
     return tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -35,9 +35,6 @@ from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_control import ExpertControl
-from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
-from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
-from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.kv_cache.make_copies import make_copies
@@ -50,8 +47,11 @@ from moe_engine.worker.pending_step import PendingResult
 from moe_engine.worker.pooling import PoolingRunner
 from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
-from moe_engine.worker.speculation.build import add_speculation, mtp_layers, num_mtp_layers
+from moe_engine.worker.startup.compile_setup import finish_regions, start_regions
+from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
+from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
+from moe_engine.worker.startup.speculation_setup import add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 from moe_engine.worker.weight_update import WeightUpdate
 
@@ -81,7 +81,7 @@ class Worker:
 
     Args:
         experts: expert recording and EPLB.
-        options: that the runner was built with; None: its weights cannot be replaced.
+        options: options with which the runner was built; None: its weights cannot be replaced.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Worker:
         return cls(runner, thread, info, experts, options)
 
     def execute(self, plan: StepPlan, masks: LaunchedStep | None = None) -> Future[StepResult]:
-        """A future of the step's result, or of its `StepError`. `masks`: of a plan with masked rows."""
+        """A future of the step's result, or of its `StepError`. `masks`: the masks of a plan with masked rows."""
         if self._collector is None:
             return self._thread.submit(self._execute, plan, masks)
         future: Future[StepResult] = Future()
@@ -145,7 +145,7 @@ class Worker:
         return launched
 
     def sample(self, masks: StepMasks) -> None:
-        """Gives the launched step its masks. Masks of a step that has been abandoned are ignored."""
+        """Passes the masks to the launched step. Masks of a step that has been abandoned are ignored."""
         launched = self._launched
         if launched is not None and launched.number == masks.number:
             launched.sample(masks)

@@ -194,7 +194,7 @@ OPENAI = [
     ("completions", {"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids", "stop_token_ids: token id 99999"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "has no tokens for the middle of a text"),
     ("completions", {"prompt": [5], "suffix": "b"}, "suffix", "suffix: needs a prompt of text"),
-    ("completions", {"prompt": "a", "suffix": "b", "echo": True}, "suffix", "does not go together with echo"),
+    ("completions", {"prompt": "a", "suffix": "b", "echo": True}, "suffix", "cannot be combined with echo"),
     ("completions", {"prompt": [[5], [5] * 256]}, "prompt[1]", "The input (256 tokens) is longer than"),
     ("completions", {"prompt": "a", "n": 3, "best_of": 2}, "best_of", "best_of: 2 sequences are fewer than n (3)"),
     ("completions", {"prompt": "a", "best_of": 3, "stream": True}, "best_of", "above n not in a stream"),

@@ -108,7 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required", "regex": "a"}, "regex", "tool_choice and regex"),
     ({"tool_choice": "required", "json_schema": CITY}, "json_schema", "tool_choice and json_schema"),
     ({"tools": [STRICT], "regex": "a"}, "regex", "tools and regex"),
-    ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "does not go together with tool_choice"),
+    ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "cannot be combined with tool_choice"),
     ({"tool_choice": "required", "tools": [NOW, NOW]}, "tools[1].function.name", "defined twice"),
 ]
 

@@ -187,7 +187,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([tool(f"a{CALL_END}")], r"tools\[0\].function.name: 'a.*cannot be written in format deepseekv31"),
     ([tool(" a")], r"tools\[0\].function.name: ' a' cannot be written"),
     ([tool("a", {"type": "array"})], r"tools\[0\].function.parameters.type: expected 'object'"),
-    ([tool("a", {"x": "\ud800"})], r"tools\[0\].function.parameters: holds half of a surrogate pair"),
+    ([tool("a", {"x": "\ud800"})], r"tools\[0\].function.parameters: contains half of a surrogate pair"),
 ]
 
 

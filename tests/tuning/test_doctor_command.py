@@ -39,7 +39,7 @@ def log(tmp_path):
 
 def test_exit_code_and_text(log, capsys):
     assert main(["doctor", "--log", log(GOOD)]) == 0
-    assert "no rule asks for a change" in capsys.readouterr().out
+    assert "no rule recommends a change" in capsys.readouterr().out
     path = log(BAD)
     assert main(["doctor", "--log", path]) == 1
     text = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_follow(log):
             process.send_signal(signal.SIGINT)
             rest = process.stdout.read()
             code = process.wait(20)
-    assert first.startswith("WARNING retractions") and "1 of 21 rules ask for a change" in rest
+    assert first.startswith("WARNING retractions") and "1 of 21 rules recommend a change" in rest
     assert code == 1
 
 

@@ -21,13 +21,13 @@ from moe_engine.step_settings import GraphSettings
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, SpeculationConfig, StepFacts, StepPlan
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
+from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
 
 VOCABULARY = 64

@@ -26,7 +26,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.sampling.logprobs import prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
-from moe_engine.worker.sampling.step_sampling import StepSampling
+from moe_engine.worker.step_sampling import StepSampling
 from tests.config.conftest import SMALL, V3, machine
 from tests.memory_meter import MemoryMeter
 

@@ -30,11 +30,11 @@ from moe_engine.types import (
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
-from moe_engine.worker.graphs.graph_setup import capture_graphs
-from moe_engine.worker.graphs.step_graphs import CaptureError, StepGraphs, StepShape
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.startup.graph_setup import capture_graphs
+from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
 from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
 
 

@@ -22,8 +22,8 @@ from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.step_settings import GraphSettings
-from moe_engine.worker.graphs import compile_setup as region_setup
-from moe_engine.worker.graphs.graph_setup import capture_graphs
+from moe_engine.worker.startup import compile_setup as region_setup
+from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch

@@ -35,7 +35,7 @@ class ExpandedTile:
 
 
 def expanded_tile(dtype: torch.dtype) -> ExpandedTile:
-    """Chosen by what fits registers and shared memory of sm_90 and sm_100, not by measurement."""
+    """Chosen to fit registers and shared memory of sm_90 and sm_100, not by measurement."""
     return ExpandedTile(16, 32, 4, 2) if dtype == torch.float32 else ExpandedTile(128, 64, 8, 3)
 
 

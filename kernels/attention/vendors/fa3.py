@@ -33,7 +33,8 @@ from moe_engine.kernels.vendors.probe import FA3, accepts
 from moe_engine.kernels.workspaces import fa3_splits
 
 _LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")
-"""Of `flash_attn_varlen_func`, in sgl_kernel and in hopper/flash_attn_interface.py."""
+"""Keywords of `flash_attn_varlen_func` that request the log-sum-exp, in sgl_kernel and in
+hopper/flash_attn_interface.py."""
 
 
 @dataclass(frozen=True)

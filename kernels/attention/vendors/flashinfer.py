@@ -21,7 +21,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.workspaces import FLASHINFER_BYTES
 
 SPARE = 2
-"""Free wrappers that stay unused before the one freed first is planned again."""
+"""Min free wrappers before the one freed first is planned again."""
 
 
 _workspaces: dict[torch.device, Tensor] = {}

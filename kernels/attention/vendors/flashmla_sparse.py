@@ -16,7 +16,7 @@ from moe_engine.kernels.kv_format.latent_records import PLAIN, form_of
 from moe_engine.kernels.vendors import limits
 
 LISTED = 128
-"""The number of listed tokens must be a multiple: of 64 for records, of 128 for the bf16 kernel on Hopper."""
+"""The number of listed tokens must be a multiple of 64 for records, of 128 for the bf16 kernel on Hopper."""
 
 LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
 
@@ -38,7 +38,7 @@ class _Lists:
         self.schedule: Any = None
 
     def renew(self) -> None:
-        """The lists are read where they are."""
+        """No-op: kernels read the lists at their fixed addresses."""
 
     def indices(self, selected: Selected) -> Tensor:
         """[T, 1, K] int32."""

@@ -3,7 +3,7 @@
 A captured graph reads page numbers at the addresses it was captured with; `renew` writes the next step's values there,
 in stream order. One graph runs at a time, so all graphs of a backend share the same memory.
 
-Legend: R requests, W pages of the longest context there may be.
+Legend: R requests, W pages of the longest possible context.
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ class _Group:
         return {
             "block_tables": self.table,
             "seq_lens": paged.kv_lens_device,
-            # of a captured step: the longest context that any replay may have
+            # in a captured step: the longest context that any replay may have
             "max_seq_len": self.table.shape[1] * paged.page_size,
             **({} if self.is_even else ragged),
         }
 
     @property
     def is_even(self) -> bool:
-        """All requests have as many query tokens."""
+        """Whether all requests have the same number of query tokens."""
         return len(set(self.paged.query_lens)) == 1
 
 

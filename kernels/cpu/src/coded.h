@@ -1,6 +1,6 @@
 // Weights of 4 or 8 bits with a scale per group of K: multiplied as stored.
 //
-// Layout of a panel (16 columns): its groups in order; of a group the codes, then 16 scales, then 16 zero points if the
+// Layout of a panel (16 columns): its groups in order; each has its codes, then 16 scales, then 16 zero points if the
 // form has them. Codes of 8 elements of K, 16 columns of 4 bytes: 4 bits: byte j has elements j (low bits) and 4 + j;
 // 8 bits: the bytes of elements 0 to 3 of all columns, then those of 4 to 7.
 //

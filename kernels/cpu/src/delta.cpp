@@ -2,7 +2,7 @@
 //
 // Legend: R runs, Hk key heads, r value heads of a key head, Dk, Dv head widths, C = 2 Dk + r Dv, K taps.
 // A task is a key head of a run; its tokens follow each other, one step each, also in prompts: a result does not depend
-// on other runs, nor on how a prompt is cut. A token's state is written where it is stored, and read from there.
+// on other runs, nor on how a prompt is cut. A token's state is written to its storage, and read from there.
 #include "api.h"
 #include "vec.h"
 

@@ -37,7 +37,7 @@ struct Index {
     if (!queries.visible || own < 0) return own <= token;
     return queries.visible[queries.starts[r] + token] >> own & 1;
   }
-  // Positions [0, end) hold all that a token sees, of which `count` are visible.
+  // Positions [0, end) contain all that a token sees; `count` of them are visible.
   int64_t end(int64_t r, int64_t token) const {
     return queries.visible ? queries.contexts[r] : before(r) + token + 1;
   }

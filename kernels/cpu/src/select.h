@@ -1,4 +1,4 @@
-// Weighted selection without sorting: which of many weighted values are the largest that together reach a weight.
+// Weighted selection without sorting: the largest of many weighted values that together reach a weight.
 //
 // The answer is a *limit*: all values above it are selected, and a count of the values equal to it.
 // Sums: 16 lanes of at most 16 floats, then double.

@@ -1,4 +1,4 @@
-"""Values of all nodes to node 0 and of node 0 to all, through a TCPStore of torch on node 0."""
+"""Gathers values of all nodes on node 0 and shares node 0's values with all, through torch's TCPStore on node 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CannotJoin(Exception):
 
 
 class Exchange:
-    """All nodes call `gather` and `share` in the same order. A node that misses one gather is out of the next.
+    """All nodes call `gather` and `share` in the same order. A node that misses one gather is excluded from the next.
 
     Args:
         names: of the nodes by rank, for logs.
@@ -93,7 +93,7 @@ class Exchange:
 
 
 def _listen(address: RendezvousAddress) -> tuple[str, str, socket.socket]:
-    """As `_reach` on node 0, with a socket that listens: the store's own would listen on all addresses."""
+    """`_reach` on node 0, with a listening socket of its own: the store's socket would listen on all addresses."""
     ip, _, port = address.bind().removeprefix("tcp://").rpartition(":")
     try:
         return ip, ip, socket.create_server((ip, int(port)), backlog=STORE_BACKLOG)

@@ -110,7 +110,7 @@ class _EvenAllToAll(VariableAllToAll):
 
 
 class _EvenLayout(GroupedLayout):
-    """As if every choice were of this rank's experts."""
+    """A layout in which every choice selects an expert of this rank."""
 
     def _count(self, tokens: Tokens, offsets: Tensor, alignment: int) -> int:
         return -(-tokens.ids.numel() // alignment) * alignment

@@ -20,7 +20,7 @@ examples:
   moe-engine router --workers 4 --policy round_robin --port 8000 -- --model-path /models/V3 --tp 2
 
 Other flags before -- are passed to the router; `python -m sglang_router.launch_router --help` lists them.
-A server that dies is started again on its port; the router sends nothing to it meanwhile."""
+A server that dies is restarted on its port; the router sends it no requests meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--health-check-interval-secs", type=int, default=5, metavar="SECONDS",
-        help="interval of health checks; a server that was started again is used after two. Default: 5.",
+        help="interval of health checks; a restarted server is used after two checks. Default: 5.",
     )  # fmt: skip
     parser.add_argument(
-        "--router-program", metavar="COMMAND", help=f"the router, if it is elsewhere. Default: python -m {MODULE}."
+        "--router-program", metavar="COMMAND", help=f"command that starts the router. Default: python -m {MODULE}."
     )
     return parser
 

@@ -1,7 +1,7 @@
 """The processes of `moe-engine router`: starts, watches and ends them.
 
-A server that dies is started again after `RESTART_SECONDS`; one that never became healthy ends the fleet, because its
-next start would fail as well. The router's end ends the fleet.
+A server that dies is restarted after `RESTART_SECONDS`; a server that never became healthy ends the fleet, because its
+next start would fail as well. The fleet also ends with the router.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from moe_engine.core.kv_transfer.layout import Layout
 @dataclass(frozen=True)
 class Home:
     """A rank among those of its server: `rank` of attention group `group`. `bootstrap`: the address at which it
-    registers; empty for the rank that is there itself."""
+    registers; empty for the rank that owns the directory."""
 
     num_groups: int = 1
     group: int = 0
@@ -43,7 +43,7 @@ class Directory:
 
 
 def address_at(advertised: str, bootstrap: str) -> str:
-    """The address of a rank for ZeroMQ, as the directory at the address `bootstrap` has it."""
+    """The ZeroMQ address of a rank, from its entry in the directory at the address `bootstrap`."""
     if not advertised:
         return bootstrap
     host, _, port = advertised.rpartition(":")

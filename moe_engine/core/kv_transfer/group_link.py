@@ -1,7 +1,7 @@
 """The transfers of an attention group with several ranks: the leader's scheduler commands the threads of all ranks.
 
 The leader binds a socket, at which the followers join. Commands go to every rank, reports come back and are joined
-(`joint.JointTransfers`). A group of one rank has none of this.
+(`joint.JointTransfers`). A group of one rank needs no link.
 """
 
 from __future__ import annotations

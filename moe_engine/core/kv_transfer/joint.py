@@ -1,4 +1,4 @@
-"""One transfer of a server out of those of its ranks: what the leader of an attention group forwards and reports.
+"""Combines the transfers of an attention group's ranks into one transfer, which the leader reports to the scheduler.
 
 Without sockets and clocks. The scheduler gives a command once and gets each report once; every rank of the group moves
 its own part of the KV. A part that fails ends the others; a transfer is over when all of its parts are.
@@ -19,7 +19,7 @@ Forward = tuple[int, Command]
 class Transfer:
     """
     Args:
-        ranks: those that have a part; of a prefill server all, until the first grant names the decode server's ranks.
+        ranks: ranks that have a part. On a prefill server: all, until the first grant names the decode server's ranks.
     """
 
     ranks: set[int]

@@ -1,8 +1,8 @@
 """Which ranks of two servers exchange KV, when their attention groups have different sizes.
 
-A rank has one of `num_shares` equal shares of a token's KV heads; ranks next to each other have the same one where
-there are more ranks than shares. MLA's latent is one share, which every rank has. A decode rank takes each head from
-one prefill rank that has it, and decode ranks spread over those.
+A rank has one of `num_shares` equal shares of a token's KV heads; neighbouring ranks have the same share if there are
+more ranks than shares. MLA's latent is one share, which every rank has. A decode rank takes each head from one prefill
+rank that has it; decode ranks are spread over these prefill ranks.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def follow_transfers(config: ResolvedConfig, worker: Worker, group: int, rank: i
 def with_transfers(
     check: Callable[[], None], tier: PrefillTier | DecodeTier, scheduler: Scheduler, wake: Callable[[], None]
 ) -> Callable[[], None]:
-    """The core's check, which applies reports, too. It runs before the core's wait: what it changes may be planned at
-    once, so the core does not wait then."""
+    """The core's check, extended to apply reports. It runs before the core's wait. If it changes anything, the core
+    plans at once and does not wait."""
 
     def both() -> None:
         check()
@@ -123,8 +123,8 @@ def _start(
 
 
 def layout_of(config: ResolvedConfig) -> Layout:
-    """The ranks of an attention group: MLA's latent is whole on each, KV heads are divided, and repeated where there
-    are more ranks than heads."""
+    """The ranks of an attention group: each has all of MLA's latent; KV heads are divided, and replicated if there are
+    more ranks than heads."""
     ranks, attention = config.parallel.topology.attn_tp_size, config.model.attention
     if attention.kind != "gqa":
         return Layout(ranks)
@@ -147,7 +147,8 @@ def _home(config: ResolvedConfig, group: int, rank: int) -> Home:
 
 
 def _bound(config: ResolvedConfig) -> str:
-    """Where a prefill server listens: as its HTTP server does; ranks of other nodes everywhere."""
+    """The address on which a prefill server listens: that of its HTTP server; all addresses for ranks of other
+    nodes."""
     host = config.server.host
     return "*" if host in ("0.0.0.0", "::") or config.parallel.node_rank else host
 

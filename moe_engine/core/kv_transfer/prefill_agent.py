@@ -1,7 +1,7 @@
 """The thread of a prefill rank that sends KV: reads staged places, writes them to decode ranks.
 
 A room is a request's transfer. Each decode rank that takes a part of it is a leg, with a state machine of its own; a
-prefill rank has several where the decode server has more ranks. Places are given back when all legs have read them.
+prefill rank has several legs if the decode server has more ranks. Places are released when all legs have read them.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Leg:
 
 @dataclass
 class Room:
-    """`staged`: (end, places, number of their copies), not read yet. `over`: why the transfer has ended; the room stays
-    until all of its halves have arrived, so that a late one has its answer at once."""
+    """`staged`: (end, places, number of their copies), not read yet. `over`: the reason why the transfer has ended. The
+    room is kept until all of its halves have arrived, so that a late half is answered at once."""
 
     digest: bytes | None = None
     began: float = field(default_factory=time.monotonic)
@@ -142,7 +142,7 @@ class PrefillAgent(TransferThread):
         self._start()
 
     def _register(self, keys: JobKeys | None) -> zmq.Socket[bytes] | None:
-        """In the directory at the bootstrap port: its own, or that of another rank, which may start later."""
+        """Registers in the directory at the bootstrap port: its own, or that of another rank, which may start later."""
         home = self._home
         if not home.bootstrap:
             self._directory.register(home.group, home.rank, "")
@@ -244,7 +244,7 @@ class PrefillAgent(TransferThread):
             self._give(consumer, leg.pieces.popleft())
 
     def _join(self, peer: bytes, consumer: Consumer, number: int, attempt: int, room: Room) -> bool:
-        """A leg of a room that has no such one; else the peer gets a refusal."""
+        """Adds a leg to a room without such a leg; otherwise refuses the peer."""
         reason = room.over
         if reason is not None:
             room.num_wants += 1
@@ -365,7 +365,7 @@ class PrefillAgent(TransferThread):
             self._end(number, room, "the deadline has passed")
 
     def _end(self, number: int, room: Room, reason: str) -> None:
-        """Nothing of the transfer is held after this."""
+        """Releases everything that the transfer holds."""
         room.over = reason
         room.staged.clear()
         for leg in room.legs.values():
@@ -375,7 +375,7 @@ class PrefillAgent(TransferThread):
                 if consumer is not None:
                     self._give(consumer, piece)
         room.legs.clear()
-        if room.digest is not None:  # else its request has the answer when it arrives
+        if room.digest is not None:  # otherwise its request is answered when it arrives
             self._report("ended", number, reason)
 
     def _give(self, consumer: Consumer, piece: Piece) -> None:

@@ -1,4 +1,4 @@
-"""What the transfer threads need of the worker's copies (`worker.kv_cache.transfer_copies`), and parts of rows."""
+"""The transfer threads' interface to the worker's copies (`worker.kv_cache.transfer_copies`), and parts of rows."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ class StagedRows(Protocol):
     """Places of the host tier; a row is the KV of a token in all layers of this rank."""
 
     stored: int
-    """Number of the last stores that are complete."""
+    """Number of the last complete store."""
 
     @property
     def row_bytes(self) -> int: ...
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of the KV pool in a row, of equal bytes where they have heads."""
+        """Number of tensors of the KV pool in a row; tensors with heads have equal sizes."""
 
     def read(self, places: list[int]) -> np.ndarray:
         """[n, row_bytes], new memory."""
 
     def read_into(self, places: list[int], out: np.ndarray) -> None:
-        """To out [n, row_bytes], contiguous."""
+        """Copies rows to out [n, row_bytes], contiguous."""
 
     def write(self, places: list[int], rows: np.ndarray) -> None:
-        """The opposite of `read`."""
+        """The inverse of `read`."""
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """The part of a rank's rows that another rank has too: heads [begin, end) of `num_heads` in each tensor; all of it
-    if `num_heads` is 0."""
+    """The part of a rank's rows that another rank also holds: heads [begin, end) of `num_heads` in each tensor; the
+    whole row if `num_heads` is 0."""
 
     begin: int = 0
     end: int = 0
@@ -45,7 +45,7 @@ class RowPart:
         return rows.row_bytes * (self.end - self.begin) // self.num_heads if self.num_heads else rows.row_bytes
 
     def read_into(self, rows: StagedRows, places: list[int], out: np.ndarray) -> None:
-        """The part of these places to out, uint8 [n * bytes of the part]."""
+        """Copies the part of these places to out, uint8 [n * bytes of the part]."""
         if self._is_whole:
             rows.read_into(places, out.reshape(len(places), -1))
             return
@@ -53,7 +53,7 @@ class RowPart:
         out.reshape(found.shape)[:] = found
 
     def write(self, rows: StagedRows, places: list[int], values: np.ndarray) -> None:
-        """The opposite of `read_into`; the rest of the rows stays."""
+        """The inverse of `read_into`; the rest of the rows is unchanged."""
         if self._is_whole:
             rows.write(places, values.reshape(len(places), -1))
             return

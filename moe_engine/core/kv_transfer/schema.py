@@ -1,4 +1,4 @@
-"""What two servers must agree on before KV of one is used by the other."""
+"""The properties that two servers must share before one uses KV of the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.weights_identity import weights_identity
 
 VERSION = 2
-"""Of the messages, and of what a row of KV is."""
+"""Version of the messages and of the format of a KV row."""
 
 
 def cache_schema(config: ResolvedConfig) -> dict[str, str]:
@@ -35,7 +35,8 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _of_head(head: HeadConfig, config: ResolvedConfig) -> str:
-    """Its KV, whose heads are divided over the ranks otherwise than the model's: both servers have as many ranks."""
+    """KV of the MTP head. Its heads are divided over the ranks differently from the model's, so both servers need equal
+    rank counts."""
     ranks = config.parallel.topology.attn_tp_size
     return f"{head.layer.attention.kv_parts(config.kv_cache_dtype)} on {ranks} rank{'s' * (ranks > 1)}"
 

@@ -1,4 +1,4 @@
-"""What the transfer threads of both sides share: sockets within the process, start, end, waits."""
+"""Common base of the transfer threads of both sides: sockets within the process, start, end, waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_engine.scheduler.transfer_link import TransferLink
 
 POLL_MS = 200
 BUSY_POLL_MS = 1
-"""Poll interval while copies or writes are under way, which wake no socket."""
+"""Poll interval while copies or writes are in progress: they wake no socket."""
 
 
 class TransferThread:
@@ -67,7 +67,7 @@ class TransferThread:
         raise NotImplementedError
 
     def _wait(self, milliseconds: int) -> None:
-        """Until a socket has a message; `_inner` is one of them."""
+        """Waits until a socket has a message; `_inner` is one of them."""
         raise NotImplementedError
 
     def _turn(self) -> None:

@@ -1,8 +1,8 @@
 """The memory that a prefill and a decode rank share for their transfers: slots of one piece each.
 
-A connection has its own memory on the decode side, so nothing that arrives late can damage KV: at worst a slot, whose
-bytes then have another checksum than their notification. The prefill side has equal memory that its writes read from,
-and chooses the slots.
+A connection has its own memory on the decode side, so a late write cannot damage KV. At worst it damages a slot, whose
+bytes then do not match the checksum of their notification. The prefill side has memory of the same size, from which its
+writes read, and chooses the slots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SendWindow:
         return transport.write(peer, self.memory, [(begin, begin, num_bytes)])
 
     def give(self, slot: int, write: Write | None) -> None:
-        """`write`: one that may not have ended."""
+        """`write`: a write that may still be in progress."""
         if write is None:
             self.free.append(slot)
         else:

@@ -14,10 +14,11 @@ import zmq
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
-"""A peer without a message for so long is lost: stopped, or behind a cut cable. A process that dies closes its
-connection, which is noticed at once."""
+"""A peer that sends no message for this long is lost: stopped, or behind a cut cable. A process that dies closes its
+connection, which is detected at once."""
 MEET_SECONDS = 30.0
-"""For the other half of a transfer to arrive: the router sends a request to both servers at the same time."""
+"""Time limit for the other half of a transfer to arrive: the router sends a request to both servers at the same
+time."""
 TRANSFER_SECONDS = 120.0
 """Deadline of a transfer, its prefill included."""
 

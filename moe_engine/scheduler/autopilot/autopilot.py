@@ -1,8 +1,9 @@
-"""A trial: a window before, a change, a pause, a window behind it; then the change is kept or undone.
+"""The autopilot's trials. A trial is a window before, a change, a pause, a window after it; then the change is kept or
+undone.
 
-One change at a time; those that give the engine more room, within what the launch gave, go together. A change that was
-undone, or that turns back an earlier one, is not tried again for a time that doubles. The number of changes an hour is
-bounded.
+One change at a time, except changes that relax limits within those of the launch: these are made together. A change
+that was undone, or that reverts an earlier one, is not tried again for a time that doubles. The number of changes an
+hour is bounded.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from moe_engine.scheduler.stats import Totals
 logger = logging.getLogger("moe_engine")
 
 LEAST_SECONDS, LEAST_ENDED = 3.0, 24
-"""Of a window: time with requests, and requests that ended."""
+"""Minimum of a window: time with requests, and requests that ended."""
 EARLY_SECONDS, EARLY_ENDED = 12.0, 6
-"""One of both is enough for changes that give more room while requests wait."""
+"""Changes that relax limits while requests wait need only one of the two."""
 SERVICE_TIMES = 2.0
-"""A window lasts that many times as long as a request runs."""
+"""A window lasts this many times as long as a request runs."""
 MOST_SECONDS = 120.0
-"""A window with fewer requests ends after that time."""
+"""A window with fewer requests ends after this time."""
 TOLERANCE = 0.05
-"""A change of the figures below that is noise."""
+"""A relative change of the figures below this is noise."""
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 7200.0
 """Seconds until a change that was undone is tried again."""
 CHANGES_AN_HOUR = 24
@@ -39,7 +40,7 @@ HOUR = 3600.0
 
 @dataclass
 class _History:
-    """Of a setting. `direction`: +1, -1 or 0 of its last change."""
+    """History of a setting. `direction` of its last change: +1, -1 or 0."""
 
     direction: int = 0
     pause: float = FIRST_PAUSE
@@ -48,7 +49,7 @@ class _History:
 
 @dataclass
 class _Trial:
-    """Changes whose effect is measured. `settled_at`: the window behind them begins then."""
+    """Changes whose effect is measured. `settled_at`: time at which the window after them begins."""
 
     proposals: list[Proposal]
     before: Window
@@ -85,13 +86,13 @@ class Autopilot:
         self.counts = AutopilotCounts()
 
     def adopt(self) -> None:
-        """Takes the settings in force as its start."""
+        """Adopts the settings in force as the start."""
         self._latest = self._settings.values()
 
     def after_step(
         self, events: Sequence[RequestEvent], now: float, decode_steps: int, memory_blocked: bool, with_prompts: bool
     ) -> None:
-        """Takes a result into account; arguments as those of `Window.step`."""
+        """Accounts for a result; arguments as those of `Window.step`."""
         window = self._window
         window.step(events, now, decode_steps, memory_blocked, with_prompts)
         trial = self._trial
@@ -117,7 +118,7 @@ class Autopilot:
         self._begin(now, decode_steps)
 
     def _relieve(self, window: Window, now: float, decode_steps: int) -> None:
-        """Requests wait already: room that the launch gave is used before the window is over."""
+        """Requests already wait: limits are relaxed, within those of the launch, before the window is over."""
         window.count_waiting()
         if window.is_backlogged and self._settings.values() == self._latest:
             self._try([p for p in self._found(window, now) if p.relieves], window, now)
@@ -198,10 +199,10 @@ def _direction(proposal: Proposal) -> int:
 def gain_of(before: Window, after: Window, limits: LatencyLimits) -> tuple[float, float, str]:
     """Relative gain of `after`, its standard error as far as it is known, and the figures in words.
 
-    Where requests wait, the engine limits the throughput, and the tokens a second are compared. Otherwise the load
-    does, and the seconds that requests spend for a token are compared. Where the load went from one to the other, the
-    better of both counts. With an SLO the shares outside its limits count first. Late first tokens behind a queue do
-    not: they depend on the length of the queue, not on the speed of the engine.
+    If requests wait, the engine limits the throughput, and tokens a second are compared. Otherwise the load limits it,
+    and the seconds that requests spend per token are compared. If the load changed from one case to the other, the
+    better figure counts. With an SLO the shares outside its limits count first, except late first tokens behind a
+    queue: they depend on the length of the queue, not on the speed of the engine.
     """
     missed = [window.slow_share for window in (before, after)]
     if not before.is_backlogged and not after.is_backlogged:

@@ -13,16 +13,16 @@ from moe_engine.scheduler.autopilot.window import LatencyLimits, Window
 from moe_engine.scheduler.run_settings import RunSettings
 
 MOST = 0.5
-"""Share of the time from which a condition holds."""
+"""Share of the time from which on a condition holds."""
 HIGH_USAGE = 0.9
 MISSED = 0.05
-"""Share of tokens or requests above which a limit counts as missed; below a fifth of it there is room."""
+"""Share of tokens or requests above which a limit counts as missed; below a fifth of it there is slack."""
 OVERLOADED = 0.5
 """Share of late first tokens from which the queue, not the steps, decides the latency."""
 FEW_RETRACTIONS, MANY_RETRACTIONS = 0.02, 0.2
-"""For each request that ended."""
+"""Retractions for each request that ended."""
 FULL_POOL = 0.85
-"""Token usage that less conservative admission aims at."""
+"""Target token usage of less conservative admission."""
 LEAST_CONSERVATIVENESS = 0.05
 LEAST_CHUNK = 64
 LONG_QUEUE = 4.0
@@ -34,8 +34,8 @@ SOME_HITS, MANY_HITS = 0.02, 0.9
 class Proposal:
     """Attributes:
     must_gain: the change is undone unless the figures improve; else it is undone if they worsen.
-    relieves: the change gives the engine more room, within what the launch gave: such changes go together, and as
-        soon as requests wait.
+    relieves: the change relaxes a limit, within those of the launch. Such changes are made together, as soon as
+    requests wait.
     """
 
     setting: str
@@ -58,7 +58,8 @@ def proposal_of(
 
 
 def has_time_left(window: Window, limits: LatencyLimits) -> bool:
-    """Longer steps are allowed: few tokens are late, or many first tokens, against which more throughput helps."""
+    """Whether longer steps are allowed: few tokens are late; or many first tokens are late, which more throughput
+    reduces."""
     if limits.itl is None or window.slow_share < MISSED / 5 or window.late_share > OVERLOADED:
         return True
     return window.slow_share < MISSED < window.late_share
@@ -104,7 +105,7 @@ def smaller_chunks(window: Window, settings: RunSettings, limits: LatencyLimits)
 
 
 def larger_chunks(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
-    """Most of the time goes to the steps of prompts: fewer, larger ones. With an ITL limit only where prompts wait."""
+    """Prompt steps take most of the time: fewer and larger steps. With an ITL limit only if prompts wait."""
     prompts = window.share(window.counts.prompt_step_seconds)
     needed = limits.itl is None or window.is_backlogged or window.late_share > MISSED
     if prompts < MOST or not needed or not has_time_left(window, limits):
@@ -130,13 +131,15 @@ def more_prefills(window: Window, settings: RunSettings, limits: LatencyLimits) 
 def less_conservative(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
     """Requests wait for memory that is reserved for answers which end earlier.
 
-    The pool is full of tokens (`usage`) and of reservations, which are proportional to the conservativeness. The new
-    value leaves so much for the tokens of as many more requests that their usage is `FULL_POOL`.
+    The pool is full of tokens (`usage`) and of reservations, which are proportional to the conservativeness. With the
+    new value the additional requests fill the pool to `FULL_POOL`.
     """
     blocked = window.share(window.counts.memory_blocked_seconds)
     if blocked < MOST or window.usage > FULL_POOL or window.retraction_rate > FEW_RETRACTIONS:
         return None
-    old = min(settings.schedule_conservativeness, 1 / settings.config.init_new_token_ratio)  # more reserves no more
+    old = min(
+        settings.schedule_conservativeness, 1 / settings.config.init_new_token_ratio
+    )  # a larger value reserves no more
     factor = (1 / FULL_POOL - 1) * window.usage / (1 - window.usage)
     at_launch = settings.config.schedule_conservativeness
     value = max(old * min(max(factor, 0.25), 0.8), at_launch if at_launch < old else LEAST_CONSERVATIVENESS)
@@ -147,7 +150,7 @@ def less_conservative(window: Window, settings: RunSettings, limits: LatencyLimi
 
 
 def more_conservative(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
-    """Requests are computed again because too many were admitted."""
+    """Requests are recomputed because too many were admitted."""
     most = max(settings.config.schedule_conservativeness, 1.0)
     if window.retraction_rate < MANY_RETRACTIONS or settings.schedule_conservativeness >= most:
         return None

@@ -1,4 +1,4 @@
-"""What a scheduler did over a time: the measurements that the autopilot decides by."""
+"""Measurements of a scheduler over a window of time, on which the autopilot's decisions are based."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_engine.scheduler.stats import Totals
 BACKLOGGED = 0.6
 """Share of the time with waiting requests from which the engine, not its load, limits the throughput."""
 BLOCK_SECONDS = 1.0
-"""The noise of a ratio is estimated from blocks of at least that time,"""
+"""The noise of a ratio is estimated from blocks of at least this time,"""
 MOST_BATCHES = 8
-"""of which so many batches are made: within a batch the load depends on what came before."""
+"""which are grouped into this many batches: within a batch, blocks are correlated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Counts:
 
 
 class Window:
-    """Counts while requests are there; idle time does not count.
+    """Counts while there are requests; idle time does not count.
 
     Args:
         now: its begin, on the scheduler's clock.
@@ -142,7 +142,7 @@ class Window:
             self.counts.late_first_tokens += timing.first_token_at - timing.queued_at > limit
 
     def count_waiting(self) -> None:
-        """Counts the requests whose first token is late already."""
+        """Counts waiting requests whose first token is already late."""
         limit = self._limits.ttft
         if limit is not None:
             due = self._last - limit
@@ -157,7 +157,7 @@ class Window:
         return self.counts.seconds
 
     def share(self, seconds: float) -> float:
-        """Of the time."""
+        """`seconds` as a share of the window's time."""
         return seconds / max(self.counts.seconds, 1e-9)
 
     @property
@@ -196,18 +196,18 @@ class Window:
 
     @property
     def slow_share(self) -> float:
-        """Of the tokens that came later than the limit."""
+        """Share of the tokens that came later than the limit."""
         return self.counts.slow_tokens / max(self.counts.tokens - self.counts.prompt_tokens, 1)
 
     @property
     def late_share(self) -> float:
-        """Of the requests whose first token came later than the limit, or did not come within it."""
+        """Share of the requests whose first token came later than the limit, or has not come within it."""
         late = self.counts.late_first_tokens + self.counts.late_waiting
         return late / max(self.counts.ended + self.counts.late_waiting, 1)
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompt tokens that were admitted."""
+        """Cached share of the admitted prompt tokens."""
         return self.counts.cached_tokens / max(self.counts.prompt_tokens, 1)
 
     @property

@@ -1,7 +1,7 @@
 """Tool calls in outputs, for whole texts and streams (`--tool-call-parser`).
 
 ``formats.py`` lists the formats; ``named.py``, ``objects.py``, ``tagged.py`` and ``pythonic.py`` read them
-through a ``CallReader``. Text that is no call is plain text.
+through a ``CallReader``. Text that is not a call is plain text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ToolCallParser:
 
     @property
     def cut(self) -> bool:
-        """An enforced call has begun and not ended."""
+        """Whether an enforced call has begun and not ended."""
         return self._is_json and self._reader.in_call
 
     def parts(self, text: str) -> list[str | ToolDelta]:

@@ -1,7 +1,7 @@
 """The text of an output in pieces, and the plain text and tool calls found in it.
 
-The parser of a format is a generator that reads with ``yield from`` and waits where the text so far does not decide.
-So results do not depend on the pieces.
+The parser of a format is a generator that reads with ``yield from`` and waits where the text so far is ambiguous.
+Results therefore do not depend on the pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CallReader:
     """Input and output of a format's parser.
 
     Args:
-        functions: the offered functions and their `parameters`; calls of others are dropped. None accepts any.
+        functions: the offered functions and their `parameters`; calls of other functions are dropped. None accepts any.
         parallel: False keeps the first call only.
         is_json: the arguments of calls are JSON (a grammar enforces it): markers in their strings are text.
         content_is_json: the output is either calls or JSON.
@@ -66,7 +66,7 @@ class CallReader:
         self._text, self._at = self._text[self._at :] + text, 0
 
     def end(self) -> None:
-        """No text follows."""
+        """Marks the end of the text."""
         self._ended = True
 
     def found(self) -> list[str | ToolDelta]:
@@ -147,13 +147,14 @@ class CallReader:
             self.plain(text)
 
     def rest(self) -> Wait[None]:
-        """All further text is plain."""
+        """Takes all further text as plain text."""
         while char := (yield from self.peek()):
             self.plain(self._text[self._at :] if char else "")
             self._at = len(self._text)
 
     def open(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. It is dropped if its function was not offered, or if one call was asked for and was there."""
+        """Begins a call. The call is dropped if its function was not offered, or if only one call is allowed and there
+        was one."""
         offered = self.functions is None or name in self.functions
         self.in_call, self._kept = True, offered and (self._parallel or self.num_calls == 0)
         if self._kept:
@@ -164,7 +165,7 @@ class CallReader:
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """A piece of the arguments of the open call."""
+        """Adds a piece of the arguments of the open call."""
         if self._kept and text:
             last = self._found[-1] if self._found else None
             if isinstance(last, ToolDelta) and last.name is None and last.index == self.num_calls - 1:
@@ -173,5 +174,5 @@ class CallReader:
                 self._found.append(ToolDelta(self.num_calls - 1, text))
 
     def close(self) -> None:
-        """The open call is complete."""
+        """Ends the open call."""
         self.in_call = False

@@ -1,7 +1,7 @@
 """Ids of Kimi K2's tool calls: ``functions.NAME:N``, with calls numbered over the whole conversation.
 
-The model is trained with such ids in its history, and chooses worse calls with others (`messages` of clients often have
-ids of their own, or numbers that start again in each answer).
+The model is trained with such ids in its history, and makes worse calls with other ids (clients' `messages` often have
+ids of their own, or numbers that restart in each answer).
 """
 
 from __future__ import annotations

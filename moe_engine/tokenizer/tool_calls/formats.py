@@ -44,8 +44,8 @@ QWEN_MARKERS = (QWEN_BEGIN, QWEN_END)
 class ParameterSyntax:
     """Arguments written one by one: `before`, name, `after_name`, value, `after`; `between` separates them.
 
-    Values are JSON, and plain texts (`is_plain_text`) stand as they are behind `before_text`; None: they are JSON too.
-    `value_end`: of a text, as the parser reads it. `trims`: the parser takes line ends off a text's beginning and end.
+    Values are JSON; plain texts (`is_plain_text`) follow `before_text` unchanged; None: they are JSON too. `value_end`:
+    end of a text, as read by the parser. `trims`: the parser removes line ends at a text's beginning and end.
     """
 
     before: str
@@ -73,7 +73,7 @@ class CallSyntax:
     numbered: bool = False
     parameters: ParameterSyntax | None = None
     also_begins: str = ""
-    """Another text that the parser takes for the beginning of a call: free text must not contain it."""
+    """Another text that the parser reads as the beginning of a call: free text must not contain it."""
 
     def before_arguments(self, name: str) -> str:
         number = ":0" if self.numbered else ""
@@ -84,7 +84,7 @@ class CallSyntax:
 class ToolFormat:
     """
     `markers`: texts that may be special tokens, which outputs must keep. `syntax`: of enforced calls.
-    `enforces_strict`: calls of strict functions can be enforced where the output may also be text. `reasoning_end`: end
+    `enforces_strict`: calls of strict functions can be enforced even if the output may be text. `reasoning_end`: end
     of the reasoning before enforced calls, if it differs from that before text. `counts_ids`: ids of calls are numbers
     in the whole conversation (`counted_ids.py`).
     """

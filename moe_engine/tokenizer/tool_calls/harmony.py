@@ -8,7 +8,7 @@ from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
 
 def parse_harmony(reader: CallReader) -> Wait[None]:
-    """Other messages are plain text, as they were written: `HarmonyReasoning` reads them before."""
+    """Other messages are plain text, unchanged: `HarmonyReasoning` parses them first."""
     marker = ""
     if (yield from reader.at(" to=")):  # the role before it is in the prompt
         marker = yield from _message(reader, "")

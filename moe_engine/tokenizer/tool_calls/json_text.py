@@ -9,7 +9,7 @@ from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
 
 class NotACall(Exception):
-    """The text is no call. The reader's position is behind `text`."""
+    """The text is not a call. The reader's position is after `text`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -50,7 +50,7 @@ def call_object(reader: CallReader) -> Wait[None]:
     """One call as an object with `name` and `arguments` (or `parameters`), in any order.
 
     Raises:
-        NotACall: before the name is known. Behind it, text that is no JSON ends the call.
+        NotACall: before the name is known. After the name, text that is not JSON ends the call.
     """
     read: list[str] = []
     waiting: list[str] = []
@@ -115,7 +115,7 @@ def call_object(reader: CallReader) -> Wait[None]:
 
 
 def _arguments(reader: CallReader, note: Callable[[str], None], sink: Callable[[str], None]) -> Wait[bool]:
-    """The arguments; those of a model that writes them as a text of JSON are decoded. `note` gets them as written."""
+    """The arguments; arguments written as a string of JSON are decoded. `note` gets them as written."""
 
     def both(text: str) -> None:
         note(text)
@@ -132,7 +132,7 @@ def _arguments(reader: CallReader, note: Callable[[str], None], sink: Callable[[
 
 
 def _text(reader: CallReader, note: Callable[[str], None]) -> Wait[str | None]:
-    """A string; None if it is none."""
+    """A string; None if the text is not a string."""
     parts: list[str] = []
     whole = yield from value(reader, parts.append)
     note("".join(parts))

@@ -20,7 +20,7 @@ _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
 @dataclass(frozen=True)
 class NamedFormat:
-    """Text around calls, names and arguments. `call_end` ends the call even where `after_arguments` is incomplete."""
+    """Text around calls, names and arguments. `call_end` ends the call even if `after_arguments` is incomplete."""
 
     begin: str
     end: str
@@ -74,7 +74,7 @@ class NamedFormat:
 
     @staticmethod
     def _id(reader: CallReader, name: str, written: str) -> str:
-        """As the model wrote it; by count if it has no number, or one that a grammar wrote."""
+        """The id that the model wrote; a counted id if it has no number, or a number from a grammar."""
         own = _NUMBERED.search(written) and not reader.is_json
         return written if own else counted_id(name, reader.first_call + reader.num_calls)
 

@@ -28,7 +28,7 @@ def parse_qwen(reader: CallReader) -> Wait[None]:
 
 
 def parse_llama(reader: CallReader) -> Wait[None]:
-    """``{"name": ..., "parameters": {...}}`` at the begin of the output or behind the tag, ``;`` between calls."""
+    """``{"name": ..., "parameters": {...}}`` at the beginning of the output or after the tag, ``;`` between calls."""
     space = yield from reader.space()
     if (yield from reader.at("{")) and not reader.content_is_json:
         yield from _objects(reader, space, ";")
@@ -54,7 +54,7 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
 
 
 def _objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
-    """Calls with a separator between them; `before` is shown if there is none. False: the last object is no call."""
+    """Calls with a separator between them; `before` is shown if there is none. False: the last object is not a call."""
     while True:
         try:
             yield from json_text.call_object(reader)

@@ -1,4 +1,4 @@
-"""Which arguments of enforced calls stand as plain text; grammar and parser decide alike."""
+"""Decides which arguments of enforced calls are plain text; shared by grammar and parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_TEXT = frozenset(("type", "enum", "const", "minLength", "maxLength"))
 
 
 def is_plain_text(schema: Any) -> bool:
-    """Whether a parameter is a string whose schema a grammar of plain text enforces. Others are JSON."""
+    """Whether a parameter is a string whose schema a grammar of plain text enforces. Other parameters are JSON."""
     if not isinstance(schema, Mapping) or set(schema) - _OF_TEXT - ANNOTATIONS:
         return False
     listed = schema.get("enum", [])

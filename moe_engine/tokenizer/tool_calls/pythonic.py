@@ -50,7 +50,7 @@ def _parse_enforced(reader: CallReader) -> Wait[None]:
 
 
 def _name_of_call(reader: CallReader, before: str) -> Wait[str]:
-    """Passes over a name and its bracket. Empty if there is no call: the text behind `before` is plain then."""
+    """Passes over a name and its bracket. Empty if there is no call: the text after `before` is then plain."""
     out: list[str] = []
     while (char := (yield from reader.peek())) and (char.isalnum() or char in "_. \t\r\n"):
         out.append(char)
@@ -117,7 +117,7 @@ def _bracketed(reader: CallReader) -> Wait[str]:
 
 
 def _calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """Names and arguments; None if the text is no list of calls with constant keyword arguments."""
+    """Names and arguments; None if the text is not a list of calls with constant keyword arguments."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:

@@ -22,9 +22,9 @@ DSML = "｜DSML｜"
 class TaggedFormat:
     """Tags in the order in which they occur.
 
-    `name_ends`: the first one is passed over, others belong to what follows. `key_end` ends the name of a parameter;
-    between it and `value_begin` there may be white space or attributes. `trims`: one line end after `value_begin` and
-    before `value_end` is no part of the value.
+    `name_ends`: the first one is skipped, others belong to the text that follows. `key_end` ends the name of a
+    parameter; between it and `value_begin` there may be white space or attributes. `trims`: one line end after
+    `value_begin` and before `value_end` is not part of the value.
     """
 
     begin: str
@@ -74,7 +74,7 @@ class TaggedFormat:
             block = ""
 
     def _call(self, reader: CallReader, before: str = "") -> Wait[bool]:
-        """`before` is shown if there is no call. False: there is none."""
+        """`before` is shown if there is no call. False: there is no call."""
         head: list[str] = []
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()
@@ -206,7 +206,7 @@ def _type_of(value: Any) -> str:
 
 
 def _json(text: str, types: frozenset[str] | None) -> str:
-    """A value as JSON. It is a string where it can be nothing else that the schema allows."""
+    """A value as JSON. It is a string if it is no other value that the schema allows."""
     value = _read(text.strip())
     if value is not None:
         kind = _type_of(json.loads(value))
@@ -248,7 +248,7 @@ MINIMAX_M2 = TaggedFormat(
 
 
 def dsml(block: str) -> TaggedFormat:
-    """DeepSeek's, with the name of its block."""
+    """DeepSeek's format, with the name of its block."""
     return TaggedFormat(
         f"<{DSML}{block}>", f'<{DSML}invoke name="', ('">',), f'<{DSML}parameter name="', '"', ">",
         f"</{DSML}parameter>", f"</{DSML}invoke>", f"</{DSML}{block}>", may_be_json=True,

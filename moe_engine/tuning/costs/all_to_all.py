@@ -7,13 +7,14 @@ from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
 
 DISPATCH_BYTES, COMBINE_BYTES = 1.03, 2.0
-"""Of a channel: FP8 with scales, and bf16."""
+"""Bytes of a channel: FP8 with scales, and bf16."""
 
 NEAR_SHARE = 0.55
-"""Of NVLink that dispatch reaches (aiconfigurator-core 0.12.0, deepep_h200_sxm: 213 to 295 of 450 GB/s)."""
+"""Share of NVLink's bandwidth that dispatch reaches (aiconfigurator-core 0.12.0, deepep_h200_sxm: 213 to 295 of 450
+GB/s)."""
 
 LOW_LATENCY_TOKENS = 512
-"""Above, the normal mode sends a row once to each node (DeepEP README)."""
+"""Tokens above which the normal mode sends a row once to each node (DeepEP README)."""
 
 NEAR_US, FAR_US, NORMAL_US = 26.0, 22.0, 58.0
 """Latency of dispatch + combine of one token on a node, of more nodes beside it, and of the normal mode beside it."""
@@ -40,7 +41,7 @@ class AllToAll:
         self.layers = model.moe_layers
 
     def seconds(self, tokens: int, skew: float) -> float:
-        """tokens: that this rank sends."""
+        """tokens: number that this rank sends."""
         if not self.active:
             return 0.0
         low = tokens * self.low_s

@@ -20,7 +20,7 @@ class Attention:
         )
 
     def seconds(self, shape: StepShape) -> tuple[float, float]:
-        """shape: of the step. Several drafts of a row read its KV once."""
+        """shape: that of the step. Several drafts of a row read its KV once."""
         bytes_s = flops_s = 0.0
         rows, context = shape.decode_rows, shape.decode_context
         queries = 1 + shape.drafts

@@ -8,11 +8,11 @@ from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
 
 STREAM_BYTES = 2
-"""Of an activation: bf16."""
+"""Bytes of an activation: bf16."""
 
 HOP_US = 0.35
-"""More latency of a collective for each rank in it (aiconfigurator-core 0.12.0, allreduce_h200_sglang: 3.1, 4.3 and
-6.7 us for 2, 4 and 8 GPUs with 128 kB)."""
+"""Additional latency of a collective for each rank in it (aiconfigurator-core 0.12.0, allreduce_h200_sglang: 3.1, 4.3
+and 6.7 us for 2, 4 and 8 GPUs with 128 kB)."""
 
 
 class Collectives:

@@ -1,4 +1,4 @@
-"""What share of the hardware an engine reaches, and its own times: fitted by `benchmarks.planner_fit`."""
+"""The share of the hardware that an engine reaches, and its own times: fitted by `benchmarks.planner_fit`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class Efficiency:
     Attributes:
         hbm, experts_hbm, attention_hbm: share of peak bandwidth of projections, routed experts and KV.
         flops, attention_flops: share of the peak rate of large products and of attention.
-        layer_us: of one layer besides its bytes and operations: launches, gaps, small kernels.
-        prefill_layer_us: more of it in a step with prompts, which runs without a graph.
-        step_us, row_us: of a step on the host that the device waits for, and of one request in it.
+        layer_us: time of one layer besides its bytes and operations: launches, gaps, small kernels. prefill_layer_us:
+        additional time in a step with prompts, which runs without a graph. step_us, row_us: host time of a step for
+        which the device waits, and of one request in it.
         message: factor on the latency of collectives. link: share of a link's bandwidth.
-        token_ns: of one prompt token in one layer besides products, per 1,000 channels: norms, routing, permutation.
-        prompt_weight: seconds that a decode loses for a second of others' prompts.
-        queue: share of the others' prompts that a new prompt waits for in a closed loop.
-        request_ms: of a request outside steps.
+        token_ns: time of one prompt token in one layer besides products, per 1,000 channels: norms, routing,
+        permutation.
+        prompt_weight: seconds that a decode loses for a second of other requests' prompts.
+        queue: share of other requests' prompts for which a new prompt waits in a closed loop.
+        request_ms: time of a request outside steps.
         kv: dtype of the KV cache unless the launch gives another.
-        deviations: factor on the time of a step by `deviation_keys`, where it was measured.
+        deviations: factor on the time of a step by `deviation_keys`, if measured.
         prompt_deviations: the same for the time to the first token.
     """
 
@@ -64,7 +65,7 @@ class Efficiency:
 
 
 def deviation_keys(model: ModelFacts, precision: Precision, gpu: str, form: Form, kind: str = "") -> tuple[str, ...]:
-    """Names of what a measured point has in common with another, coarse to fine: model and dtype, GPU, form."""
+    """Keys of the properties that two measured points may share, coarse to fine: model and dtype, GPU, form."""
     coarse = f"{kind}{model.key} {precision.experts}"
     return coarse, f"{coarse} {gpu}", f"{coarse} {gpu} {form.ranks}/dp{form.attn_dp}/ep{form.ep}"
 
@@ -78,7 +79,7 @@ def load_efficiency(engine: str) -> Efficiency:
     """The constants of an engine.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none for this name.
     """
     if engine not in engines():
         raise ConfigError(f"--like {engine}: must be one of {', '.join(engines())}")

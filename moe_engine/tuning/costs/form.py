@@ -1,11 +1,11 @@
-"""How a model lies on ranks, for the cost files."""
+"""The distribution of a model over ranks, for the cost files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "fp4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 32}
-"""Of a weight with its share of the scales."""
+"""Bytes of a weight with its share of the scales."""
 
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
@@ -15,7 +15,7 @@ class Form:
     """The ranks of one replica.
 
     Attributes:
-        ranks: of the replica. attn_dp: attention groups. ep: ranks with different experts.
+        ranks: ranks of the replica. attn_dp: attention groups. ep: ranks with different experts.
         travels: tokens are dispatched to their experts' ranks; else every rank processes all tokens.
         redundant: copies of experts besides the routed ones.
         overlap: two batches overlap products and messages (two-batch overlap).

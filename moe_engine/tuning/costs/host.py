@@ -1,4 +1,4 @@
-"""Seconds of a step that the device waits for the host: schedule, inputs, tokens out."""
+"""Seconds of a step for which the device waits for the host: schedule, inputs, tokens out."""
 
 from __future__ import annotations
 

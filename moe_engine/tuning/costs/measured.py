@@ -36,14 +36,14 @@ class CostFile:
 
     Attributes:
         decode: step seconds over the number of requests, by drafts each; short contexts.
-        context_second: of each context token of a decoding request, beyond `context_base` a request.
+        context_second: seconds of each context token of a decoding request, beyond `context_base` a request.
         prefill: step seconds over the number of prompt tokens, without a cached prefix.
-        cached_second: of each cached token before the new tokens of a prompt.
-        pair_second: of each pair of a new token with a token before it, beyond those of one prompt without a cached
-            prefix.
-        answer_seconds: of an answer outside the engine's steps: HTTP, tokenization, detokenization.
-        arrival_seconds: delay of the step that runs by a request that arrives: the part of that work that takes the
-            cores of the steps.
+        cached_second: seconds of each cached token before the new tokens of a prompt.
+        pair_second: seconds of each pair of a new token with an earlier token, beyond the pairs of one prompt without a
+        cached prefix.
+        answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
+        arrival_seconds: delay of the running step by an arriving request: the part of that work that takes cores from
+        the steps.
         acceptance: chance that a draft at each position is accepted if those before it are.
         launch: flags of the server that was measured.
         ledger: bytes by row: predicted and allocated.
@@ -67,7 +67,7 @@ class CostFile:
 
     @classmethod
     def load(cls, path: str) -> CostFile:
-        """Raises ConfigError: no cost file, or of another version."""
+        """Raises ConfigError: not a cost file, or one of another version."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -114,7 +114,7 @@ class MeasuredCosts:
 
     def _prefill(self, shape: StepShape) -> float:
         file, count = self._file, shape.prefill_tokens
-        pairs = shape.prefill_pairs - count * (count + 1) // 2  # fewer than those of one prompt, if it is several
+        pairs = shape.prefill_pairs - count * (count + 1) // 2  # several prompts have fewer pairs than one
         seconds = file.prefill.at(count) + shape.prefill_cached * file.cached_second + pairs * file.pair_second
         return max(seconds, file.prefill.seconds[0])
 
@@ -124,7 +124,7 @@ class MeasuredCosts:
         return self._of_depth(shape.drafts, rows) + context * file.context_second
 
     def _of_depth(self, drafts: int, rows: int) -> float:
-        """Linear between the measured depths."""
+        """Seconds at a draft depth; linear between the measured depths."""
         depths = self._depths
         if drafts in self._file.decode or len(depths) == 1:
             return self._file.decode.get(drafts, self._file.decode[depths[0]]).at(rows)

@@ -1,4 +1,4 @@
-"""What the cost of a step depends on in a model: counts of weights, KV and operations, from config.json.
+"""The facts of a model that determine the cost of a step: counts of weights, KV and operations, from config.json.
 
 Works for models that this engine does not serve (Gated DeltaNet layers, sliding windows, sparse attention), because
 the planner also predicts other engines. Legend: weights are elements, not bytes.
@@ -14,7 +14,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config_fields import Fields, text_fields
 
 CACHED_STATE_BYTES = 4
-"""Of a number in the state of a linear-attention layer: float32."""
+"""Bytes of a number in the state of a linear-attention layer: float32."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as the cost files see it. `expert` is one routed expert of one layer; the other weights are of one layer
-    of their kind, `head` of the whole model."""
+    """A model in the terms of the cost files. `expert` is one routed expert of one layer; the other weights are of one
+    layer of their kind, `head` of the whole model."""
 
     name: str
     hidden: int
@@ -78,7 +78,7 @@ class ModelFacts:
 
     @property
     def num_parameters(self) -> int:
-        """Of projections, experts and the head; norms, biases and the embedding are left out."""
+        """Weights of projections, experts and the head; without norms, biases and the embedding."""
         attention = sum(group.layers * (group.sharded + group.replicated) for group in self.attention)
         moe = self.moe_layers * (self.num_experts * (self.expert + self.hidden) + self.shared)
         return attention + self.dense_layers * self.dense + moe + self.head
@@ -126,7 +126,7 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     """``bf16``, ``fp8``, ``fp4`` or ``int4``: how the routed experts (or all projections) are stored."""
     quantization = raw.get("quantization_config") or text_fields(raw).get("quantization_config") or {}
     text = str(quantization).lower()
-    if not quantization:
+    if not quantization or "'quant_method': 'gguf'" in text:  # GPUs dequantize GGUF blocks while loading
         return "bf16"
     if "nvfp4" in text or "mxfp4" in text or "fp4" in text:
         return "fp4"

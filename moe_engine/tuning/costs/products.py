@@ -8,7 +8,7 @@ from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import GpuFacts
 
 COMPUTED = {"bf16": "bf16", "int4": "bf16", "fp8": "fp8", "fp4": "fp4"}
-"""Units that multiply weights of a dtype."""
+"""The GPU's units that multiply weights of a dtype."""
 
 
 class Products:
@@ -24,7 +24,7 @@ class Products:
         other, bandwidth = WEIGHT_BYTES[precision.other], gpu.peak_bytes_per_s
         rate = gpu.rate(COMPUTED[precision.other]) * share.flops
         self.own_bytes_s = attention * other / (bandwidth * share.hbm)
-        self.own_flops_s = 2 * attention / rate  # of a token of this attention group
+        self.own_flops_s = 2 * attention / rate  # for a token of this attention group
         self.shared_bytes_s = (beside * other + router * 2) / (bandwidth * share.hbm)
         self.shared_flops_s = 2 * (beside + router / (form.ranks if form.travels else 1)) / rate
         self.everyone = not whole
@@ -37,11 +37,12 @@ class Products:
         held = model.moe_layers * model.expert / form.moe_tp
         self.experts_bytes_s = local * held * WEIGHT_BYTES[precision.experts] / (bandwidth * share.experts_hbm)
         peak = gpu.rate(COMPUTED[precision.experts]) * share.flops
-        self.experts_flops_s = 2 * model.top_k / form.ep * held / peak  # of a token of the expert-parallel group
+        self.experts_flops_s = 2 * model.top_k / form.ep * held / peak  # for a token of the expert-parallel group
         self.token_s = model.layers * share.token_ns * 1e-12 * model.hidden * _NOMINAL / bandwidth
 
     def parts(self, tokens: int, logits: int, everyone: int, skew: float) -> tuple[tuple[float, float], ...]:
-        """tokens, everyone: of this attention group, and of all of them. logits: rows that the head computes."""
+        """tokens, everyone: tokens of this attention group, and of all attention groups. logits: rows that the head
+        computes."""
         shared = everyone if self.everyone else tokens
         found = [
             (self.own_bytes_s, self.own_flops_s * tokens),

@@ -16,8 +16,8 @@ from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.hardware.table import Cluster
 
 HIDDEN = 0.5
-"""Share of balanced messages that two-batch overlap hides: their kernels take multiprocessors, and waiting for slow
-ranks stays. SGLang's report of 2025-05-05: 27 to 35 % more prompt tokens, 25.5 % more output tokens at 256 requests a
+"""Share of balanced messages that two-batch overlap hides: their kernels take multiprocessors, and the wait for slow
+ranks remains. SGLang's report of 2025-05-05: 27 to 35 % more prompt tokens, 25.5 % more output tokens at 256 requests a
 GPU."""
 
 
@@ -29,7 +29,7 @@ class RooflineCost:
         form: the ranks of a replica.
         precision: dtypes of weights and KV.
         cluster: GPU and network.
-        share: what the engine reaches of them.
+        share: the share of them that the engine reaches.
         deviation: factor on everything, from points measured with this model (1: none).
     """
 

@@ -1,4 +1,4 @@
-"""Contract between the sources of step costs and those that use them."""
+"""Contract between the sources of step costs and their users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepShape:
         prefill_tokens: prompt tokens computed in the step.
         prefill_pairs: sum over prompt tokens of the tokens that each attends to.
         global_tokens: tokens of all ranks of the expert-parallel group in the step, at least the rank's own.
-        expert_skew: load of the busiest rank's experts over the mean, at least 1; 0: what the model expects.
+        expert_skew: load of the busiest rank's experts over the mean, at least 1; 0: the model's expectation.
         prefill_cached: context tokens before the prompt tokens of the step, which it does not compute.
     """
 

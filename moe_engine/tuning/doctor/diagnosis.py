@@ -26,7 +26,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that held, with its evidence. `windows`: (in how many it held, of how many)."""
+    """A rule that held, with its evidence. `windows`: (number in which it held, number of windows)."""
 
     name: str
     severity: str
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """Takes in windows one by one, so that a long log is read as a stream."""
+    """Evaluates windows one by one, so that a long log is read as a stream."""
 
     costs: Costs | None = None
     num_windows: int = 0
@@ -63,7 +63,7 @@ class Diagnosis:
                 self._held[rule.name] = (count + 1, statistics)
 
     def findings(self) -> list[Finding]:
-        """In the table's order, errors first. Evidence is of the last window in which the rule held."""
+        """Findings in the table's order, errors first. The evidence is from the last window in which the rule held."""
         found = [self._finding(rule, *self._held[rule.name]) for rule in RULES if rule.name in self._held]
         return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
@@ -93,7 +93,7 @@ class Diagnosis:
 
 
 def evaluate(rule: Rule, statistics: Statistics) -> bool | None:
-    """Whether the rule holds in a window; None: a fact that it needs is not there."""
+    """Whether the rule holds in a window; None: a fact that it needs is missing."""
     if any(value_of(statistics, name) is None for name in rule.needs):
         return None
     return bool(rule.holds(statistics))
@@ -120,7 +120,7 @@ class _Unknown:
 
 
 def worst(findings: Iterable[Finding]) -> int:
-    """Exit code: 1 if a finding asks for a change, else 0."""
+    """Exit code: 1 if a finding recommends a change, else 0."""
     return int(any(finding.severity != "info" for finding in findings))
 
 

@@ -1,4 +1,4 @@
-"""What a log or a server reports about its launch: flags, sizes, memory."""
+"""Facts that a log or a server reports about its launch: flags, sizes, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Launch:
     """Facts that become known line by line. Sizes are GB (2^30 bytes) of one GPU, None: not reported.
 
     Attributes:
-        flags: of the server_args line, or of /server_info: resolved values by name.
+        flags: those of the server_args line, or of /server_info: resolved values by name.
         engine: ``moe-engine`` or ``sglang``, whose flags differ in spelling.
         total_gb: free memory before the weights were loaded, nearly the GPU's.
     """
@@ -30,10 +30,10 @@ class Launch:
     kv_dtype: str | None = None
     available_gb: float | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
-    """Of the start-up summary: max_running_requests, chunked_prefill_size, ..."""
+    """Values of the start-up summary: max_running_requests, chunked_prefill_size, ..."""
 
     def take(self, event: LogEvent) -> None:
-        """Takes in an event of the start; others are ignored."""
+        """Adds an event of the start; other events are ignored."""
         values = event.values
         if event.kind == "startup":
             self.sizes = values
@@ -61,7 +61,7 @@ class Launch:
 
     @property
     def on_gpu(self) -> bool:
-        """Unless the flags name the CPU: there no memory is fixed and no graph is captured."""
+        """False if the flags name the CPU, where no memory is fixed and no graph is captured."""
         return self.flag("device") != "cpu"
 
     @property

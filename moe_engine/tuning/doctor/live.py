@@ -1,7 +1,7 @@
 """Samples a running server over HTTP -> the events that its log would have.
 
 This engine's servers keep a history of the last minutes (``/doctor``). SGLang's are sampled once a second, by
-/server_info, /v1/loads or /get_load, and /metrics where it is enabled; nothing is generated.
+/server_info, /v1/loads or /get_load, and /metrics where it is enabled; no request is sent for generation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOTALS = {
 
 
 class LiveServer:
-    """A server at `url`. Raises ConfigError, in one line with the fix, where it cannot be read."""
+    """A server at `url`. Raises ConfigError, in one line with the fix, if it cannot be read."""
 
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url if "://" in url else f"http://{url}"
@@ -81,7 +81,7 @@ class LiveServer:
         ]
 
     def metrics(self) -> str | None:
-        """None: the server has none."""
+        """The server's Prometheus page; None: the server has none."""
         answer = self._get("/metrics/")
         if answer.status_code != 200:
             answer = self._get("/metrics")
@@ -127,7 +127,7 @@ def launch_of(info: Mapping[str, Any]) -> Launch:
 
 @dataclass
 class Sampler:
-    """Events of a server, from samples: a decode event for each rank and sample, and events for what was counted
+    """Events of a server, from samples: a decode event for each rank and sample, and events for counters that grew
     since the sample before."""
 
     launch: Launch

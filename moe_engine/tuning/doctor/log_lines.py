@@ -1,7 +1,7 @@
 """One line of a server's log -> an event. Reads the formats of SGLang 0.4 to 0.5.23 and of this engine.
 
 The prefix of a line has a time and the ranks: ``[2025-08-11 17:17:03 DP0 TP0]``. Container runtimes and log collectors
-put times of their own before it; lines of old releases have a clock time only, and some logs have none.
+put times of their own before it; lines of old releases have a clock time only, and some logs have no times.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Kind = Literal[
 
 
 class LogEvent(NamedTuple):
-    """What a line reports. `time`: seconds, of which only differences count; None: the line has no time. `rank`: its
-    words in order (``DP1 TP4``). `values`: by kind, see `VALUES` and the functions below."""
+    """What a line reports. `time`: seconds, of which only differences matter; None: the line has no time. `rank`: the
+    words of the rank in order (``DP1 TP4``). `values`: by kind, see `VALUES` and the functions below."""
 
     kind: Kind
     time: float | None
@@ -31,7 +31,7 @@ class LogEvent(NamedTuple):
 
 
 class BrokenLine(ValueError):
-    """The line starts as a known one, and is cut off or damaged."""
+    """The line starts like a known line, and is cut off or damaged."""
 
 
 VALUES = {
@@ -56,7 +56,7 @@ VALUES = {
     "#retracted-req": "retracted",
     "#pending-token": "pending_token",
 }
-"""Value of a batch line by its name in the log. A pool of a kind of layers counts as the KV cache: the fullest does."""
+"""Value of a batch line by its name in the log. If kinds of layers have pools of their own, the fullest pool counts."""
 WORDS = {"True": 1.0, "False": 0.0}
 REQUIRED = {
     "decode": frozenset(("running", "usage", "queue")),
@@ -104,7 +104,7 @@ DECODE_WORDS = ("decode", "Decode", "alloc_for_decode")
 
 
 def parse(line: str) -> LogEvent | None:
-    """The event of a line; None for lines that report nothing the rules use.
+    """The event of a line; None for lines without facts that the rules use.
 
     Raises:
         BrokenLine: cut off or damaged.
@@ -121,7 +121,7 @@ def parse(line: str) -> LogEvent | None:
 
 
 def split_glued(line: str) -> list[str]:
-    """The lines of several processes that wrote into one, without line breaks between them."""
+    """Splits lines of several processes that were written without line breaks between them."""
     starts = [found.start() for found in _BRACKET.finditer(line)]
     return [line[start:end] for start, end in zip([0, *starts[1:]], [*starts[1:], len(line)])]
 

@@ -49,7 +49,7 @@ class LogReader:
             self.line(line)
 
     def line(self, line: str) -> None:
-        """Takes in a line of the log."""
+        """Reads a line of the log."""
         self.num_lines += 1
         line = line[:MAX_LINE]
         parts = split_glued(line) if line.count("batch") > 1 else (line,)
@@ -98,12 +98,12 @@ class LogReader:
         self._window.add(event, self.num_lines, line)
 
     def _phase(self) -> str | None:
-        """Of an out-of-memory error: by the functions in the traceback above it, else by the last batch."""
+        """Phase of an out-of-memory error: by the functions in the traceback above it, else by the last batch."""
         found = (phase_of(line) for line in reversed(self._before) if line.startswith((" ", "\t")))
         return next((phase for phase in found if phase), None) or self._last_phase
 
     def _is_repeated(self, event: LogEvent) -> bool:
-        """A batch that another rank of the same attention group has reported too: the first rank counts."""
+        """Whether another rank of the same attention group has reported the batch: only the first rank counts."""
         return self._leaders.setdefault(_group(event.rank), event.rank) != event.rank
 
     def _in_order(self, event: LogEvent) -> LogEvent:

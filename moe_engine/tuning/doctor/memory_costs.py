@@ -1,7 +1,7 @@
 """Memory that a change of a flag costs: the ledger of the launch with the change minus the ledger without it.
 
-The ledger needs the model's config. Where its folder is not on this machine (a log of another one), the sizes that
-the log reports give what can be known.
+The ledger needs the model's config. If its folder is not on this machine (a log of another machine), costs are
+estimated from the sizes in the log, as far as possible.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LedgerCosts:
 
     Args:
         args: the flags as given.
-        machine: as it was before the start.
+        machine: its state before the start.
     """
 
     def __init__(self, args: EngineArgs, machine: Machine | None) -> None:
@@ -82,7 +82,7 @@ def _changed(args: EngineArgs, name: str, value: Any) -> EngineArgs:
 
 
 def difference(before: MemoryLedger, after: MemoryLedger) -> Cost:
-    """In the rows of the ledger, and in the tokens of the KV cache."""
+    """Difference in the rows of the ledger, and in the tokens of the KV cache."""
     names = dict.fromkeys(row.name for ledger in (before, after) for row in ledger.rows)
     changed = {name: after.bytes_of(name) - before.bytes_of(name) for name in names}
     parts = [f"{name} {_signed(size)}" for name, size in changed.items() if size]
@@ -100,7 +100,8 @@ def _signed(size: int) -> str:
 
 
 class ReportedCosts:
-    """Costs from what a log or a foreign server reports: by the ledger if the model's folder is here."""
+    """Costs from the values that a log or another engine's server reports: by the ledger if the model's folder is on
+    this machine."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -116,7 +117,7 @@ class ReportedCosts:
         return LedgerCosts(args, machine).of(change, statistics)
 
     def _reported(self, change: Change) -> Cost | None:
-        """Of flags whose cost follows from the reported sizes; None: others, or sizes that are not reported."""
+        """Cost of flags that follows from the reported sizes; None: other flags, or sizes not reported."""
         launch = self._launch
         if change.flag == "--kv-cache-dtype" and launch.kv_tokens and launch.kv_gb:
             tokens = launch.kv_tokens

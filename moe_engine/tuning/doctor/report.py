@@ -16,7 +16,7 @@ MAX_LINE = 160
 class Report:
     """
     Attributes:
-        source: what was read, for the first line.
+        source: the log or server that was read, for the first line.
         without_facts: rules that could not be evaluated.
     """
 
@@ -72,7 +72,7 @@ def _counts(report: Report) -> str:
         parts.append(f"{report.num_lines} lines{broken}, {report.num_batches} of batches")
     parts.append(f"{report.num_windows} {'window' if report.num_windows == 1 else 'windows'}")
     asking = sum(finding.severity != "info" for finding in report.findings)
-    parts.append(f"{asking} of {len(RULES)} rules ask for a change" if asking else "no rule asks for a change")
+    parts.append(f"{asking} of {len(RULES)} rules recommend a change" if asking else "no rule recommends a change")
     return ", ".join(parts)
 
 

@@ -26,23 +26,23 @@ FREE_GOAL_GB = 6.5
 CONSERVATIVE, LESS_CONSERVATIVE = 1.3, 0.3
 FULL = 0.95
 SHARED_PREFIXES = 0.1
-"""Hit rate from which the requests share prefixes at all."""
+"""Hit rate above which the requests are regarded as sharing prefixes."""
 GOOD_HIT_RATE = 0.8
 LPM_QUEUE = 128
-"""Requests in the queue above which lpm is fcfs."""
+"""Requests in the queue above which lpm behaves as fcfs."""
 LONG_RUN = 4
-"""Full chunks of one prompt that make it a long one."""
+"""Full chunks from which on a prompt is long."""
 STALLS = 0.2
-"""Share of prefill lines from which chunks beside running requests are no exception."""
+"""Share of prefill lines above which chunks beside running requests are not an exception."""
 LARGEST_CHUNK = 16384
 POOR_BALANCE = 0.7
 POOR_DRAFTS = 1.3
 """Tokens a request and step, below which drafts cost more than they save."""
 DRAFT_COST = 0.15
-"""Of a draft step, with its share of the verification, in plain steps: the low end of published MTP layers."""
+"""Cost of a draft step, with its share of the verification, in plain steps: the low end of published MTP layers."""
 UNBALANCED = 1.5
 DP_WEIGHTS = 0.5
-"""Share of a GPU's memory that a whole copy of the weights may take for data parallelism to leave room for KV."""
+"""Share of a GPU's memory that a whole copy of the weights may take so that data parallelism leaves room for KV."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Rule:
         evidence: template over the statistics.
         line: key in `Statistics.lines` of a line that shows it.
         change: the flag and its value.
-        effect: what the change will do.
+        effect: the effect of the change.
         severity: ``info`` does not count for the exit code.
     """
 
@@ -88,7 +88,8 @@ def _fraction(s: Statistics, goal: float = FREE_GOAL_GB) -> Change:
 
 
 def _free(s: Statistics) -> float:
-    """GB that the fraction left free. This engine's ledger has counted the largest step: no rule of thumb is better."""
+    """GB that the fraction left free. This engine's ledger has counted the largest step, so no rule of thumb
+    applies."""
     launch = s.launch
     return FREE_GOAL_GB if launch.is_ours or not launch.on_gpu or launch.available_gb is None else launch.available_gb
 
@@ -98,13 +99,13 @@ def _limit(s: Statistics) -> float:
 
 
 def _more_conservative(s: Any) -> float:
-    """The default where less is set, else 1.3 times as much."""
+    """The default if less is set, else 1.3 times the value."""
     current = s.launch.flag("schedule_conservativeness")
     return 1.0 if current is not None and current < 1 else round(CONSERVATIVE * (current or 1.0), 2)
 
 
 def _useful_requests(s: Any) -> int:
-    """As many as wait, or as fill the KV cache, if those are fewer."""
+    """Min of the waiting requests and the requests that fill the KV cache."""
     return max(int(_limit(s)) + 1, int(min(s.running + s.queue, _limit(s) * ROOM / max(s.usage, 0.01))))
 
 
@@ -150,7 +151,7 @@ def _drafts(s: Statistics) -> Change:
 
 
 def _least_accept_len(s: Any) -> float:
-    """Tokens of a step that pay its drafts; with an automatic depth the engine measures that itself."""
+    """Tokens of a step at which its drafts pay off; with an automatic depth the engine measures this itself."""
     steps = s.launch.flag("speculative_num_steps")
     if (s.launch.flag("speculation") or {}).get("auto_depth"):
         return 0.0

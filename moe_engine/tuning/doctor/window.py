@@ -17,14 +17,14 @@ ROOM = 0.9
 MAX_SMALL_BATCH = 512
 """Requests of a decode step up to which a CUDA graph is worth its memory (guide: 512 to 768)."""
 LEAST_LINES = 5
-"""Batch lines of a kind below which shares and medians mean nothing."""
+"""Min batch lines of a kind for shares and medians to be meaningful."""
 MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
 _DP = re.compile(r"DP(\d+)")
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A window. None: the log has nothing about it, or less than `LEAST_LINES` lines.
+    """A window. None: the log has no line with this value, or fewer than `LEAST_LINES`.
 
     Attributes:
         minutes: length; None: lines without times.
@@ -81,7 +81,8 @@ class Window:
 
     launch: Launch
     of_log: bool = True
-    """Of a log; False: of samples of a server, which report no single chunk, no late rank and no failure."""
+    """Whether the events are from a log; False: from samples of a server, which report no single chunk, no late rank
+    and no failure."""
     began: float | None = None
     ended: float | None = None
     decode: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEDIANS})
@@ -96,7 +97,7 @@ class Window:
     new_seqs: float = 0.0
     num_full: int = 0
     beside: list[float] = field(default_factory=list)
-    """Requests that ran beside each full chunk, where there were any."""
+    """Requests that ran beside each full chunk, if there were any."""
     runs: Counter[str] = field(default_factory=Counter)
     stalling: Counter[str] = field(default_factory=Counter)
     longest_run: int = 0
@@ -105,7 +106,7 @@ class Window:
     counts: Counter[str] = field(default_factory=Counter)
     late: Counter[str] = field(default_factory=Counter)
     ranks: dict[int, float] = field(default_factory=dict)
-    """Sum of the running requests over the decode lines of each DP rank: an idle rank writes none."""
+    """Sum of the running requests over the decode lines of each DP rank: an idle rank writes no lines."""
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
@@ -113,7 +114,7 @@ class Window:
         return not (self.num_decode or self.num_prefill or self.counts or self.balance or self.late)
 
     def add(self, event: LogEvent, number: int = 0, text: str = "") -> None:
-        """Takes in an event; `number` and `text` of its line, kept as evidence."""
+        """Adds an event; `number` and `text` of its line are kept as evidence."""
         if event.time is not None:
             self.began = event.time if self.began is None else min(self.began, event.time)
             self.ended = event.time if self.ended is None else max(self.ended, event.time)
@@ -170,10 +171,10 @@ class Window:
         self.lines["prefill"] = line
         self.ranks.setdefault(_group(rank), 0.0)
         if values.get("is_sum"):
-            return  # of several batches: nothing about their chunks
+            return  # the line covers several batches and does not report their chunks
         chunk = self.launch.flag("chunked_prefill_size")
         if chunk and chunk > 0 and values["new_token"] >= chunk and values.get("new_seq", 1) <= 1:
-            continued = self.launch.is_ours and self.runs[rank] > 0  # it counts among the running ones there
+            continued = self.launch.is_ours and self.runs[rank] > 0  # it counts as running there
             self.runs[rank] += 1
             self.longest_run = max(self.runs[rank], self.longest_run)
             self.num_full += 1
@@ -183,7 +184,7 @@ class Window:
             self.runs[rank] = self.stalling[rank] = 0  # the end of a prompt
 
     def _beside(self, running: float, rank: str, line: tuple[int, str]) -> None:
-        """A full chunk while `running` other requests run."""
+        """Counts a full chunk while `running` other requests run."""
         if not running:
             self.stalling[rank] = 0
             return

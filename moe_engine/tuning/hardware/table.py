@@ -26,7 +26,7 @@ class GpuFacts:
         flops: peak operations a second by dtype: ``bf16``, ``fp8``, ``fp4``.
         link_bytes_per_s, link_latency_us: to another GPU of the node.
         domain_size: GPUs that reach each other by NVLink.
-        network: the interconnect between domains unless another is asked for.
+        network: the interconnect between domains unless another is given.
         relative_flops: share of the peak that large products reach, over that of an H100.
     """
 
@@ -48,7 +48,7 @@ class GpuFacts:
 
     def rate(self, dtype: str) -> float:
         """Operations a second; a dtype without units of its own runs in the next wider one. The peak of the data sheet,
-        unless products reach another share of it than on an H100."""
+        scaled if products reach a different share of it than on an H100."""
         order = ("fp4", "fp8", "bf16")
         wider = order[order.index(dtype) :] if dtype in order else ("bf16",)
         return self.relative_flops * next(self.flops[each] for each in wider if each in self.flops)

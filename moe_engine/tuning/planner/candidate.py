@@ -23,7 +23,7 @@ class Candidate:
         kv: ``bf16`` or ``fp8``. chunk: prompt tokens of a step of one attention group.
         rows: running requests of one attention group. drafts: MTP depth.
         model_path: as in the command.
-        mode: of --disaggregation-mode: ``prefill`` or ``decode``; empty: the engine does both.
+        mode: value of --disaggregation-mode: ``prefill`` or ``decode``; empty: the engine does both.
     """
 
     form: Form
@@ -47,7 +47,8 @@ class Candidate:
 
     @property
     def of_one_launch(self) -> Candidate:
-        """The candidate as far as the flags of its launch depend on it: engines of a mode are launches of their own."""
+        """The part of the candidate that determines the flags of one launch: engines of each mode are launches of their
+        own."""
         return replace(self, replicas=1) if self.mode else self
 
     @property
@@ -102,7 +103,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """``16 x [TP8] ...``: one line for people."""
+        """``16 x [TP8] ...``: one line for the report."""
         form = self.form
         parts = [
             f"TP{form.attn_tp}" if form.attn_tp > 1 or form.ranks == 1 else "",
@@ -128,7 +129,7 @@ def sbatch_command(flags: Mapping[str, Any], cluster: Cluster) -> str:
 
 
 def launches(replicas: int, flags: Mapping[str, Any]) -> int:
-    """Times that a command is started: replicas beyond one machine are launches of their own."""
+    """Number of times that a command is started: replicas on further machines are launches of their own."""
     return -(-replicas // flags.get("dp_size", 1))
 
 

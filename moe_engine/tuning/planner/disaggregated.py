@@ -22,7 +22,7 @@ BUSY = 0.85
 """Share of the time in which prefill engines compute: above it, prompts wait longer than they take."""
 PREFILL_CHUNKS = (*CHUNKS, 16384)
 PREFILL_ROWS = 32
-"""Requests of an attention group of a prefill engine: those that are computed, and those whose KV is under way."""
+"""Requests of an attention group of a prefill engine: those being computed, and those whose KV is in transfer."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class PrefillSide:
     """A prefill engine.
 
     Attributes:
-        seconds: of a prompt in an idle engine. per_s: prompts a second of a busy engine.
-        transfer_s: of the KV of the last chunk. parts: seconds by resource.
+        seconds: time of a prompt in an idle engine. per_s: prompts a second of a busy engine. transfer_s: transfer time
+        of the KV of the last chunk. parts: seconds by resource.
     """
 
     candidate: Candidate
@@ -102,7 +102,7 @@ class DisaggregatedSearch:
                             yield point
 
     def _prefills(self, gpus: int, kv: str, model_path: str, refused: dict[str, str]) -> list[PrefillSide]:
-        """The engines that no other exceeds in prompts a second of a GPU and in the seconds of a prompt."""
+        """The Pareto front of engines by prompts a second of a GPU and seconds of a prompt."""
         sides = [
             self._prefill(Candidate(variant, 1, kv, chunk, PREFILL_ROWS, 0, model_path, "prefill"))
             for size in self._sizes(gpus)
@@ -153,7 +153,7 @@ class DisaggregatedSearch:
                     yield replace(plain, form=variant, drafts=drafts), room.tokens
 
     def _sizes(self, gpus: int) -> Iterator[int]:
-        """Ranks of an engine that leave a GPU to the other side."""
+        """Sizes of an engine that leave a GPU to the other side."""
         size = 1
         while size < gpus:
             yield size

@@ -1,4 +1,4 @@
-"""The forms of parallelism that divide a number of GPUs, and the sizes and options that may pay."""
+"""The forms of parallelism that divide a number of GPUs, and the sizes and options that may pay off."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def variants(form: Form) -> list[Form]:
 
 
 def depths(facts: ModelFacts) -> range:
-    """MTP depths that may pay."""
+    """MTP depths that may pay off."""
     return range(min(1, facts.mtp_layers) * MOST_DRAFTS + 1)
 
 

@@ -1,4 +1,4 @@
-"""The form of parallelism that the flags of a launch name."""
+"""The form of parallelism given by the flags of a launch."""
 
 from __future__ import annotations
 

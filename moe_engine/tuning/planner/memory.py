@@ -20,7 +20,7 @@ from moe_engine.tuning.planner.candidate import LEADER, Candidate
 
 @dataclass(frozen=True)
 class Room:
-    """What `serve` would do with a candidate: the ledger of a rank, or the refusal with its sum.
+    """The result of `serve` for a candidate: the ledger of a rank, or the refusal with its sum.
 
     Attributes:
         tokens: KV slots of an attention group. running: requests that a launch admits, of one attention group.
@@ -35,7 +35,7 @@ class Room:
     chunk: int = 8192
     """Prompt tokens of a step of an attention group; -1: any number."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Of the launch, by field name: the user's and the candidate's."""
+    """Flags of the launch by field name: the user's and the candidate's."""
 
 
 class RoomOf(Protocol):
@@ -44,7 +44,7 @@ class RoomOf(Protocol):
     def of(self, candidate: Candidate) -> Room: ...
 
     def as_given(self) -> Room:
-        """Of the user's own flags."""
+        """The ledger of the user's own flags."""
 
 
 def resolve_for(args: EngineArgs, model: ModelConfig, cluster: Cluster) -> ResolvedConfig:
@@ -92,13 +92,13 @@ class Memory:
 
 
 ESTIMATED_SHARE = 0.88
-"""Of the memory that other engines leave to weights and KV."""
+"""Share of the memory that other engines leave to weights and KV."""
 
 MOST_RUNNING = 4096
 
 
 class EstimatedMemory:
-    """For models that this engine does not serve, whose ledger therefore does not exist: weights and KV alone."""
+    """An estimate (weights and KV alone) for models that this engine does not serve and that have no ledger."""
 
     def __init__(self, facts: ModelFacts, cluster: Cluster, dtype: str) -> None:
         self._facts, self._limit, self._dtype = facts, cluster.gpu.memory_bytes * ESTIMATED_SHARE, dtype

@@ -1,4 +1,4 @@
-"""What a candidate does under a workload: rates, latencies, and what binds them."""
+"""The performance of a candidate under a workload: rates, latencies, and the resources that bind them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROUTER = (
     "python -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 8998 "
     "--decode http://DECODE:30000"
 )
-"""In front of prefill and decode engines."""
+"""The router for prefill and decode engines."""
 
 
 def text_of(found: Found, cluster: Cluster) -> str:
@@ -43,7 +43,7 @@ def _plan_lines(plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield f"TTFT {ttft}; bound by {binds(prediction.prompt_binds)}"
     yield f"ITL {itl} median, {_ms(prediction.itl_p99_s)} p99; bound by {binds(prediction.decode_binds)}"
     for engine, room in zip(setup.sides, plan.rooms):
-        if room.ledger is None:  # this engine does not start it
+        if room.ledger is None:  # not served by this engine
             continue
         yield f"memory of the fullest rank{f' of a {engine.mode} engine' if engine.mode else ''}:"
         yield from (f"  {line}" for line in room.ledger.lines())

@@ -40,12 +40,12 @@ class Found:
 
 
 class Search:
-    """Tries candidates, then asks the memory ledger about the best.
+    """Predicts candidates, then checks the memory ledger of the best.
 
     Args:
-        concurrency: requests in all; None: any number.
+        concurrency: total requests; None: any number.
         kept: forms that the user's flags allow.
-        progress: is called with a line for each stage.
+        progress: called with a line for each stage.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Search:
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """Points that no other exceeds in tokens a second of a GPU and of a user, by falling tokens of a user."""
+    """The Pareto front by tokens a second of a GPU and of a user, in falling order of the latter."""
     front: list[Point] = []
     for setup, prediction in sorted(points, key=lambda point: (point[1].tpot_s, -point[1].output_per_gpu)):
         if not front or prediction.output_per_gpu > front[-1][1].output_per_gpu:

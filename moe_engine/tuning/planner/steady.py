@@ -1,7 +1,7 @@
 """The steady state of one replica under a fixed number of concurrent requests (closed loop).
 
-A request's tokens wait for the decode steps of its batch and for the prompts that the others bring meanwhile: each of
-the N requests computes one prompt while N - 1 others pass. Legend: N concurrency of a replica, n rows of a group.
+A request's tokens wait for the decode steps of its batch and for the prompts of other requests: while one request runs,
+each of the N - 1 others computes one prompt. Legend: N concurrency of a replica, n rows of a group.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 
 UNEVEN = 0.5
-"""Exponent of the attention groups with which their prompts delay each other: 0 if all prefill in the same steps, 1 if
-never."""
+"""Exponent of the number of attention groups in the delay by other groups' prompts: 0 if all groups prefill in the same
+steps, 1 if never."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Steady:
-    """Of one replica: seconds to the first token (mean, without its own transfer), between tokens, output tokens a
-    second, and what a decode step and a prompt consist of.
+    """The steady state of one replica: seconds to the first token (mean, without its own transfer), between tokens,
+    output tokens a second, and the parts of a decode step and of a prompt.
 
     Attributes:
-        step_s: of a decode step alone. prompt_s: that a prompt adds to the steps it is in.
+        step_s: seconds of a decode step alone. prompt_s: seconds that a prompt adds to its steps.
         busy: share of the time in which prompts are computed.
     """
 
@@ -68,7 +68,7 @@ def steady_state(
 
     Args:
         concurrency: running requests of the replica. chunk: prompt tokens of a step of one attention group.
-        drafts, accepted: draft tokens a step verifies, and how many of them it accepts on average.
+        drafts, accepted: draft tokens that a step verifies, and the mean number of accepted ones.
         prompt_deviation: measured factor on the time to the first token.
     """
     rows = max(1, round(concurrency / form.attn_dp + 0.499))

@@ -15,7 +15,7 @@ MOST_TOKENS = 1 << 24
 @dataclass(frozen=True)
 class Workload:
     """Mean lengths in tokens. `prompt`: new tokens of a turn; `shared`: prefix of all requests; `turns` of a
-    conversation, each of which sees the turns before."""
+    conversation, each of which contains the earlier turns."""
 
     prompt: int
     output: int

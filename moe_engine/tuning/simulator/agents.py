@@ -1,4 +1,4 @@
-"""Multi-turn agents: sessions that begin at random times, wait for tools between turns, and send all text before.
+"""Multi-turn agents: sessions that begin at random times, wait for tools between turns, and send all earlier text.
 
 A session is a chain of requests: each is sent after the answer to the one before. A sub-agent is a tool of its parent:
 its turns follow an answer of the parent, whose next turn waits for its last answer. Drawn lengths and pauses depend on
@@ -22,7 +22,7 @@ SESSION_NUMBERS = 1 << 28
 MOST_SESSIONS = 1 << 21
 
 Chain = Generator[Arrival, float, float]
-"""Yields a request, receives the time of its answer; returns the time of the last one."""
+"""Yields a request, receives the time of its answer; returns the time of the last answer."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class AgentShape:
     """Lengths in tokens; `pause`: mean seconds between an answer and the next turn.
 
     Sessions of a group share the system prompt. A turn's new input and its answer are uniform in half to one and a half
-    of their lengths. Of the `subagents` of a session, each of `subagent_turns`, the share `fork_share` begins with the
-    text of its parent, the others with a system prompt.
+    of their lengths. A session has `subagents`, each with `subagent_turns` turns. The share `fork_share` of them begins
+    with the text of its parent, the others with a system prompt.
     """
 
     turns: int = 8
@@ -46,7 +46,7 @@ class AgentShape:
     fork_share: float = 0.5
 
     def check(self) -> None:
-        """Raises ConfigError with the option of the value that cannot be."""
+        """Raises ConfigError: names the option with an impossible value."""
         for name, least in (
             ("turns", 1), ("system_len", 0), ("input_len", 1), ("output_len", 1), ("groups", 1), ("subagents", 0),
             ("subagent_turns", 1),
@@ -62,7 +62,7 @@ class AgentShape:
 
     @property
     def requests(self) -> int:
-        """Of a session, with those of its sub-agents."""
+        """Number of requests of a session, including those of its sub-agents."""
         return self.turns + self.subagents * self.subagent_turns
 
 

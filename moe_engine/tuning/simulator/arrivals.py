@@ -1,4 +1,4 @@
-"""Times between requests: Poisson, gamma (bursts) and a day's rhythm."""
+"""Times between requests: Poisson, gamma (bursts) and a daily cycle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def arrival_times(
 
     Args:
         rate: requests per second, on average.
-        burstiness: shape of gamma-distributed gaps: 1 is Poisson, below 1 more bursts.
+        burstiness: shape of gamma-distributed gaps: 1 is Poisson, below 1 burstier.
         amplitude: of a day: the rate varies between (1 - amplitude) and (1 + amplitude) times `rate`; it begins at its
             lowest.
     """
@@ -35,7 +35,7 @@ def arrival_times(
 
 
 def _next_of_day(now: float, rate: float, amplitude: float, rng: random.Random) -> float:
-    """By thinning: candidates at the highest rate are kept with the chance of the current one."""
+    """By thinning: candidates at the highest rate are kept with probability current rate / highest rate."""
     highest = rate * (1 + amplitude)
     while True:
         now += rng.expovariate(highest)

@@ -1,4 +1,4 @@
-"""Expert load of a simulation: what straggler ranks cost, and what EPLB and redundant experts gain.
+"""Expert load of a simulation: the cost of straggler ranks, and the gain of EPLB and redundant experts.
 
 Placement, EPLB and the order of moves are those of the engine (`moe_engine.parallel.placement`); the traffic has the
 same share of tokens for an expert in every pass. Ranks of a layer wait for the busiest one, so a pass is slower by the
@@ -27,14 +27,14 @@ from moe_engine.parallel.placement.policies import MIN_GAIN, plan_placement
 from moe_engine.parallel.placement.sources import from_any
 
 SCALE = 1 << 40
-"""Tokens of a layer in drawn counts, which the placement takes as whole numbers."""
+"""Tokens of a layer in drawn counts, which the placement needs as whole numbers."""
 
 
 def zipf_counts(exponent: float, moe_layers: Sequence[bool], num_experts: int, seed: int) -> NDArray[np.int64]:
     """Counts [L, E]: the expert at place i of a layer gets a share of 1 / i**exponent; the order is drawn per layer.
 
     Args:
-        moe_layers: whether a layer has experts; others have no counts.
+        moe_layers: whether a layer has experts; other layers have no counts.
     """
     rng = np.random.default_rng(seed)
     weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
@@ -46,7 +46,7 @@ def zipf_counts(exponent: float, moe_layers: Sequence[bool], num_experts: int, s
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Traffic of a model, and how a launch places its experts.
+    """Traffic of a model, and a launch's placement of its experts.
 
     Args:
         counts: tokens of each logical expert, [L, E]; layers without experts have none.
@@ -54,7 +54,7 @@ class ExpertLoad:
         settings: `--init-expert-location`, `--eplb-algorithm`, `--enable-eplb` and its intervals.
 
     Raises:
-        ConfigError: the counts are of another model, or the location is.
+        ConfigError: the counts or the location are of another model.
     """
 
     counts: NDArray[np.int64]
@@ -94,7 +94,7 @@ class ExpertLoad:
 
 
 def check_counts(counts: NDArray[np.int64], num_layers: int, num_experts: int, source: str) -> NDArray[np.int64]:
-    """Counts [L, E] of this model. Raises ConfigError: they are of another one, or empty."""
+    """Counts [L, E] of this model. Raises ConfigError: they are of another model, or empty."""
     if counts.shape != (num_layers, num_experts):
         raise ConfigError(
             f"{source}: has {counts.shape[0]} layers x {counts.shape[1]} experts, the model of --model-path has "
@@ -111,7 +111,7 @@ class Balancer:
     Attributes:
         skew: busiest rank over the mean, mean of the layers.
         rebalances: completed ones.
-        left: passes in which `skew` stays as it is.
+        left: passes in which `skew` is unchanged.
     """
 
     def __init__(self, load: ExpertLoad) -> None:
@@ -141,7 +141,7 @@ class Balancer:
         self.left = 1
 
     def _between(self, settings: RebalanceSettings) -> None:
-        """Moves have ended, or an interval."""
+        """Handles the end of moves, or of an interval."""
         if self._planned is not None:
             self.placement, self._planned = self._planned, None
             self.rebalances += 1
@@ -177,7 +177,7 @@ def _by_pass(pending: deque[deque[Chunk]], layers_at_once: int) -> Iterator[list
 
 
 def figures(load: ExpertLoad, balancers: list[Balancer]) -> dict[str, Any]:
-    """Of the result: skew at first and at last, rebalances, the straggler rank, and the skew of other placements."""
+    """Figures of the result: first and last skew, rebalances, the straggler rank, and the skew of other placements."""
     last = balancers[0]
     rank, share = load.straggler(last.placement)
     return {

@@ -1,4 +1,4 @@
-"""All replicas of a simulation, in order of simulated time, with the router in front of them."""
+"""All replicas of a simulation, in order of simulated time, and their router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """`num_replicas` engines of one kind. `method`: of the router, as `--load-balance-method`."""
+    """`num_replicas` engines of one kind. `method`: the router's, as `--load-balance-method`."""
 
     replica: ReplicaSpec
     num_replicas: int = 1
@@ -33,7 +33,7 @@ class FleetSpec:
     """Time without service after a rank is lost, without `--elastic-ep`."""
     elastic: bool = False
     least_groups: int = 1
-    """Groups of a replica that have room for all experts; with fewer it restarts also with `--elastic-ep`."""
+    """Min groups of a replica that can hold all experts; with fewer it restarts even with `--elastic-ep`."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Outcome:
     accept_length: float | None = None
     num_draft_steps: int = 0
     faults: list[Fault] = field(default_factory=list)
-    """Those that happened; `missed`: those after the last answer."""
+    """Faults that occurred; `missed`: faults after the last answer."""
     missed: list[Fault] = field(default_factory=list)
     expert_load: dict[str, Any] = field(default_factory=dict)
 
@@ -155,8 +155,8 @@ class Fleet:
             heapq.heappush(self._clocks, (replica.now, index))
 
     def _advance(self, until: float) -> None:
-        """Steps the replica that is furthest behind, until nothing else can reach it: to `until` if no arrival depends
-        on an answer, else to the next replica's clock."""
+        """Steps the replica that is furthest behind, as far as no other event can affect it: to `until` if no arrival
+        depends on an answer, else to the next replica's clock."""
         index = heapq.heappop(self._clocks)[1]
         self._timed.discard(index)
         replica = self.replicas[index]
@@ -170,7 +170,7 @@ class Fleet:
     # -- requests
 
     def _draw(self) -> None:
-        """Takes the next arrival that depends on no answer."""
+        """Takes the next arrival that does not depend on an answer."""
         arrival = next(self._source, None)
         if arrival is not None:
             self._push(arrival, drawn=True)
@@ -210,7 +210,7 @@ class Fleet:
     # -- faults
 
     def _fail(self, fault: Fault) -> None:
-        """A rank is lost. With `--elastic-ep` its requests continue elsewhere and its replica pauses; without, the
+        """Loses a rank. With `--elastic-ep` its requests continue elsewhere and its replica pauses; without it, the
         requests of the replica fail and it restarts."""
         groups = self.spec.replica.num_groups
         index = fault.rank * len(self._places) // max(fault.num_ranks, 1)

@@ -1,7 +1,7 @@
 """One scheduler of a simulation, and the answers of the model that it drives.
 
 The scheduler is the production one, with its radix cache, admission, retraction and draft depth; only the results of
-its steps are made up here: every request gets the tokens of its answer, and drafts are accepted by chance.
+its steps are generated here: every request gets the tokens of its answer, and drafts are accepted by chance.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Group:
 
     Attributes:
         load_tokens: prompt and answer tokens of its requests, without those of a run.
-        run_rows: requests that decode in its run; 0: it is in none.
-        run_from: of its run, the step count of the replica when it began.
+        run_rows: requests that decode in its run; 0: it is in no run. run_from: the replica's step count at the
+        beginning of its run.
     """
 
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int
     ) -> None:
-        self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers are of made-up tokens
+        self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers consist of generated tokens
         self.scheduler.keeps_facts = False
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
@@ -47,7 +47,8 @@ class Group:
     # -- requests
 
     def add(self, running: Running, rid: str, output_ids: Sequence[int] = ()) -> str | None:
-        """Queues a request; `output_ids`: answered before, on a lost rank. Returns why it is refused, or None."""
+        """Queues a request; `output_ids`: generated before, on a lost rank. Returns the reason if it is refused, or
+        None."""
         arrival = running.arrival
         request = Request(
             rid,
@@ -68,7 +69,7 @@ class Group:
         return None
 
     def remove(self, rid: str) -> None:
-        """A request has ended."""
+        """Removes a request that has ended."""
         arrival = self.running.pop(rid).arrival
         self.load_tokens -= len(arrival.prompt_ids) + arrival.output_len
 
@@ -128,10 +129,11 @@ class Group:
     # -- runs of decode steps
 
     def run_limit(self, hold_prefill: bool = False) -> int:
-        """Decode steps that can pass without the scheduler, the step in flight as the first of them; 0: ask it.
+        """Decode steps that can pass without the scheduler, starting with the step in flight; 0: the scheduler must
+        plan.
 
         Args:
-            hold_prefill: prompts wait for the turn of their group; the run must end with it.
+            hold_prefill: prompts wait for the turn of their group, which must end the run.
         """
         return decode_run_limit(self.scheduler, self._remaining, hold_prefill)
 
@@ -154,7 +156,7 @@ class Group:
         return self.running[request.rid].arrival.output_len - len(request.output_ids)
 
     def decode_shape(self) -> StepShape:
-        """Of a step in which all running requests decode, behind the step in flight."""
+        """Shape of a step in which all running requests decode, after the step in flight."""
         decodes = self.scheduler.table.decodes
         context = sum(request.num_computed + 1 for request in decodes)
         return StepShape(len(decodes), context, 0, 0, 0, len(decodes))

@@ -1,4 +1,4 @@
-"""What the clients of a simulation see: times of requests and tokens, cached tokens, retractions."""
+"""Measurements of the clients of a simulation: times of requests and tokens, cached tokens, retractions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_engine.tuning.simulator.workload import Arrival
 
 @dataclass(slots=True)
 class Running:
-    """A request in the engine. `last`: when its newest token arrived; `first`: the first one."""
+    """A request in the engine. `last`: arrival of its newest token; `first`: of its first token."""
 
     arrival: Arrival
     first: float = 0.0
@@ -32,7 +32,7 @@ class Recorder:
     refused: list[str] = field(default_factory=list)
 
     def tokens(self, running: Running, count: int, now: float) -> None:
-        """`count` tokens of a request have arrived."""
+        """Records the arrival of `count` tokens of a request."""
         if running.first:
             self.gaps.add((now - running.last) / count, count)
         else:
@@ -43,7 +43,7 @@ class Recorder:
         self.gaps.add_tokens(now, count)
 
     def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int) -> None:
-        """The answer to a request is complete."""
+        """Records the end of an answer."""
         arrival = running.arrival
         answer = Answer(len(arrival.prompt_ids), arrival.output_len, success=True, started=arrival.seconds)
         answer.ttft = running.first - arrival.seconds + self.answer_seconds
@@ -54,7 +54,7 @@ class Recorder:
         self.ended_at = max(self.ended_at, now + self.answer_seconds)
 
     def fail(self, running: Running, now: float, reason: str) -> None:
-        """A request ended without its answer."""
+        """Records a request that ended without its answer."""
         arrival = running.arrival
         self.answers.append(Answer(len(arrival.prompt_ids), error=reason, started=arrival.seconds))
         self.refused.append(reason)

@@ -1,8 +1,8 @@
 """One engine of a simulation: its schedulers step together, on a simulated clock.
 
-The order of things is that of `moe_engine.core.loop`: the next step is planned while the step before it runs, then the
+The order of events is that of `moe_engine.core.loop`: the next step is planned while the step before it runs, then the
 result of that step is applied. With attention DP the groups step in lockstep, and prompts wait for their turn. Empty
-steps, by which idle groups join others, change no scheduler and are left out.
+steps, by which idle groups join the others, change no scheduler and are left out.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moe_engine.tuning.simulator.runs import Runs
 from moe_engine.types import StepPlan
 
 MAX_JUMP = 64
-"""Steps without any event that are taken at once."""
+"""Max steps without any event that are taken at once."""
 SLOWER = 1.02
-"""Bound on the growth of a step's cost over such a jump, between whose ends costs are linear."""
+"""Bound on the growth of a step's cost over such a jump; costs are linear between its ends."""
 EndedHandler = Callable[["Replica", int, Running, float], None]
 
 
@@ -34,8 +34,8 @@ class ReplicaSpec:
     """A replica: the limits of its schedulers, the number of attention groups, the cost of its steps.
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
-    every step, also where nothing can change. `arrival_seconds`: delay of the step that runs when a request arrives,
-    where the front end shares its cores.
+    every step, even if nothing can change. `arrival_seconds`: delay of the running step by an arriving request, if the
+    front end shares the step's cores.
     """
 
     scheduler: SchedulerConfig
@@ -44,7 +44,7 @@ class ReplicaSpec:
     overlap: bool = True
     acceptance: tuple[float, ...] = ()
     expert_skew: float = 0.0
-    """Load of the busiest rank's experts over the mean; 0: as the cost model expects. `experts` has precedence."""
+    """Load of the busiest rank's experts over the mean; 0: the cost model's expectation. `experts` has precedence."""
     experts: ExpertLoad | None = None
     exact: bool = False
     arrival_seconds: float = 0.0
@@ -52,7 +52,7 @@ class ReplicaSpec:
 
 @dataclass
 class _Flight:
-    """The step that runs. `pending`: groups that have not got its result, except those in a run."""
+    """The step that runs. `pending`: groups that have not received its result, except those in a run."""
 
     cost: StepCost
     end: float
@@ -73,15 +73,15 @@ class Replica:
         self._turns = PrefillTurns()
         self._runs = Runs(spec.num_groups)
         self._awake: set[int] = set()
-        """Groups whose scheduler plans the next step: those with requests that are in no run."""
+        """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
         self._held: set[int] = set()
         """Groups with waiting prompts and no decodes, which have no step until prompts may be computed."""
         self._num_live = 0
         self._busy: set[int] = set()
-        """Groups that had requests when their load was read, or have got one since."""
+        """Groups that had requests when their load was read, or have received one since."""
         self._flight: _Flight | None = None
         self._collected = 0.0
-        """When the newest result was applied."""
+        """Time at which the newest result was applied."""
         self.num_steps = 0
         self.busy_seconds = 0.0
 
@@ -111,7 +111,7 @@ class Replica:
         return known + sum(group.run_rows * (step - group.run_from) for group in self.groups)
 
     def add(self, index: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
-        """Gives a request to a scheduler. Returns why it is refused, or None."""
+        """Gives a request to a scheduler. Returns the reason if it is refused, or None."""
         if not self.is_active:
             self.now = max(self.now, running.arrival.seconds)
         group = self.groups[index]
@@ -258,7 +258,7 @@ class Replica:
     # -- runs of decode steps
 
     def _begin_run(self, index: int, flight: _Flight) -> None:
-        """The group asks its scheduler again after the run, if it can begin one with the step in flight."""
+        """Begins a run with the step in flight, if possible; the group's scheduler plans again after the run."""
         group = self.groups[index]
         holds = len(self.groups) > 1 and not self._turns.open
         limit = group.run_limit(holds) if group.running else 0
@@ -271,7 +271,7 @@ class Replica:
         flight.pending.discard(index)
 
     def _leave_run(self, index: int) -> None:
-        """The scheduler gets the steps of the run, whose newest step is in flight."""
+        """Applies the steps of the run to the scheduler; the newest step is in flight."""
         group = self.groups[index]
         steps = self._runs.step - group.run_from
         if steps:
@@ -284,7 +284,8 @@ class Replica:
             self._flight.pending.add(index)
 
     def _count_runs(self, gap: float) -> None:
-        """Counts a token of each request in a run. Before the first one of a run, the last tokens differ in time."""
+        """Counts a token of each request in a run. Before the first step of a run, the times of the last tokens
+        differ."""
         runs, rows = self._runs, self._runs.total_rows
         if not rows:
             return
@@ -335,13 +336,13 @@ class Replica:
 
     @property
     def _same_skew(self) -> int:
-        """Steps in which the balance of the experts stays as it is."""
+        """Number of steps in which the balance of the experts is unchanged."""
         return MAX_JUMP if self.balancer is None else self.balancer.left
 
     # -- faults
 
     def restart(self, moment: float, seconds: float) -> list[Running]:
-        """All ranks start anew, with empty caches. Returns the requests that are lost."""
+        """Restarts all ranks, with empty caches. Returns the lost requests."""
         lost = [running for group in self.groups for running in group.running.values()]
         self.groups = [self._new_group(i) for i in range(self.spec.num_groups)]
         self._runs, self._num_live = Runs(self.spec.num_groups), 0
@@ -353,8 +354,8 @@ class Replica:
         return lost
 
     def lose(self, index: int, moment: float, seconds: float) -> list[tuple[Running, str, list[int]]]:
-        """A group is lost; the others repeat their step after a pause. Returns its requests, with the tokens that their
-        clients have."""
+        """Loses a group; the other groups repeat their step after a pause. Returns its requests, with the tokens that
+        their clients have."""
         group = self.groups[index]
         if index in self._runs.members:
             self._leave_run(index)

@@ -33,7 +33,7 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
 
 
 def remarks(values: dict[str, Any], outcome: Outcome) -> str:
-    """Values that bench serving's table has no row for."""
+    """Values without a row in bench serving's table."""
     lines = [
         f"retractions: {values['retractions']}, cache hit rate: {values['cache_hit_rate']:.3f}, "
         f"steps: {values['steps']}",

@@ -1,7 +1,7 @@
-"""Groups of a replica that only decode, as arrays over the groups: a step of all costs a few array operations.
+"""Groups of a replica that only decode, as arrays over the groups: a step of all groups costs a few array operations.
 
 A group is in a run while its next plans are known: all its running requests decode. Their counts grow by a token a
-step, so a run is known by its first step and its last.
+step, so the first and the last step determine a run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Runs:
         """Members with waiting prompts."""
         self._rows = np.zeros(num_groups, np.int64)
         self._context = np.zeros(num_groups, np.int64)
-        """Context tokens at step 0, if the run had begun there."""
+        """Context tokens extrapolated back to step 0."""
         self._ends = np.full(num_groups, NEVER, np.int64)
         self._next_end = NEVER
         self._most_rows = 0
         self._is_stale = False
 
     def join(self, group: int, shape: StepShape, limit: int, holds: bool, waits: bool) -> None:
-        """A group begins a run of at most `limit` steps; `shape`: of the first of them."""
+        """Adds a group's run of at most `limit` steps; `shape`: that of the first step."""
         self.members.add(group)
         self.fresh.add(group)
         self.total_rows += shape.decode_rows
@@ -49,7 +49,7 @@ class Runs:
             self.wait(group, holds)
 
     def wait(self, group: int, holds: bool) -> None:
-        """A member has waiting prompts."""
+        """Marks a member as having waiting prompts."""
         self.waiting.add(group)
         if holds:
             self.holding.add(group)
@@ -77,7 +77,7 @@ class Runs:
         return found
 
     def shape(self, ahead: int = 0) -> StepShape:
-        """The maximum over the members, with the tokens of all, of the step `ahead` steps behind the next one."""
+        """The maximum over the members, with the tokens of all, of the step `ahead` steps after the next one."""
         self._refresh()
         context = self._context + self._rows * (self.step + ahead)
         return StepShape(self._most_rows, int(context.max()), 0, 0, 0, self.total_rows)

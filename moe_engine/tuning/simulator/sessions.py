@@ -1,6 +1,6 @@
-"""Recorded sessions: the turns of a trace, each sent after the answer before it and its pause.
+"""Recorded sessions: the turns of a trace, each sent after the previous answer and its pause.
 
-Lines of a session have the same ``session_id``; ``delay`` (milliseconds) is the pause behind the answer. Without
+Lines of a session have the same ``session_id``; ``delay`` (milliseconds) is the pause after the answer. Without
 ``delay`` a turn keeps its recorded distance from the turn before, but waits for the answer. `link_sessions` finds
 sessions in a trace without ids by their text.
 """
@@ -19,7 +19,8 @@ ANSWERS_FROM = 1 << 48
 
 @dataclass(frozen=True)
 class _Turn:
-    """`gap`: recorded seconds behind the turn before; `continues`: its prompt begins with that one and its answer."""
+    """`gap`: recorded seconds after the previous turn; `continues`: its prompt begins with the previous prompt and
+    answer."""
 
     arrival: Arrival
     gap: float
@@ -70,7 +71,8 @@ class Recorded:
 
 
 def _continues(before: Arrival, after: Arrival) -> bool:
-    """True if the prompt has room for the one before with its answer and no other text is recorded for it."""
+    """True if the prompt is long enough for the previous prompt with its answer, and no other text is recorded for
+    it."""
     if len(after.prompt_ids) < len(before.prompt_ids) + before.output_len:
         return False
     whole = len(before.prompt_ids) // MOONCAKE_BLOCK * MOONCAKE_BLOCK
@@ -79,9 +81,10 @@ def _continues(before: Arrival, after: Arrival) -> bool:
 
 
 def link_sessions(arrivals: list[Arrival]) -> None:
-    """Gives requests without a session one: a request is the next turn of the one with the longest text of whole blocks
-    with which it begins, if no other request follows that and its answer fits. Others start a session, with the text of
-    another one perhaps, as a sub-agent does. A start without a new block (only a shared system prompt) has no turns.
+    """Assigns sessions to requests without one. A request is the next turn of the request whose text is its longest
+    prefix in whole blocks, if no other request follows that request and its answer fits. Other requests start a
+    session, possibly with the text of another session, as a sub-agent does. A start without a new block (only a shared
+    system prompt) has no turns.
     """
     arrivals.sort(key=lambda arrival: arrival.seconds)
     next_session = 1 + max((arrival.conversation for arrival in arrivals), default=-1)

@@ -1,10 +1,10 @@
 """Recorded arrivals: a JSONL file of requests, or a trace in Mooncake's format.
 
 A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for
-each 512 tokens of the prompt: equal ids are equal text; optionally ``session_id`` and, instead of ``timestamp`` behind
-its first turn, ``delay`` (milliseconds behind the answer before). A line of the other format has ``arrival`` (seconds),
-``input_len``, ``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests with the
-same id share so many tokens.
+each 512 tokens of the prompt: equal ids are equal text; optionally ``session_id`` and, in place of ``timestamp`` after
+its first turn, ``delay`` (milliseconds after the previous answer). A line of the other format has ``arrival``
+(seconds), ``input_len``, ``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests
+with the same id share this many tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_engine.tuning.simulator.workload import Arrival, Numbers
 MOONCAKE_BLOCK = 512
 """Tokens of a block with an entry of ``hash_ids`` (the published traces)."""
 MOST_TOKENS = 1 << 24
-"""Of a prompt or an answer: longer ones are errors of the trace."""
+"""Max length of a prompt or an answer: longer ones are errors of the trace."""
 BLOCKS_FROM = 1 << 50
 PREFIXES_FROM = 1 << 55
 
@@ -64,7 +64,8 @@ class _Sessions:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def place(self, entry: dict[str, Any], arrival: Arrival) -> Arrival:
-        """Gives the request of a line its session, pause, and, without one of its own, the time of the turn before."""
+        """Sets session and pause of a line's request, and, if it has no time of its own, the time of the previous
+        turn."""
         session = entry.get("session_id")
         if session is not None and (isinstance(session, bool) or not isinstance(session, (int, str))):
             raise ValueError("session_id must be a string or an integer")

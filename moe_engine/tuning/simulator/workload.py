@@ -1,4 +1,4 @@
-"""Requests of a simulation: when they arrive, what they share, how long the answers are."""
+"""Requests of a simulation: arrival times, shared prefixes, lengths of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ cache. Smaller tokens are those of a dataset."""
 
 
 class Numbers:
-    """Hands out runs of token ids that occur nowhere else."""
+    """Allocates runs of unique token ids."""
 
     def __init__(self, first: int = FIRST_TOKEN) -> None:
         self._next = first
@@ -31,7 +31,7 @@ class Arrival:
 
     `max_tokens` is what the client allows (at least `output_len`; the scheduler sees this limit only). `answer_ids` is
     the number of its first answer token, drawn by the simulation. `conversation` identifies the turns of a dialogue, or
-    of a sub-agent within it. `pause`: seconds behind the answer before it; None: at `seconds`.
+    of a sub-agent within it. `pause`: seconds after the previous answer; None: at `seconds`.
     """
 
     seconds: float
@@ -49,16 +49,16 @@ class Arrival:
 
 
 class Workload(Protocol):
-    """Arrivals in order of time; those that depend on answers are added while the simulation runs."""
+    """Arrivals in order of time; arrivals that depend on answers are added while the simulation runs."""
 
     total: int
     """Requests in all."""
 
     def first(self) -> Iterator[Arrival]:
-        """Arrivals that depend on no answer, in order of time."""
+        """Arrivals that do not depend on answers, in order of time."""
 
     def after(self, arrival: Arrival, finished: float) -> Arrival | None:
-        """The request that follows the answer to another one, e.g. the next turn; None: none."""
+        """The request that follows the answer to another one, e.g. the next turn, or None."""
 
 
 class Fixed:
@@ -76,7 +76,7 @@ class Fixed:
 
 class Limited:
     """At most `concurrency` requests at once, as `--max-concurrency` of a load generator: a further request is sent
-    when an answer has ended, not before its time."""
+    when an answer has ended, and not before its own time."""
 
     def __init__(self, inner: Workload, concurrency: int) -> None:
         self._inner, self.total = inner, inner.total

@@ -170,8 +170,8 @@ class BatchBuilder:
         )
 
     def cuts(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]] | None:
-        """`RaggedTokens.stores` of the snapshots that a plan stores on the way; `StatePool.save_ends` stores those of
-        the states after it."""
+        """`RaggedTokens.stores` of the snapshots inside a plan's runs; `StatePool.save_ends` stores snapshots of the
+        states after the plan."""
         if plan.state_ops is None or not plan.state_ops.cuts or self._rows.states is None:
             return None
         spans, first = (
@@ -186,7 +186,7 @@ class BatchBuilder:
         return found
 
     def assemble(self, runs: RaggedTokens) -> StepBatch:
-        """A batch of any runs of tokens; writes given slots into the slot table, and looks up the others."""
+        """A batch of any runs of tokens; writes the given slots into the slot table, and looks up the other slots."""
         rows, starts, counts = runs.rows, runs.starts, runs.counts
         num_tokens, num_requests = int(counts.sum()), len(rows)
         order, num_absorbed, shared = self._order(runs)

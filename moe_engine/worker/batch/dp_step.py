@@ -46,7 +46,7 @@ class DPSteps:
         return replace(plan, dp_facts=(StepFacts.of(plan),) * self.parallel.attn_dp_size)
 
     def sizes(self, plan: StepPlan) -> StepSizes | None:
-        """Sizes of the target model's forward; None with one group, whose batch has them."""
+        """Sizes of the target model's forward; None with one group, whose batch has the sizes."""
         if not self.is_shared:
             return None
         facts = _facts(plan)

@@ -1,6 +1,6 @@
 """Tracks on the worker which rows have finished, before the scheduler gets the result.
 
-With a step in flight, a request that has just ended is planned once more. For a plain decode that wastes little; a step
+With a step in flight, a request that has just ended is planned once more. In a plain decode the waste is small; a step
 with drafts costs several times as much, so the worker leaves such rows out. The conditions must equal the scheduler's:
 an end token after min_new_tokens, or the length.
 

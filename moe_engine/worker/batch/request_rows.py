@@ -1,4 +1,4 @@
-"""Request rows: the worker's state of running requests, among it the block table (`slot_table`).
+"""Request rows: the worker's state of running requests, including the block table (`slot_table`).
 
 A request keeps its row while it runs. Device: the KV slot of each token (`slot_table`) and the last sampled token
 (`last_token`). Host: sampling parameters (`sampling`), logits processors (`edits`), requested log-probabilities
@@ -8,7 +8,6 @@ A request keeps its row while it runs. Device: the KV slot of each token (`slot_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,16 @@ from torch import Tensor
 
 from moe_engine.row_sizes import row_width
 from moe_engine.types import LogprobSpec, NewRow, RowWrite
-from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.batch.row_adapters import RowAdapters
-from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.batch.window_table import WindowTable
+from moe_engine.worker.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.sampling.logits_processors import LogitsProcessors
+from moe_engine.worker.sampling.logprobs import PromptLogprobs
 from moe_engine.worker.sampling.sampling_state import SamplingState
-
-
-@dataclass
-class PromptLogprobs:
-    """Progress of a request with prompt log-probabilities."""
-
-    prompt: list[int]
-    spec: LogprobSpec
-    num_cached: int
+from moe_engine.worker.sampling.slot_tokens import SlotTokens
 
 
 class RequestRows:
@@ -99,7 +90,7 @@ class RequestRows:
         self.slot_tokens = SlotTokens(num_slots, self._stream)
 
     def bound_windows(self, num_slots: int, page_size: int) -> None:
-        """Windowed layers have a pool and a table of their own; once, at start. `num_slots`: of the full pool."""
+        """Gives windowed layers a pool and a table of their own; once, at start. `num_slots`: of the full pool."""
         self.windows = WindowTable(self.max_rows, self.width, num_slots, page_size, self._stream)
 
     def note_tokens(self, slots: Tensor, tokens: Tensor) -> None:

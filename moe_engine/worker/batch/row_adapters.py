@@ -27,6 +27,6 @@ class RowAdapters:
         return bool((self._slots[rows] >= 0).any())
 
     def of(self, rows: np.ndarray) -> AdapterTokens | None:
-        """The adapters of tokens; rows [T]: the row of each."""
+        """The adapters of tokens; rows [T]: the row of each token."""
         slots = self._slots[rows]
         return AdapterTokens.of(slots, self._stream.upload) if (slots >= 0).any() else None

@@ -41,7 +41,7 @@ class StepBatch:
     windows: WindowSlots | None = None
     adapters: AdapterTokens | None = None
     stored_states: StateRuns | None = None
-    """Of a step that stores other states than those of its sequences' ends."""
+    """Set if a step stores other states than those at its sequences' ends."""
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
@@ -80,8 +80,8 @@ class RaggedTokens:
     """Runs of adjacent tokens of some rows, decodes first: the input of a batch. Indices count tokens in the order of
     the runs.
 
-    Ids are on the device for the first tokens and on the host for the rest; `slots` are given for the last tokens, the
-    others are in the slot table already.
+    Ids are on the device for the first tokens and on the host for the rest; `slots` are given for the last tokens; the
+    other slots are already in the slot table.
     """
 
     rows: np.ndarray  # [R] int64
@@ -94,5 +94,6 @@ class RaggedTokens:
     sampled: np.ndarray  # [S] int64: indices of the tokens whose logits are needed
     positions: np.ndarray | None = None  # [T] int64, if they differ from the columns of the slot table (draft trees)
     stores: Mapping[int, Sequence[tuple[int, int]]] | None = None
-    """By row: (tokens of its run, row in which the state after them is stored); else its own after the last."""
+    """By row: (tokens of its run, row in which the state after them is stored); otherwise the state after the last
+    token, in its own row."""
     visible: np.ndarray | None = None  # [tokens of the decodes] int64, see PagedQueries

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.batch.finish_tracker import FinishTracker
+from moe_engine.worker.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
 
 
 class TokenBuffer:
     """`tokens[row, p]` is the token at position p, for p <= lengths[row]: the last of them is not computed yet.
 
-    Entries behind that are rejected drafts or zeros; always ids of the vocabulary.
+    Later entries are rejected drafts or zeros; always ids of the vocabulary.
     """
 
     def __init__(self, max_rows: int, width: int, stream: DeviceStream) -> None:
@@ -55,7 +55,7 @@ class TokenBuffer:
         return self._tokens.take(flat)
 
     def advance(self, rows: Any, begins: Any, lengths: Any, tokens: Any) -> None:
-        """Sets the computed `lengths` [D] of rows [D] and stores tokens [D, K] behind their old lengths `begins` [D];
+        """Sets the computed `lengths` [D] of rows [D] and stores tokens [D, K] after their old lengths `begins` [D];
         the last new token is at position `lengths`, further entries of `tokens` have no meaning. All four as tensors or
         as `DeviceStream.arrays`."""
         if self._places is None or len(self._places) < tokens.shape[1]:
@@ -65,7 +65,7 @@ class TokenBuffer:
         self._lengths.put(rows, lengths)
 
     def append(self, rows: Any, lengths: Any, tokens: Any) -> None:
-        """Sets the computed `lengths` [D] of rows [D] and stores tokens [D] behind them; tensors, or
+        """Sets the computed `lengths` [D] of rows [D] and stores tokens [D] after them; tensors, or
         `DeviceStream.arrays`."""
         self._tokens.put(rows * self.width + lengths, tokens)
         self._lengths.put(rows, lengths)

@@ -1,4 +1,4 @@
-"""Two-batch overlap: splits a step into two halves, one computes while the other dispatches. Imports no torch.
+"""Two-batch overlap: splits a step into two halves; one computes while the other dispatches. Imports no torch.
 
 The split balances the tokens of the halves: between two requests, or inside a prompt if that is more even. The second
 half of a split prompt attends to the first half, which runs before it in every layer.
@@ -14,7 +14,7 @@ from moe_engine.types import StepPlan
 
 @dataclass(frozen=True)
 class Cut:
-    """The first half has the requests before `request`, and the first `tokens` of that one."""
+    """The first half has the requests before `request`, and the first `tokens` of that request."""
 
     request: int
     tokens: int
@@ -23,7 +23,7 @@ class Cut:
 
 
 def find_cut(plan: StepPlan, threshold: float) -> Cut | None:
-    """Where to split a plan; None if it is not split (fewer than two requests or tokens, drafts).
+    """The position at which to split a plan; None if it is not split (fewer than two requests or tokens, drafts).
 
     Args:
         threshold: a prompt is split if halves of whole requests would leave less than this share of the tokens to the
@@ -44,7 +44,7 @@ def find_cut(plan: StepPlan, threshold: float) -> Cut | None:
 
 
 def halves(plan: StepPlan, cut: Cut) -> tuple[StepPlan, StepPlan]:
-    """The two halves of a plan, in its order, without its changes of rows, which are applied before."""
+    """The two halves of a plan, in its order, without its changes of rows, which are applied earlier."""
     first, second = _take(plan, 0, cut.request), _take(plan, cut.request, len(plan.rows))
     if not cut.tokens:
         return first, second

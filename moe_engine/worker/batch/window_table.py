@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import WindowSlots
-from moe_engine.worker.batch.device_int_table import DeviceIntTable
+from moe_engine.worker.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
 
 
@@ -39,7 +39,7 @@ class WindowTable:
         self._window_page_of.put_from_host(pages // self._page_size, window_pages)
 
     def point(self, row: int, start: int, slots: Tensor) -> None:
-        """The positions of a row from `start` on have these slots [n] int32 of the full pool."""
+        """Sets the slots of a row's positions from `start` on; slots [n] int32 of the full pool."""
         self.table[row, start : start + len(slots)].copy_(self._mapped(slots))
 
     def write(self, flat: Tensor, slots: Tensor) -> None:

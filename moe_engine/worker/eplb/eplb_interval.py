@@ -1,7 +1,7 @@
-"""EPLB interval: forward passes between two rebalances; with `--autopilot` it follows what rebalances gained.
+"""EPLB interval: forward passes between two rebalances; with `--autopilot` it follows the gain of rebalances.
 
-A rebalance is judged on the passes behind it, which its plan has not seen: the balancedness of its placement against
-that of the placement before it, on the same counts.
+A rebalance is judged on the passes after it, which its plan did not use: the balancedness of its placement against that
+of the previous placement, on the same counts.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ logger = logging.getLogger("moe_engine")
 LITTLE = 0.02
 """Gain of balancedness below which rebalances are made half as often."""
 MUCH = 0.05
-"""Gain, and loss since, from which they are made twice as often."""
+"""Gain, and loss since, above which rebalances are made twice as often."""
 RANGE = 8
-"""The interval is at most so many times the one of the flag, and at least one part in so many of it."""
+"""The interval is at most this factor times the flag's value, and at least the flag's value divided by it."""
 LEAST_PASSES = 16
 VERDICTS = 2
-"""Rebalances in succession that call for more of them, before there are more."""
+"""Consecutive rebalances above that limit before the interval is shortened."""
 
 
 class EPLBInterval:
     """Kept on the planning rank, which broadcasts it.
 
     Args:
-        passes: of the flag (``--eplb-rebalance-num-iterations``).
+        passes: value of the flag (``--eplb-rebalance-num-iterations``).
         adaptive: whether it changes.
     """
 
@@ -37,11 +37,11 @@ class EPLBInterval:
         self._verdicts = 0
 
     def after_rebalance(self, gained: float, lost: float) -> None:
-        """The last rebalance was judged.
+        """Adjusts the interval after the last rebalance was judged.
 
         Args:
-            gained: balancedness of its placement minus that of the placement before it, on passes behind it.
-            lost: balancedness that it planned minus the one that it has on those passes.
+            gained: balancedness of its placement minus that of the previous placement, on the passes after it.
+            lost: planned balancedness minus the balancedness on those passes.
         """
         if not self._adaptive:
             return

@@ -52,7 +52,7 @@ class Plan:
     """The encoded moves, and the balancedness of the counted passes before and after them.
 
     Attributes:
-        unmoved: balancedness of those passes if the last plan had moved nothing; None: there was none.
+        unmoved: balancedness of those passes if the last plan had moved no expert; None: there was no plan.
     """
 
     program: NDArray[np.int64]

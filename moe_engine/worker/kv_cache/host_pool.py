@@ -1,8 +1,8 @@
 """Host memory of the KV tiers: the rows of one rank by place, in one of two layouts (`--hicache-mem-layout`).
 
 page_first: a place's row has the tensors of all layers, so the rows of a page are one piece of memory, which storage
-reads and writes as it is. layer_first: an array for each tensor of the KV pool, as SGLang's default; a page of the
-storage is then gathered. The bytes of a page are the same in both.
+reads and writes directly. layer_first: an array for each tensor of the KV pool, SGLang's default; a page of the storage
+is then gathered. The bytes of a page are the same in both.
 
 Legend: W bytes of a token in all layers of this rank.
 """
@@ -65,7 +65,7 @@ class HostPool:
                 part[places[begin] : places[begin] + end - begin].copy_(columns[begin:end], non_blocking=True)
 
     def upload(self, places: list[int], rows: Tensor) -> None:
-        """The opposite of `download`."""
+        """The inverse of `download`."""
         for part, left, right in self._parts:
             columns = rows if len(self._parts) == 1 else torch.empty_like(rows[:, left:right])
             for begin, end in runs(places):

@@ -1,6 +1,6 @@
 """The worker side of the KV connector (`scheduler.kv_connector`): copies between the KV pool and host memory.
 
-A place is a row of the host pool: the KV of one token in all layers of this rank, those of MTP included. On the CPU a
+A place is a row of the host pool: the KV of one token in all layers of this rank, MTP layers included. On the CPU a
 copy is done in the step. On an accelerator a thread with its own stream copies, in plan order. Slots that are stored
 are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores more than
 `COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
 """Max bytes that one copy holds beside the pool."""
+STORE = 0
+"""For a listener: a copy to the host. Loads are numbered from 1."""
 
 Listener = Callable[[int, BaseException | None], None]
-"""Called with a load and the error that ended it, from any thread."""
+"""Called with a load and the error that ended it, or with `STORE` and an error, from any thread."""
 
 
 class KVCopies:
@@ -58,7 +60,7 @@ class KVCopies:
         self._copies = make_copy_stream(stream)
         self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._copies is not None else None
         self.storage: StorageIO | None = None
-        """Set where the tier has storage below it."""
+        """Set if the tier has storage below it."""
         self._storing: Future[None] | None = None
         self._loading: dict[int, Future[None]] = {}
         self._done: list[int] = []
@@ -89,17 +91,18 @@ class KVCopies:
             self.storage.start(ops, copies)
 
     def take_done(self) -> tuple[int, ...]:
-        """Loads that were done in their step."""
+        """Loads that were completed in their step."""
         done, self._done = tuple(self._done), []
         return done
 
     def end_all(self) -> None:
-        """After a failed step: waits for all copies. The scheduler forgets those of the step."""
+        """After a failed step: waits for all copies. The scheduler drops the copies of the step."""
         self._done = []
         for copy in (self._storing, *self._loading.values()):
             if copy is not None and (error := copy.exception()) is not None:
                 logger.error("A copy of KV failed: %s", error)
         self._storing = None
+        self._loading = {}
 
     def close(self) -> None:
         if self._copies is not None:
@@ -115,6 +118,7 @@ class KVCopies:
             self.host.put(torch.tensor(places), rows)
         else:
             self._storing = self._copies.run(self._download, rows, places)
+            self._storing.add_done_callback(self._stored)
 
     def _download(self, rows: Tensor, places: list[int]) -> None:
         if self._staging is None:
@@ -140,7 +144,7 @@ class KVCopies:
         if self._staging is None:
             self.host.upload(places, rows)
             return
-        self._stream.wait_for_copies()  # of the rows staged before
+        self._stream.wait_for_copies()  # copies of the rows staged earlier
         staged = self._staging[: len(places)]
         staged.copy_(self.host.take(torch.tensor(places)))
         rows.copy_(staged, non_blocking=True)
@@ -148,3 +152,8 @@ class KVCopies:
     def _report(self, number: int, done: Future[None]) -> None:
         if self.listener is not None:
             self.listener(number, done.exception())
+
+    def _stored(self, done: Future[None]) -> None:
+        """The scheduler regards the places of a store as valid once its step has run."""
+        if (error := done.exception()) is not None and self.listener is not None:
+            self.listener(STORE, error)

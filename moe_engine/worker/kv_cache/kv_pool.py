@@ -27,9 +27,9 @@ TOUCHED_AT_ONCE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class KVSpec:
-    """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`: the
-    layers that have no KV. `first_only`: the layers that have the first part only (a latent without an index key).
-    `last`: parts of the last layer where they differ (an EAGLE head's)."""
+    """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`:
+    layers without KV. `first_only`: layers with the first part only (a latent without an index key). `last`: parts of
+    the last layer if they differ (an EAGLE head's)."""
 
     kind: str
     num_layers: int
@@ -79,7 +79,7 @@ class KVPool:
 
     Args:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
-        windowed: layers whose KV is bounded by their window: they have `num_window_slots`, with numbers of their own.
+        windowed: layers whose KV is bounded by their window: they have `num_window_slots` slots, numbered separately.
         states: its tensors are the entries of layers without KV.
     """
 
@@ -157,7 +157,7 @@ class KVPool:
         return torch.cat([tensor.index_select(0, slots) for tensor in self._raw], 1)
 
     def write_rows(self, slots: Tensor, rows: Tensor) -> None:
-        """The opposite of `read_rows`."""
+        """The inverse of `read_rows`."""
         self._refuse_windows()
         begin = 0
         for tensor in self._raw:

@@ -21,12 +21,12 @@ from moe_engine.worker.kv_cache.storage_io import StorageIO
 from moe_engine.worker.options import WorkerOptions
 
 CACHE_VERSION = 1
-"""Changes whenever the engine computes other bytes for the same tokens, or numbers them otherwise."""
+"""Version; changes whenever the engine computes other bytes for the same tokens, or orders them differently."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of each token's KV: `index` of `count`. `writes`: no rank before it has the same part."""
+    """A rank's part of each token's KV: `index` of `count`. `writes`: this is the first rank with the part."""
 
     index: int
     count: int
@@ -34,8 +34,8 @@ class Share:
 
 
 def share_of(options: WorkerOptions, parallel: ParallelContext) -> Share:
-    """MLA's latent is whole on every rank; KV heads are divided, and repeated where there are more ranks than heads.
-    With an EAGLE head the common division of both."""
+    """The share of a rank. Every rank has all of MLA's latent; KV heads are divided, and replicated if there are more
+    ranks than heads. With an EAGLE head: the common division of model and head."""
     size, rank = parallel.attn_tp_size, parallel.attn_tp_rank
     layers = [options.model, *([] if options.draft_head is None else [options.draft_head.layer])]
     count = math.lcm(*(_num_shares(layer, options.kv_dtype, parallel) for layer in layers))
@@ -59,7 +59,7 @@ def _numbers(part: tuple[int, ...]) -> int:
 
 
 def schema_of(options: WorkerOptions, pool: KVPool, share: Share) -> str:
-    """Names everything that changes the bytes of a page on this rank, beside its tokens: 32 hex digits.
+    """Hash of everything that changes the bytes of a page on this rank, beside its tokens: 32 hex digits.
 
     Raises:
         ConfigError: the checkpoint cannot be read.

@@ -1,9 +1,9 @@
 """State pool: the states of requests in layers without KV, addressed by request row. The scheduler assigns rows.
 
-A state begins as zeros when a request takes its row, or as a copy of the snapshot behind its cached prefix. The row
-behind those of requests belongs to none: a kernel that pads its sequences reads and writes there. Snapshots follow, for
+A state begins as zeros when a request takes its row, or as a copy of the snapshot after its cached prefix. The row
+after those of requests is unused: a kernel that pads its sequences reads and writes there. Snapshots follow, for
 prefixes in the radix cache; the scheduler assigns their slots (`scheduler/state_kv_cache.py`). Then come the states of
-draft positions: a verification stores the state after each token, and the one after the last accepted token is kept.
+draft positions: a verification stores the state after each token, and the state after the last accepted token is kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StatePool:
         self._num_positions = num_positions
         num_rows = self._first_position + max_rows * num_positions
         self._stream = stream
-        self._parts: list[Tensor] = []  # of a group, [its layers, rows, *shape]: cleared and copied in one call
+        self._parts: list[Tensor] = []  # for each group [its layers, rows, *shape]: cleared and copied in one call
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         for group in groups:
             parts = [
@@ -85,11 +85,11 @@ class StatePool:
         self.save([(row, snapshot) for row, length, snapshot in plan.state_ops.cuts if length == ends[row]])
 
     def positions(self, rows: np.ndarray, count: int) -> np.ndarray:
-        """The places [R, count] of the states after each of `count` tokens of rows [R] in a verification."""
+        """The rows of the pool [R, count] for the states after each of `count` tokens of rows [R] in a verification."""
         return (self._first_position + rows * self._num_positions)[:, None] + np.arange(count)
 
     def accept(self, rows: Tensor, counts: Tensor) -> None:
-        """Of rows [D] int64 the state after their first counts[i] tokens of a verification is kept."""
+        """Keeps, for rows [D] int64, the state after their first counts[i] tokens of a verification."""
         sources = self._first_position + rows * self._num_positions + counts - 1
         for part in self._parts:
             part.index_copy_(1, rows, part.index_select(1, sources))

@@ -1,8 +1,8 @@
 """The worker side of the storage tier: reads and writes of pages on threads of their own, beside the steps.
 
 A rank reads its own share of each page. Every operation is reported with the number of its leading pages: the scheduler
-uses the least of all ranks. A rank without a share of its own (MLA's latent is the same on all ranks of a group) reads
-what the first rank has written, and writes nothing.
+uses the minimum over all ranks. A rank without a share of its own (MLA's latent is the same on all ranks of a group)
+reads the pages that the first rank has written, and writes none.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Reporter = Callable[[KVReport], None]
 
 
 class _Fetch:
-    """Progress of a fetch whose parts run on several threads: pages up to the first one that is missing."""
+    """Progress of a fetch whose parts run on several threads: pages up to the first missing one."""
 
     def __init__(self, op: KVFetch) -> None:
         self.op = op
         self.lock = threading.Lock()
         self.end = len(op.keys)
-        """Pages behind it are not read."""
+        """Pages from here on are not read."""
         self.done: set[int] = set()
-        """Beginnings of parts that are read."""
+        """Beginnings of the parts that are already read."""
         self.num_open = 0
 
     def pages(self) -> int:
-        """Leading pages that are read."""
+        """Number of leading pages that are read."""
         pages = 0
         while pages in self.done:
             pages += PAGES_AT_ONCE
@@ -72,7 +72,7 @@ class StorageIO:
         self._reporter: Reporter | None = None
 
     def report_to(self, reporter: Reporter) -> None:
-        """Reports go to the scheduler behind `reporter`, whose operations are numbered from 1."""
+        """Sends reports to the scheduler of `reporter`, whose operations are numbered from 1."""
         self._reporter, self._last = reporter, 0
 
     @property
@@ -81,7 +81,7 @@ class StorageIO:
         return len(self._open)
 
     def start(self, ops: KVOps, before: Sequence[Future[None]]) -> None:
-        """Begins the operations of a plan behind the copies `before`, which write or read the same places."""
+        """Begins the operations of a plan after the copies `before`, which write or read the same places."""
         for number in ops.stops:
             with self._lock:
                 if number in self._open:
@@ -89,7 +89,7 @@ class StorageIO:
                     continue
             if number > self._last:
                 self._last = number
-                self._report(number, 0, True)  # of a step that failed before it began
+                self._report(number, 0, True)  # belongs to a step that failed before it began
         begun: list[KVFetch | KVBackup] = [*ops.fetches, *ops.backups]
         for op in sorted(begun, key=attrgetter("id")):
             if not self._begin(op.id):
@@ -99,10 +99,10 @@ class StorageIO:
             elif self._writes:
                 self._writer.submit(self._guard, partial(self._backup, op), op.id, before)
             else:
-                self._report(op.id, 0, True)
+                self._report(op.id, len(op.keys), True)  # another rank stores them
 
     def clear(self) -> None:
-        """Begins to remove all pages, behind the writes submitted so far; `facts` shows when it has ended."""
+        """Begins to remove all pages, after the writes submitted so far; `facts` shows the end."""
         self._num_clearing += 1
         self._writer.submit(self._clear)
 
@@ -118,14 +118,14 @@ class StorageIO:
         return found | {"num_open": self.num_open, "is_clearing": self._num_clearing > 0}
 
     def close(self) -> None:
-        """Stops without waiting for reads or writes that hang; operations behind the current ones do not run."""
+        """Stops without waiting for reads or writes that hang; later operations do not run."""
         self._closed = True
         self._readers.close()
         self._writer.close()
 
     def _begin(self, number: int) -> bool:
         if number <= self._last:
-            return False  # repeated behind a failed step
+            return False  # repeated after a failed step
         self._last = number
         with self._lock:
             self._open.add(number)
@@ -135,7 +135,7 @@ class StorageIO:
         try:
             wait(before)
             if any(copy.exception() is not None for copy in before):
-                self._report(number, 0, True)  # its places hold nothing valid
+                self._report(number, 0, True)  # its places have no valid data
                 return
             run()
         except Exception as error:
@@ -165,8 +165,7 @@ class StorageIO:
             if read < len(keys):
                 state.end = min(state.end, begin + read)
             state.num_open -= 1
-            pages, ended = state.pages(), state.num_open == 0
-        self._report(op.id, pages, ended)
+            self._report(op.id, state.pages(), state.num_open == 0)  # in order: the last report ends the operation
 
     def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
         size = self._page_size

@@ -1,4 +1,4 @@
-"""Worker side of disaggregation: `KVCopies` whose host rows the thread of transfers reads and writes."""
+"""Worker side of disaggregation: `KVCopies` whose host rows the transfer thread reads and writes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_engine.worker.kv_cache.kv_copies import KVCopies
 
 
 class TransferCopies(KVCopies):
-    """`stored`: number (`KVOps.serial`) of the last stores that are complete; may be read from any thread. `on_join`:
-    of a follower, called with the address at which its leader commands the transfers of the group."""
+    """`stored`: number (`KVOps.serial`) of the last complete stores; may be read from any thread. `on_join`: on a
+    follower, called with the address at which its leader commands the transfers of the group."""
 
     stored = 0
     on_join: Callable[[str], None] = staticmethod(lambda address: None)
@@ -26,7 +26,7 @@ class TransferCopies(KVCopies):
         return sum(self._pool.row_widths)
 
     def read(self, places: list[int]) -> np.ndarray:
-        """Rows of the host pool [n, row_bytes]; new memory. In any thread."""
+        """Rows of the host pool [n, row_bytes]; new memory. Callable from any thread."""
         return self.host.take(torch.tensor(places)).contiguous().numpy()
 
     @property
@@ -34,11 +34,11 @@ class TransferCopies(KVCopies):
         return sum(width > 0 for width in self._pool.row_widths)
 
     def read_into(self, places: list[int], out: np.ndarray) -> None:
-        """The rows to out [n, row_bytes]."""
+        """Copies the rows to out [n, row_bytes]."""
         self.host.take_into(torch.tensor(places), torch.from_numpy(out))
 
     def write(self, places: list[int], rows: np.ndarray) -> None:
-        """The opposite of `read`."""
+        """The inverse of `read`."""
         self.host.put(torch.tensor(places), torch.from_numpy(rows))
 
     def start(self, ops: KVOps) -> None:

@@ -1,10 +1,10 @@
 """Custom logit processors (`custom_logit_processor`): run last, on the first rank of an attention group, request by
-request. The other ranks receive the resulting logits, so that code that is not deterministic cannot separate them.
+request. The other ranks receive the resulting logits, so that nondeterministic code cannot make the ranks diverge.
 
 A processor that raises ends its own request: its logits become NaN, which yields the invalid token, and the message
 goes to the result (`StepResult.errors`).
 
-Legend: S sampled rows, V vocabulary, Q of them of one request.
+Legend: S sampled rows, V vocabulary, Q sampled rows of one request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from moe_engine.custom_logit_processor import CustomLogitProcessor
 from moe_engine.parallel.collectives import Group, SingleRank
 from moe_engine.types import FinishReason, NewRow
-from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.penalties import TreeText
+from moe_engine.worker.sampling.slot_tokens import SlotTokens
 
 logger = logging.getLogger("moe_engine")
 
@@ -116,7 +116,7 @@ class CustomProcessors:
             logits.index_copy_(0, index, values)
 
     def _run_each(self, row: int, values: Tensor, readers: list[Any]) -> Tensor:
-        """Runs the processor for each position: a failure behind a draft matters only if the draft is accepted."""
+        """Runs the processor for each position: a failure after a draft matters only if the draft is accepted."""
         found = [self._run(row, values[i : i + 1], readers[i : i + 1]) for i in range(len(readers))]
         return torch.cat([torch.full_like(values[:1], torch.nan) if own is None else own for own in found])
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from moe_engine.models.sizes import EDIT_BYTES
 from moe_engine.types import FinishReason, NewRow
-from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.custom_processors import CustomProcessors
 from moe_engine.worker.sampling.penalties import Penalties, TreeText
+from moe_engine.worker.sampling.slot_tokens import SlotTokens
 from moe_engine.worker.sampling.token_masker import TokenMasker
 
 ENTRY_BYTES = 32
@@ -144,7 +144,7 @@ class LogitsProcessors:
         self.custom.apply(logits, rows, lengths, tokens, trees)
 
     def take_errors(self) -> dict[int, FinishReason] | None:
-        """Why tokens are invalid, by row, since the last call."""
+        """Reasons why tokens are invalid, by row, since the last call."""
         if not self.masks.errors and not self.custom.errors:
             return None
         errors = self.masks.errors | self.custom.errors

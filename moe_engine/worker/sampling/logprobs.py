@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 from moe_engine.types import LogprobSpec, PackedLogprobs
-from moe_engine.worker.batch.request_rows import PromptLogprobs
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 
 _MIN_TOP = 32
+
+
+@dataclass
+class PromptLogprobs:
+    """Progress of a request with prompt log-probabilities."""
+
+    prompt: list[int]
+    spec: LogprobSpec
+    num_cached: int
 
 
 @dataclass(frozen=True)
@@ -73,16 +81,17 @@ class PendingLogprobs:
         return cls(specs, stream.download([*values, *(tensors.drafts or ())]), places)
 
     def take(self) -> list[PackedLogprobs]:
-        """Of the token sampled at each row."""
+        """Log-probabilities of the token sampled at each row."""
         arrays, _ = self._arrays()
         return [_pack(arrays, i, i + 1, spec) for i, spec in enumerate(self.specs)]
 
     def take_as_one(self) -> PackedLogprobs:
-        """Of all rows together, which share one spec."""
+        """Log-probabilities of all rows together, which share one spec."""
         return _pack(self._arrays()[0], 0, len(self.specs), self.specs[0])
 
     def take_some(self, accepted: Mapping[int, int]) -> dict[int, PackedLogprobs]:
-        """By row of the step, of the tokens accepted[row]: the sampled token, or a draft below the row."""
+        """Log-probabilities by row of the step, of the tokens accepted[row]: the sampled token, or a draft below the
+        row."""
         arrays, drafts = self._arrays()
         tokens = arrays[0]
         chosen = arrays[1] = arrays[1].copy()
@@ -132,7 +141,8 @@ class PendingPrompt:
 
     row: int
     begin: list[PackedLogprobs]
-    """Of prompt tokens without computed logits: the first of a prompt, or the one behind a cached prefix."""
+    """Entry of prompt tokens without computed logits: the first token of a prompt, or the first after a cached
+    prefix."""
     pieces: list[PendingLogprobs] = field(default_factory=list)
 
     def take(self) -> PackedLogprobs:

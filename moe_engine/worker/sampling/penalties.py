@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe_engine.models.sizes import EDIT_BYTES, PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.slot_tokens import SlotTokens
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class TreeText:
     begins: np.ndarray  # [n] int64
     masks: Tensor  # [n] int64
     width: int
-    """Nodes of the largest tree."""
+    """Max nodes of a tree."""
 
     def part(self, begin: int, end: int) -> TreeText:
-        """Of rows [begin, end) of logits."""
+        """The context of rows [begin, end) of logits."""
         return TreeText(self.begins[begin:end], self.masks[begin:end], self.width)
 
 

@@ -28,8 +28,9 @@ from moe_engine.worker.sampling.sampling_state import SamplingState, uniforms
 class SampledRows:
     """The rows of a step that sample, in plan order; the same row may occur several times.
 
-    Steps that sample the same rows share the `rows` object, which is never modified. `uniform`: the random numbers, of
-    a step whose lengths only the device knows; `lengths` have no meaning then, unless a logits processor needs them.
+    Steps that sample the same rows share the `rows` object, which is never modified. `uniform`: the random numbers, for
+    a step whose lengths are known on the device only; `lengths` then have no meaning, unless a logits processor needs
+    them.
     """
 
     rows: np.ndarray  # [S] int64
@@ -46,7 +47,7 @@ class SampledRows:
 
 
 MAX_KNOWN = 4
-"""Sets of rows with cached parameters: a step with drafts samples its rows, and every node of their trees."""
+"""Number of sets of rows with cached parameters: a step with drafts samples its rows, and every node of their trees."""
 
 
 @dataclass(frozen=True)

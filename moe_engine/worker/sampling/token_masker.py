@@ -1,5 +1,5 @@
 """Token masks of sampled rows: static ones (allowed_token_ids, bad words of one token), and late ones, which arrive
-after the step was launched (`token_masks`). Applied last of all built-in logits processors.
+after the step was launched (`token_masks`). Applied after all other built-in logits processors.
 
 Legend: S sampled rows, V vocabulary, B bytes of a packed mask, Q masked rows.
 """
@@ -34,14 +34,14 @@ BOUNDS = np.where(
 class _LateMasks:
     """Late masks of one step: positions of each row, of which the first `used` have been applied.
 
-    Steps usually sample the masked rows in the order of their masks: `next_of` gives these without work for each row.
+    Steps usually sample the masked rows in the order of their masks: `next_of` returns these without work per row.
     """
 
     tables: np.ndarray  # [P, B] uint8
     masks: StepMasks
     used: dict[int, int] = field(default_factory=dict)
     in_order: int = 0
-    """Positions that `next_of` has given."""
+    """Positions that `next_of` has returned."""
 
     @classmethod
     def of(cls, launched: LaunchedStep, num_bytes: int) -> _LateMasks:
@@ -50,7 +50,7 @@ class _LateMasks:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[P] of each position."""
+        """[P], the row of each position."""
         return np.repeat(self.masks.rows, self.masks.counts)
 
     @cached_property
@@ -60,7 +60,7 @@ class _LateMasks:
         return {row: (first, count) for row, first, count in zip(self.masks.rows, firsts, self.masks.counts)}
 
     def next_of(self, rows: np.ndarray) -> np.ndarray | None:
-        """The next masks [Q, B] of rows [Q]; None if the masks have another order, or some were taken one by one."""
+        """The next masks [Q, B] of rows [Q]; None if the masks have another order, or if some were taken one by one."""
         masks, fresh = self.masks, not self.in_order and not self.used
         if fresh and masks.counts.count(1) == len(rows) == len(masks.counts) and masks.rows == rows.tolist():
             self.in_order = len(rows)
@@ -116,12 +116,12 @@ class TokenMasker:
         self._late_rows.discard(row)
 
     def begin(self, launched: LaunchedStep) -> None:
-        """The next step gets its masks from here."""
+        """Begins a step whose masks come from this object."""
         self._launched, self._late = launched, None
 
     @property
     def launched(self) -> LaunchedStep | None:
-        """The last step that was launched without its masks."""
+        """Records the last step that was launched without its masks."""
         return self._launched
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> None:
@@ -174,7 +174,7 @@ class TokenMasker:
         return self._late_masks(row).take(row)
 
     def _late_masks(self, row: int) -> _LateMasks:
-        """Of the launched step; waits for them. `row` needs one."""
+        """The masks of the launched step; waits for them. `row` needs one."""
         if self._late is None:
             if self._launched is None:
                 raise ValueError(f"row {row} needs a mask, but its step was executed without one")

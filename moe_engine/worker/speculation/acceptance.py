@@ -26,7 +26,7 @@ from torch import Tensor
 class Accepted:
     """tokens [D, K]: the new tokens of a request, counts[i] of them; path [D, K]: the node where each was sampled.
 
-    Entries behind counts[i] repeat the last one.
+    Entries after counts[i] repeat the last one.
     """
 
     tokens: Tensor
@@ -84,7 +84,7 @@ def accept_chains(sampled: Any, drafts: Any, depth: int) -> Accepted:
 
 def accept_at_random(sampled: Tensor, drafts: Tensor, length: float, uniform: Tensor) -> Accepted:
     """Chains whose first drafts are accepted whatever the target sampled, for benchmarks: `length` tokens of each on
-    average, fewer where there are fewer drafts.
+    average, fewer if there are fewer drafts.
 
     Args:
         sampled, drafts: [D, N] as in `accept`.
@@ -95,7 +95,7 @@ def accept_at_random(sampled: Tensor, drafts: Tensor, length: float, uniform: Te
     least = int(length)
     counts = torch.minimum(least + (uniform < length - least), offered + 1).long()
     path = torch.minimum(place, counts[:, None] - 1)
-    # the drafts behind the root, then the token sampled at the last of them
+    # the drafts after the root, then the token sampled at the last of them
     tokens = torch.where(place < counts[:, None] - 1, drafts.roll(-1, 1), sampled.gather(1, path[:, -1:]))
     return Accepted(tokens, counts, path)
 

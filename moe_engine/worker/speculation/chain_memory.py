@@ -1,4 +1,4 @@
-"""Memory of captured steps with chains of drafts: one allocation of each kind, from which all sizes take their start.
+"""Memory of captured steps with chains of drafts: one allocation of each kind; each size uses its beginning.
 
 Legend: R requests, S drafts of each, K = S + 1; maxima over all sizes unless stated otherwise.
 """
@@ -69,7 +69,7 @@ class ChainMemory:
         return ChainBuffers(rows=rows, query_rows=query_rows, seeds=self._seeds[:requests], **views)
 
     def parameters(self, requests: int) -> SamplingParameters:
-        """Sampling parameters of the rows that `fill` named; every row may sample in any way."""
+        """Sampling parameters of the rows passed to `fill`; every row may have any kind of sampling."""
         draws = torch.full((requests,), int(Draw.NUCLEUS), dtype=torch.uint8).numpy()
         columns = (self._temperature, self._top_p, self._min_p, self._top_k)
         temperature, top_p, min_p, top_k = (column[:requests] for column in columns)
@@ -77,7 +77,7 @@ class ChainMemory:
 
     def fill(self, rows: np.ndarray | None) -> None:
         """Writes rows [D] int64 (an array that is never modified; None: none), seeds and sampling parameters, in one
-        copy; nothing if they are those of the last call."""
+        copy; does nothing if they equal those of the last call."""
         if self._filled is not None and self._filled[0] is rows and self._filled[1] == self._state.version:
             return
         self._filled = (rows, self._state.version)

@@ -1,7 +1,7 @@
 """Speculative step whose drafts, verification and draft extend are captured as CUDA graphs.
 
-The accepted lengths of the step before are not read: the graphs read them on the device. Two cases read something, and
-wait for it: logits processors, which need the lengths of their rows, and token masks, which need the drafts.
+The accepted lengths of the step before are not read: the graphs read them on the device. Two cases read values, and
+wait for them: logits processors, which need the lengths of their rows, and token masks, which need the drafts.
 
 Legend: D decodes, K = depth + 1 verified tokens of each.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream, StepClock
-from moe_engine.worker.graphs.draft_graphs import DraftGraphs
-from moe_engine.worker.graphs.step_graphs import StepShape
 from moe_engine.worker.sampling.sampler import SampledRows
-from moe_engine.worker.sampling.step_sampling import Drawn
+from moe_engine.worker.speculation.draft_graphs import DraftGraphs
 from moe_engine.worker.speculation.pending import ChainsCopy
 from moe_engine.worker.speculation.step import Decodes, SpeculativeStep
+from moe_engine.worker.step_graphs import StepShape
+from moe_engine.worker.step_sampling import Drawn
 
 
 class DraftedStep:
@@ -36,7 +36,7 @@ class DraftedStep:
     def verify(
         self, plan: StepPlan, shape: StepShape, clock: StepClock | None = None
     ) -> tuple[SampledRows, Tensor, Tensor | None]:
-        """Drafts and verifies: what is to be sampled, hidden states [D * K, *] and logits, as `DraftGraphs.verify`.
+        """Drafts and verifies: the rows to sample, hidden states [D * K, *] and logits, as `DraftGraphs.verify`.
         `clock` gets a mark between both."""
         decodes = self._step.decodes_of(plan)
         count, edited = shape.count, self._rows.edits.applies_to(decodes.rows)

@@ -21,8 +21,8 @@ class Computed:
     """The input of a draft extend: runs of tokens that a step has computed, [starts[i], starts[i] + counts[i]) of
     request i.
 
-    hidden [T, D] are the target's hidden states, run after run in the order of `batch`. Of run i only the first kept[i]
-    tokens are accepted (the drafts behind were rejected); the token after the last of them is known.
+    hidden [T, D] are the target's hidden states, run after run in the order of `batch`. The first kept[i] tokens of run
+    i are accepted (later drafts were rejected); the token after the last accepted one is known.
     """
 
     rows: np.ndarray  # [R] int64

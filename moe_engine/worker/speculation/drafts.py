@@ -41,7 +41,7 @@ class Drafts:
     """tokens [D, N], the root first; -1: no draft (never accepted). `parents` [D, N] None: chains."""
 
     tokens: Tensor  # [D, N] int64
-    parents: Tensor | None = None  # [D, N] int64; of the root: -1
+    parents: Tensor | None = None  # [D, N] int64; -1 for the root
 
     @property
     def num_nodes(self) -> int:

@@ -21,7 +21,7 @@ from moe_engine.worker.sampling.sampler import Sampler
 from moe_engine.worker.speculation.mtp import MAX_FUSED_ROWS, MTPDrafter
 
 MAX_FUSED_TOKENS = 64
-"""Max tokens of a fused step; for more, one call gains nothing over a call per part."""
+"""Max tokens of a fused step; for more, one call has no gain over a call per part."""
 
 
 class FusedStep:
@@ -59,7 +59,7 @@ class FusedStep:
         result is valid until the next call.
 
         Raises:
-            ValueError: a row has no room for its drafts.
+            ValueError: a row has no space for its drafts.
         """
         assert self._call is not None
         verified = self._call(rows, depth, self._draws(rows, depth))

@@ -42,7 +42,7 @@ from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
 MAX_FUSED_ROWS = 64
-"""Max rows of a fused chain; for more, one call gains nothing over a call per part."""
+"""Max rows of a fused chain; for more, one call has no gain over a call per part."""
 
 
 class MTPDrafter:

@@ -1,8 +1,8 @@
 """N-gram drafter (prompt lookup): drafts the tokens that followed the same n-gram earlier. Needs no weights and no KV.
 
 For each row it searches the longest match of the last tokens (between `min_match` and `max_match` of them) earlier in
-the row's own tokens; of equally long matches the latest is used, and the tokens behind it are the drafts. The search is
-in `ngram_match`: on the host if the tokens are there, else on the device, so that the host never waits.
+the row's own tokens; the latest of equally long matches is used, and the tokens after it are the drafts. The search is
+in `ngram_match`: on the host if the tokens are on the host, else on the device, so that the host never waits.
 
 Legend: D rows with drafts.
 """

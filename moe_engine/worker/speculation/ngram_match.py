@@ -1,10 +1,10 @@
 """N-gram search of prompt lookup: earlier occurrences of a text's last tokens, on the host and on an accelerator.
 
 A match of size n that ends at position p: the n tokens up to p equal the last n tokens of the text, and p is before the
-last token. The longest match is used, of equally long ones the latest; sizes are bounded on both sides.
+last token. The longest match is used, the latest among equally long ones; sizes are bounded on both sides.
 
 On the host each text has an index: its positions, sorted by token. A search reads the occurrences of the last token
-and the `UNSORTED` newest tokens, not the text; a token is sorted again once for each `UNSORTED` tokens behind it. An
+and the `UNSORTED` newest tokens, not the text; the index is sorted again after every `UNSORTED` new tokens. An
 index of all n-grams would be many times as large as the text. An accelerator keeps no index: it compares all positions
 of all texts at once, and the host would have to wait for the new tokens.
 
@@ -36,8 +36,8 @@ class TextIndex:
         """Tokens at `_positions`."""
 
     def find(self, text: np.ndarray, least: int, most: int) -> int:
-        """The position behind the best match in a text [n] int32, n if there is none. The text must begin with the text
-        of the call before."""
+        """The position after the best match in a text [n] int32, n if there is none. The text must begin with the text
+        of the previous call."""
         last = len(text) - 1
         if last - len(self._sorted) > UNSORTED:
             self._positions = _sort_by_token(text[:last])
@@ -69,7 +69,7 @@ def _sort_by_token(text: np.ndarray) -> np.ndarray:
 def find_on_device(
     tokens: Tensor, rows: np.ndarray, lengths: np.ndarray, least: int, most: int, stream: DeviceStream
 ) -> Tensor:
-    """Positions behind the best matches in rows [D] of a table tokens [max_rows, W], whose last tokens are at `lengths`
+    """Positions after the best matches in rows [D] of a table tokens [max_rows, W], whose last tokens are at `lengths`
     [D]: [D] int64, W if there is none. Does not synchronize; scratch memory is bounded for any lengths."""
     count, width = len(rows), tokens.shape[1]
     blocks = lengths // BLOCK + 1
@@ -90,7 +90,7 @@ def find_on_device(
 def _best_of_blocks(
     flat: Tensor, begin: Tensor, base: Tensor, last: Tensor, least: int, most: int, width: int
 ) -> Tensor:
-    """[N]: size * W + position behind the best match that ends in each block, 0 if there is none."""
+    """[N]: size * W + position after the best match that ends in each block, 0 if there is none."""
     columns = torch.arange(BLOCK, device=flat.device)
     window = begin[:, None] + torch.arange(1 - most, BLOCK, device=flat.device)  # [N, M - 1 + B]
     window = flat.index_select(0, (base[:, None] + window.clamp_(0, width - 1)).flatten()).view(len(begin), -1)

@@ -77,7 +77,7 @@ class PendingSpeculation:
     cuda_graph: bool = False
     errors: dict[int, FinishReason] | None = None
     clock: StepClock | None = None
-    """Measures `seconds` on the device: marks before and behind drafts, behind sampling, at the end."""
+    """Measures `seconds` on the device: marks before and after drafts, after sampling, at the end."""
 
     @classmethod
     def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
@@ -89,7 +89,7 @@ class PendingSpeculation:
     def verified(
         cls, plan: StepPlan, verified: VerifiedChains, seconds: StepSeconds, left_out: list[tuple[int, int]]
     ) -> PendingSpeculation:
-        """Result of a fused step; to be taken before the next one runs."""
+        """Result of a fused step; to be taken before the next step runs."""
         copy = HostCopy([verified.tokens, verified.counts, _NOTHING])
         return cls(plan.number, plan.rows, copy, seconds if not left_out else StepSeconds(), left_out=left_out)
 

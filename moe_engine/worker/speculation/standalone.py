@@ -1,6 +1,6 @@
 """Standalone drafter: a small draft model with the same vocabulary and its own KV cache over the same slots.
 
-It runs no draft extend behind a step. Before it drafts, it computes the row's tokens that are not in its KV cache: the
+It runs no draft extend after a step. Before it drafts, it computes the row's tokens that are not in its KV cache: the
 whole prompt at first, later the few tokens of the last steps.
 
 Legend: D rows with drafts, E hidden size.
@@ -115,7 +115,7 @@ def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _chunks(starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """A group at once, or a single long row in chunks."""
+    """A group as a whole, or a single long row in chunks."""
     if len(starts) > 1 or int(ends[0] - starts[0]) <= DRAFT_CATCH_UP:
         return [(starts, ends)]
     cuts = [*range(int(starts[0]), int(ends[0]), DRAFT_CATCH_UP), int(ends[0])]
@@ -123,7 +123,7 @@ def _chunks(starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, np.n
 
 
 class _LevelByLevel:
-    """Expands the nodes of a tree behind the root, whose KV is cached."""
+    """Expands the nodes of a tree after the root, whose KV is cached."""
 
     def __init__(self, model: Model, batches: DraftBatches, task: DraftTask) -> None:
         self._model = model

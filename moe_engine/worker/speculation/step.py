@@ -27,12 +27,12 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.sampling.penalties import TreeText
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling.sampling_state import Draw, uniforms
-from moe_engine.worker.sampling.step_sampling import Drawn
 from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_at_random, accept_chains, force
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.fused_spec_step import FusedStep
+from moe_engine.worker.step_sampling import Drawn
 
 FORCE_SALT = 1
 """Salt of the random numbers for thresholds, to be independent of those for sampling."""
@@ -42,8 +42,8 @@ FORCE_SALT = 1
 class Decodes:
     """Values shared by steps whose decodes have the same rows and numbers of drafts.
 
-    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one. The rows of
-    logits behind the nodes belong to prompts.
+    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only row. The rows of
+    logits after the nodes belong to prompts.
     """
 
     plan_rows: list[int]
@@ -212,7 +212,7 @@ class SpeculativeStep:
     def report(
         self, plan: StepPlan, rows: np.ndarray, counts: np.ndarray, drafts: Tensor, trees: Tensor | None = None
     ) -> None:
-        """The same of rows [D] with counts [D] nodes each: drafts [D, N], trees [D, N] (parents)."""
+        """The same for rows [D] with counts [D] nodes each: drafts [D, N], trees [D, N] (parents)."""
         launched = self._rows.edits.masks.launched
         if launched is None or not launched.reports_drafts:
             return
@@ -226,7 +226,7 @@ class SpeculativeStep:
         launched.report(found)
 
     def decodes_of(self, plan: StepPlan) -> Decodes:
-        """The decodes of a plan; the same object while they are the same."""
+        """The decodes of a plan; the same object while rows and counts are the same."""
         num, same = plan.num_decodes, self._same
         if not num:
             return self._none  # keeps `_same` over a prefill between two steps of the same decodes
@@ -305,7 +305,7 @@ class SpeculativeStep:
         )
 
     def _stored_states(self, decodes: Decodes) -> StateRuns:
-        """Of an even verification: the state after each token has a place; the same object for the same decodes."""
+        """Pool rows for the states after each token of an even verification; the same object for the same decodes."""
         if self._runs is None or self._runs[0] is not decodes:
             assert self._rows.states is not None
             count, num = decodes.most, len(decodes.rows)
@@ -381,7 +381,7 @@ class SpeculativeStep:
         self.advance_prompts(plan, prompts)
 
     def advance_prompts(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Updates lengths of the plan's prompts; tokens [P] were sampled for those that sample."""
+        """Updates lengths of the plan's prompts; tokens [P] were sampled for the prompts that sample."""
         chunks = range(plan.num_decodes, len(plan.rows))
         self._computed(plan, chunks)
         ready = [i for i in chunks if plan.samples[i]]
@@ -397,7 +397,7 @@ class SpeculativeStep:
         self._history.set_lengths([plan.rows[i] for i in chunks], [plan.starts[i] + plan.counts[i] for i in chunks])
 
     def advance_plain(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
-        """The same for a step without speculation; tokens [S] >= 0 are those that it sampled."""
+        """The same for a step without speculation; tokens [S] >= 0 are the sampled ones."""
         self._computed(plan, [i for i in range(plan.num_decodes, len(plan.rows)) if not plan.samples[i]])
         self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
 
@@ -450,7 +450,7 @@ class SpeculativeStep:
         at = verification.nodes.gather(1, above.clamp_min(0))  # the row of logits above each node
         chance = chances[at, 0 if parents is None else node]
         rows = np.repeat(verification.rows[:, None], num_nodes, 1)
-        lengths = sampled.lengths[decodes.host_nodes] - 1  # of the rows above
+        lengths = sampled.lengths[decodes.host_nodes] - 1  # lengths of the rows above
         seeds = self._rows.sampling.mixed_seed[rows]
         # siblings get independent numbers
         columns = [uniforms(seeds[:, n], lengths[:, n], FORCE_SALT + n) for n in range(num_nodes)]
@@ -476,7 +476,7 @@ class SpeculativeStep:
 
 
 def _spread(drafts: Drafts, index: Tensor | slice, roots: Tensor) -> Drafts:
-    """Drafts of some decodes -> of all decodes; the others have only their root."""
+    """Drafts of some decodes -> of all decodes; the other decodes have only their root."""
     tokens = drafts.tokens.new_full((len(roots), drafts.num_nodes), -1)
     tokens[:, 0] = roots
     tokens[index] = drafts.tokens

@@ -2,8 +2,8 @@
 
 At each level the best `topk` nodes of the previous level are expanded into `topk` children each; finally the nodes with
 the highest cumulative probability over all levels are kept, parents before children. One child of a node is sampled as
-the target will sample there, with the same random number, and is scored as the most likely one; for a greedy request it
-is.
+the target will sample there, with the same random number, and is scored as the most likely child, which it is for a
+greedy request.
 
 Legend: D rows with drafts, F nodes expanded at a level (the frontier), C candidates, E hidden size, N nodes kept.
 """

@@ -1,1 +1,1 @@
-"""Startup before READY: the choice of kernels, the warm-up."""
+"""Startup before READY: the choice of kernels, drafter, expert placement, the warm-up, CUDA graphs, torch.compile."""

@@ -1,4 +1,4 @@
-"""Builds the kernels of a rank: the rows of its `KernelPlan`, or the next best row where a library fails to load.
+"""Builds the kernels of a rank: the rows of its `KernelPlan`, or the next best row if a library fails to load.
 
 A row may pass its checks (a compiler is installed) and still fail when built (the compiler is broken, a library does
 not load). With ``auto`` the next row by preference replaces it and the reason is logged; for a named row it is an
@@ -26,7 +26,7 @@ def build_backends(plan: KernelPlan) -> Backends:
     """Builds ops, linear, experts, attention and sampling, and the kernels that only some models need.
 
     Raises:
-        ConfigError: a named backend fails to load, or no other row can replace one.
+        ConfigError: a named backend fails to load, or no other row can replace a failed one.
     """
     _log_reasons(choice for choice in plan.choices if _is_fallback(plan, choice))
     built = [_build(choice, plan) for choice in plan.choices]

@@ -1,4 +1,4 @@
-"""Warm-up: steps before READY, so that the first request compiles, loads and starts nothing."""
+"""Warm-up: steps before READY, so that the first request triggers no compilation, loading or thread start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
-    """Runs a prompt, a chunk behind it and a decode, greedy and sampled, all in the dummy page; restores all state.
+    """Runs a prompt, a chunk after it and a decode, greedy and sampled, all in the dummy page; restores all state.
 
     Args:
         num_tokens: max tokens of a step.
@@ -110,7 +110,7 @@ def _cut(tokens: int, longest: int) -> list[int]:
 
 
 def _entering(row: int, prefix: int, length: int, vocab_size: int, sampling: SamplingParams = _GREEDY) -> NewRow:
-    """A request of `length` tokens behind a cached prefix; with many different tokens, to reach many experts."""
+    """A request of `length` tokens after a cached prefix; with many different tokens, to reach many experts."""
     tokens = [(7919 * (row + place)) % vocab_size for place in range(prefix + length)]
     return replace(_request(0, sampling), row=row, token_ids=tokens, num_prompt=len(tokens), slots=[0] * prefix)
 

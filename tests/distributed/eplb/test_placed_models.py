@@ -17,7 +17,7 @@ from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.recording.merge import sum_parts
 from moe_engine.parallel.topology import Topology
-from moe_engine.worker.eplb.expert_setup import with_experts
+from moe_engine.worker.startup.expert_setup import with_experts
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.eplb.worlds import Case, load, run_placed, run_script
 from tests.distributed.models import script

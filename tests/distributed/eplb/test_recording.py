@@ -20,7 +20,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.planning.prepare import prepare
 from moe_engine.types import NewRow, SamplingParams, StepPlan
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
-from moe_engine.worker.eplb.expert_setup import moe_layers
+from moe_engine.worker.startup.expert_setup import moe_layers
 from moe_engine.worker.worker import Worker
 from tests.models.checkpoints import make_checkpoint
 

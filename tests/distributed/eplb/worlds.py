@@ -21,7 +21,7 @@ from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
 from moe_engine.worker.eplb.eplb_manager import EPLBManager
 from moe_engine.worker.eplb.expert_control import ExpertControl
-from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
+from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
 from tests.distributed.models import script
 from tests.models.stepper import Chunk, Stepper, make_backends, make_kv
 

@@ -16,7 +16,7 @@ SIZE = 4
 
 
 class Static:
-    """Queries over static buffers, as `worker.graphs.step_graphs` makes them.
+    """Queries over static buffers, as `worker.step_graphs` makes them.
 
     Args:
         count: query tokens of each request. size: requests.

@@ -16,8 +16,8 @@ import pytest
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA
 from moe_engine.step_settings import GraphSettings
 from moe_engine.worker import worker
-from moe_engine.worker.graphs.draft_setup import why_drafts_are_not_captured
-from moe_engine.worker.graphs.graph_setup import capture_graphs
+from moe_engine.worker.startup.draft_setup import why_drafts_are_not_captured
+from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator
 from tests.simulated_cuda import libraries

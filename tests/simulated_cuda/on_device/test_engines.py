@@ -19,8 +19,8 @@ from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker import worker
-from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.simulated_cuda import kernels, libraries, quick_start, streams

@@ -2,7 +2,7 @@
 
 Contract: `mooncake.engine.TransferEngine` 0.3: with ``P2PHANDSHAKE`` an engine is reached at HOST:PORT of its own
 (`get_rpc_port`) without a metadata server; memory is addressed by the peer's virtual addresses; `transfer_submit_write`
-begins one block; `transfer_check_status` answers 1 done, 0 in progress, less for a failure.
+begins one block; `transfer_check_status` returns 1 for done, 0 for in progress, a negative value for a failure.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MooncakeTransport:
         return Memory(array, wire.encode([self._name, array.ctypes.data, num_bytes]))
 
     def release(self, memory: Memory) -> None:
-        """It is used again and never freed: over TCP a late write is a copy to the address."""
+        """Keeps the memory for reuse and never frees it: over TCP a late write is a copy to the address."""
         self._spare.setdefault(memory.array.nbytes, []).append(memory.array)
 
     def open(self, peer: bytes, description: bytes) -> None:
@@ -108,7 +108,7 @@ class MooncakeWrite:
         self._failed = 0
 
     def poll(self) -> bool:
-        """The engine frees a handle when it has answered with an end, so none is asked twice."""
+        """The engine frees a handle once it has reported the end, so no handle is polled again after that."""
         running = []
         for handle in self._handles:
             status = self._engine.transfer_check_status(handle)

@@ -1,8 +1,8 @@
 """Row ``nixl``: NIXL's agent with its UCX backend, over RDMA, TCP or shared memory, as UCX finds them.
 
 Contract: the Python API of nixl 1.x (`nixl._api`): `register_memory` takes (address, bytes, device, tag);
-`get_agent_metadata` contains what is registered at the call; `check_xfer_state` answers PROC, DONE or ERR; a handle is
-released after its end.
+`get_agent_metadata` contains the memory registered at the call; `check_xfer_state` returns PROC, DONE or ERR; a handle
+is released after its end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NixlTransport:
         return Memory(array, wire.encode([metadata, array.ctypes.data, num_bytes]))
 
     def release(self, memory: Memory) -> None:
-        """It is used again and never freed: where UCX has no RDMA, a late write is a copy to the address."""
+        """Keeps the memory for reuse and never frees it: without RDMA in UCX, a late write is a copy to the address."""
         self._spare.setdefault(memory.array.nbytes, []).append(memory.array)
 
     def open(self, peer: bytes, description: bytes) -> None:

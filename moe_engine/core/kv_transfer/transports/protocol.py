@@ -1,4 +1,4 @@
-"""What a transport of KV does: `Transport`.
+"""The interface of a KV transport: `Transport`.
 
 One-sided writes: the decode side registers memory and sends its description over the control connection
 (`core.kv_transfer.wire`); the prefill side writes to it. The control connection also carries the notifications: the
@@ -50,7 +50,7 @@ class Write(Protocol):
         """Whether the bytes are in the peer's memory; does not wait.
 
         Raises:
-            TransportError: they are not, and will not be; nothing writes there any more.
+            TransportError: the write failed; no further bytes are written there.
         """
 
 
@@ -62,14 +62,14 @@ class Transport(Protocol):
             is_target: peers write to it, by its description.
 
         Raises:
-            TransportError: it cannot be had.
+            TransportError: the memory cannot be allocated or registered.
         """
 
     def release(self, memory: Memory) -> None:
-        """The opposite of `register`. A peer that still writes to it changes no memory of others."""
+        """The inverse of `register`. A peer that still writes to the memory changes no other memory."""
 
     def open(self, peer: bytes, description: bytes) -> None:
-        """Prepares writes to a peer's memory; the last description is the one in force.
+        """Prepares writes to a peer's memory; the latest description applies.
 
         Raises:
             TransportError: it cannot be reached.

@@ -1,6 +1,6 @@
 """Row ``shm``: two servers of one machine; the prefill side writes to memory of the decode side.
 
-The memory is a file in /dev/shm with mode 0600, which has no name any more once the peer has opened it.
+The memory is a file in /dev/shm with mode 0600, whose name is removed once the peer has opened it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SharedMemoryTransport:
         try:
             file, name = tempfile.mkstemp(prefix=PREFIX, dir=FOLDER)
             try:
-                os.posix_fallocate(file, 0, num_bytes)  # now, because a full /dev/shm would end the process later
+                os.posix_fallocate(file, 0, num_bytes)  # allocates now: a full /dev/shm would kill the process later
                 array = _map(file, num_bytes)
                 inode = os.fstat(file).st_ino
             except OSError:

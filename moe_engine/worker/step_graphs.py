@@ -73,7 +73,7 @@ class DraftCapture(Protocol):
     """Implemented by `draft_graphs.DraftGraphs`."""
 
     def capture(self, shape: StepShape) -> bool:
-        """False if it cannot."""
+        """False if the step cannot be captured."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _GraphEntry:
 
 
 class _Inputs:
-    """The static input buffers. Entries behind the requests of a step are neutral padding."""
+    """The static input buffers. Entries after the requests of a step are neutral padding."""
 
     def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
@@ -136,7 +136,7 @@ class StepOutputs:
 
     Args:
         max_logits: max rows of logits at once; steps with more tokens are captured without the LM head.
-        taps: of the model; every step stores their states too.
+        taps: the model's; every step stores their states too.
     """
 
     def __init__(self, model: Model, max_logits: int, taps: HiddenTaps | None = None) -> None:
@@ -302,7 +302,7 @@ class StepGraphs:
 
     @property
     def shapes(self) -> set[StepShape]:
-        """Captured."""
+        """Captured shapes."""
         return set(self._graphs)
 
     # -- steps
@@ -310,8 +310,8 @@ class StepGraphs:
     def shape_of(self, plan: StepPlan) -> StepShape | None:
         """The graph for a step; None if it runs kernel by kernel.
 
-        Depends only on facts known to all ranks, so that all decide alike: with several attention groups the size of
-        the largest one.
+        Depends only on facts known to all ranks, so all ranks choose the same graph: with several attention groups that
+        of the largest group.
         """
         shape = common_shape(plan, self._settings)
         return shape if shape in self._graphs else None

@@ -1,5 +1,5 @@
-"""CUDA graphs of whole steps with chains of drafts: the host launches a step without knowing what the last one
-accepted.
+"""CUDA graphs of whole steps with chains of drafts: the host launches a step without knowing the tokens that the last
+one accepted.
 
 A step is three graphs over fixed buffers: draft (the inputs of the step by the lengths on the device, then the draft
 forwards), verify (the target's forward and logits), and, behind sampling, follow (acceptance, the rows' new tokens and
@@ -27,7 +27,10 @@ from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graphs.step_graphs import (
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.speculation.chain_memory import ChainMemory
+from moe_engine.worker.speculation.mtp import MTPDrafter
+from moe_engine.worker.step_graphs import (
     CapturedGraph,
     CaptureError,
     GraphBackend,
@@ -35,17 +38,14 @@ from moe_engine.worker.graphs.step_graphs import (
     StepShape,
     common_shape,
 )
-from moe_engine.worker.sampling.logits_passes import LogitsPasses
-from moe_engine.worker.speculation.chain_memory import ChainMemory
-from moe_engine.worker.speculation.mtp import MTPDrafter
 
 
 @dataclass(frozen=True)
 class DraftParts:
-    """What the graphs of a rank are made of.
+    """The parts from which the graphs of a rank are made.
 
     `tables`: of all rows, on the device. `plan_drafts` plans the draft forwards, `plan_in_place` verification: an EAGLE
-    head has an attention backend of its own. `taps`: of the model, if the head reads them.
+    head has an attention backend of its own. `taps`: the model's, if the head reads them.
     """
 
     model: Model
@@ -124,8 +124,8 @@ class _ShapeRun:
         return plan
 
     def renew(self, plan: RenewablePlan, lens: list[int]) -> None:
-        """Renews the plans with upper bounds of the context tokens [R]. What a plan writes serves all plans of its
-        backend: one of a head's own backend is enough for all drafts."""
+        """Renews the plans with upper bounds of the context tokens [R]. The values written by a plan serve all plans of
+        its backend: one plan of a head's own backend is enough for all drafts."""
         self.queries.context_lens[:] = lens
         plan.renew()
         if self._own_plan is not None:
@@ -186,7 +186,7 @@ class DraftGraphs:
         self._graphs: dict[StepShape, _Graphs] = {}
 
     def capture(self, shape: StepShape) -> bool:
-        """Captures a size; False, and nothing, if the attention backend plans on the host by exact lengths.
+        """Captures a size; False, without a capture, if the attention backend plans on the host by exact lengths.
 
         Raises:
             CaptureError: the device cannot capture the step.
@@ -210,7 +210,7 @@ class DraftGraphs:
 
     @property
     def shapes(self) -> set[StepShape]:
-        """Captured."""
+        """Captured shapes."""
         return set(self._graphs)
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
@@ -218,7 +218,7 @@ class DraftGraphs:
         shape = common_shape(plan, self._settings)
         return shape if shape in self._graphs else None
 
-    # -- a step: draft, verify, then follow with what was sampled
+    # -- a step: draft, verify, then follow with the sampled tokens
 
     def draft(self, shape: StepShape, rows: np.ndarray | None, most: list[int]) -> ChainBuffers:
         """Launches the drafts of rows [D] (an array that is never modified; None: padding only).

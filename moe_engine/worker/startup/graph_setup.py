@@ -7,11 +7,11 @@ import logging
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.step_settings import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
-from moe_engine.worker.graphs.draft_graphs import DraftGraphs
-from moe_engine.worker.graphs.draft_setup import draft_parts, why_drafts_are_not_captured
-from moe_engine.worker.graphs.step_graphs import GraphBackend, StepGraphs, StepOutputs
 from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.speculation.draft_graphs import DraftGraphs
 from moe_engine.worker.speculation.drafted_step import DraftedStep
+from moe_engine.worker.startup.draft_setup import draft_parts, why_drafts_are_not_captured
+from moe_engine.worker.step_graphs import GraphBackend, StepGraphs, StepOutputs
 
 logger = logging.getLogger("moe_engine")
 
@@ -53,7 +53,7 @@ def _capture(
     runner: ModelRunner, settings: GraphSettings, plan_in_place: InPlacePlanner, backend: GraphBackend, progress: bool
 ) -> bool:
     """Captures steps without drafts, and steps with drafts whole, if the attention backend reads lengths on the device;
-    else only their verification."""
+    otherwise only their verification."""
     outputs = StepOutputs(runner.model, runner.sampler.passes.rows_at_once, runner.taps)
     graphs = StepGraphs(
         settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.worker.batch.device_int_table import DeviceIntTable
+from moe_engine.worker.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
 
 

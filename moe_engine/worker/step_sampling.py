@@ -30,7 +30,7 @@ class Drawn:
     tokens: Tensor
     logprobs: list[PendingLogprobs] = field(default_factory=list)
     chances: Tensor | None = None  # [S, J] float32: probabilities of the drafts below each row, if given
-    errors: dict[int, FinishReason] | None = None  # by row of the worker: why tokens are invalid
+    errors: dict[int, FinishReason] | None = None  # by row of the worker: reasons why tokens are invalid
 
 
 class StepSampling:

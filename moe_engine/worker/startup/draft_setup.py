@@ -1,4 +1,4 @@
-"""What the graphs of steps with drafts are made of, from a runner that has warmed up."""
+"""Collects the parts of the graphs of steps with drafts, from a runner that has warmed up."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import SimulatedAcceptance
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
-from moe_engine.worker.graphs.draft_graphs import DraftParts
-from moe_engine.worker.graphs.step_graphs import StepOutputs
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampling_state import mix64
 from moe_engine.worker.speculation.chain_memory import ChainMemory
+from moe_engine.worker.speculation.draft_graphs import DraftParts
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.step import FORCE_SALT
+from moe_engine.worker.step_graphs import StepOutputs
 
 
 def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
-    """Why steps with drafts need the accepted lengths on the host, whatever the attention backend is, or None."""
+    """The reason why steps with drafts need the accepted lengths on the host with any attention backend, or None."""
     step = runner.speculation
     if step is None:
         return "no drafts"
@@ -41,7 +41,7 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
 def draft_parts(
     runner: ModelRunner, settings: GraphSettings, plan_in_place: InPlacePlanner, outputs: StepOutputs
 ) -> DraftParts:
-    """For a runner with drafts that can be captured; its drafter has run a draft extend."""
+    """The parts of a runner with drafts that can be captured; its drafter has run a draft extend."""
     rows, step = runner.rows, runner.speculation
     assert step is not None and rows.history is not None
     drafter, history = step.drafter, rows.history

@@ -1,1 +1,0 @@
-"""CUDA graphs of decode steps, and regions compiled by torch.compile."""
