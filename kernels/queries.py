@@ -95,8 +95,8 @@ class PagedQueries:
 class AttentionBatch:
     """The queries of a step in two groups, decode first in the token dimension.
 
-    `decode` (tokens [0, decode.num_tokens)): few query tokens each; MLA runs them in the absorbed form.
-    `prefill` (the tokens after): MLA runs them in the expanded form. Either may be None.
+    `decode` (tokens [0, decode.num_tokens)): few query tokens each; MLA runs them in the absorbed form. `prefill` (the
+    following tokens): MLA runs them in the expanded form. Either may be None.
     """
 
     decode: PagedQueries | None

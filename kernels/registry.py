@@ -22,14 +22,16 @@ class Row:
     Args:
         takes: fields of `Need` that its constructor takes, by keyword.
         workspace: scratch bytes of an attention backend on an accelerator; None: negligible.
-        why_not_captured: why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or None.
+        why_not_captured: the reason why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or
+        None.
         prefers: preference by device, heads and dtypes; None: always `preference`.
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
-        codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as they are.
+        codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
+        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as they are.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
@@ -51,13 +53,14 @@ class Row:
     biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
+    blocks: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""
         return self.preference if self.prefers is None else self.prefers(device, need)
 
     def refuses_capture(self, device: Device, need: Need) -> str | None:
-        """Why its launches cannot be captured as CUDA graphs, or None."""
+        """The reason why its launches cannot be captured as CUDA graphs, or None."""
         return None if self.why_not_captured is None else self.why_not_captured(device, need)
 
 

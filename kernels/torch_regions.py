@@ -2,8 +2,8 @@
 
 A function is compiled for steps of one token and for steps of several (dynamic token count); both happen before READY,
 while `CompiledRegions.sealed` is unset. Layers that call it with weights of the same shapes share the result.
-torch keeps compiled code in a folder (its AOTAutograd and FX graph caches), so a second start traces, and compiles
-nothing.
+torch keeps compiled code in a folder (its AOTAutograd and FX graph caches), so a second start traces but does not
+compile.
 """
 
 from __future__ import annotations

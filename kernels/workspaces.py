@@ -28,7 +28,7 @@ FLASHINFER_PLAN_BYTES = 8 * MIB
 """Bytes of each FlashInfer wrapper, on the device (and page-locked on the host)."""
 
 FLASHINFER_EAGER_WRAPPERS = 8
-"""Wrappers of eager steps: in use, resting, and for both groups of a step."""
+"""Wrappers of eager steps: in use, waiting for reuse, and for both groups of a step."""
 
 FLASHINFER_SMALL_PLAN_BYTES = MIB
 """Bytes of a prompt wrapper whose plan fits into this size."""

@@ -65,7 +65,7 @@ class ForwardBatch:
 
     @cached_property
     def state_rows(self) -> Tensor:
-        """The request row of each sequence [R] int64, in the order of the step's tokens: its place in state tensors."""
+        """The request row of each sequence [R] int64, in the order of the step's tokens: its index in state tensors."""
         groups = (self.attention.decode, self.attention.prefill)
         rows = [queries.rows for queries in groups if queries is not None]
         return torch.cat(rows).long() if rows else self.slots[:0]
@@ -78,7 +78,8 @@ class ForwardBatch:
 
     @cached_property
     def state_runs(self) -> StateRuns:
-        """Where the step's sequences read and store states, for kernels. `stored_states` if it stores others too."""
+        """The rows from which the step's sequences read states and in which they store them, for kernels.
+        `stored_states` if other states are stored too."""
         if self.stored_states is not None:
             return self.stored_states
         return StateRuns.plain(self.sequence_lens, self.state_rows)

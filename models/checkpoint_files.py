@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError
+from moe_engine.gguf_container import find_gguf
+from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
 from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.bin")
-"""Of torch.save, the first pattern that matches; training states, which lie beside weights, match the last one only."""
+"""Patterns of torch.save's files; the first that matches is used. Training states beside the weights match the last one
+only."""
 _MAX_HEADER = 100 << 20
 _TEXT = "language_model."
 _MTP = "mtp."
@@ -32,12 +35,21 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
     """Tensor name -> its file; empty if the directory has no weight files.
 
     Args:
-        load_format: ``safetensors`` or ``pt`` (files of torch.save) reads these alone; others read safetensors files,
-            or files of torch.save where there are none.
+        directory: or a GGUF file.
+        load_format: ``safetensors``, ``pt`` (files of torch.save) or ``gguf`` reads these alone; other formats read
+        safetensors files, or files of torch.save or GGUF if there are none.
 
     Raises:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
     """
+    gguf = find_gguf(directory)
+    if gguf is not None and load_format not in ("safetensors", "pt"):
+        return read_gguf(gguf)
+    if gguf is not None or load_format == "gguf":
+        found = "is a GGUF file" if gguf is not None else "names no GGUF file"
+        raise CheckpointError(
+            f"--load-format {load_format}: {directory} {found}; leave the flag out, or give another path"
+        )
     files: dict[str, WeightFile] = {}
     if load_format != "pt":
         index = directory / INDEX_FILE
@@ -49,7 +61,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
-    """`read_checkpoint` of an MTP layer exported on its own, where it is layer 0, under the names that it has behind
+    """`read_checkpoint` of an MTP layer exported on its own, where it is layer 0, under the names that it has after
     `layer` main layers. Raises as `read_checkpoint`."""
     files, first = read_checkpoint(directory), "model.layers.0."
     own = [name for name in files if name.startswith(first)]
@@ -57,8 +69,8 @@ def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
 
 
 def read_head(directory: Path) -> dict[str, WeightFile]:
-    """`read_checkpoint` of an EAGLE head: its layer is ``model.layers.0``, whatever the publisher calls it, and other
-    names have no prefix. Raises as `read_checkpoint`."""
+    """`read_checkpoint` of an EAGLE head: its layer is ``model.layers.0``, whatever its published name, and other names
+    have no prefix. Raises as `read_checkpoint`."""
     files = read_checkpoint(directory)
     return _renamed(files, {name: _head_name(name) for name in files})
 
@@ -90,8 +102,8 @@ def _read_torch_files(directory: Path) -> dict[str, WeightFile]:
 
 
 def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    """The tensors of a model that was saved without a head, under the names that they have in a model with a head. Of a
-    model for images and text (Kimi K2.5) those of the language model alone, without its prefix."""
+    """The tensors of a model that was saved without a head, under the names that they have in a model with a head. For
+    a model of images and text (Kimi K2.5): the tensors of the language model alone, without its prefix."""
     if any(name.startswith(f"{_TEXT}model.") for name in files):
         text = {name: file for name, file in files.items() if name.startswith(_TEXT)}
         return _renamed(text, {name: name.removeprefix(_TEXT) for name in text})
@@ -101,7 +113,7 @@ def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
 
 
 def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    """An MTP layer that is stored beside the model (Qwen3-Next: ``mtp.``), under DeepSeek's names behind the last main
+    """An MTP layer that is stored beside the model (Qwen3-Next: ``mtp.``), under DeepSeek's names after the last main
     layer."""
     own = [name for name in files if name.startswith(_MTP)]
     if not own:

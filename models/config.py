@@ -24,12 +24,12 @@ STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """DeepSeek sparse attention: the indexer that selects the tokens that a query token attends to.
+    """DeepSeek sparse attention: the indexer that selects the tokens to which a query token attends.
 
     Attributes:
         num_heads, top_k: heads of the index query; max tokens selected for a query token.
         interleaved: its rotary pairs are (2j, 2j+1), else (j, j+R/2); they are the first R channels of a head.
-        shared_layers: layers without an indexer, which use the selection of the last layer before them that has one.
+        shared_layers: layers without an indexer, which use the selection of the last preceding layer with an indexer.
         shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
     """
 
@@ -86,7 +86,7 @@ class MLAConfig:
 class GQAConfig:
     """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
     heads together (``projection``, MiniMax-M2). `sinks`: each head has a logit without a value (gpt-oss).
-    `output_gate`: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's result (Qwen3-Next).
+    `output_gate`: q_proj has a gate after each head's query, whose sigmoid multiplies the head's result (Qwen3-Next).
     """
 
     num_heads: int
@@ -117,8 +117,8 @@ class GQAConfig:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers whose KV cache is used in the same way. `window`: positions that a query token of them sees, its own
-    included (None: all)."""
+    """Layers whose KV cache is used in the same way. `window`: positions that a query token sees, its own included
+    (None: all)."""
 
     layers: tuple[int, ...]
     window: int | None = None
@@ -127,7 +127,7 @@ class CacheGroup:
 @dataclass(frozen=True)
 class StatePart:
     """A tensor of a request's state. dtype: torch's name (None: that of the activations). `sharded`: the dimension that
-    the ranks of an attention group divide (None: each rank has all of it)."""
+    is divided over the ranks of an attention group (None: each rank has the whole tensor)."""
 
     shape: tuple[int, ...]
     dtype: str | None = None
@@ -142,8 +142,8 @@ class StatePart:
 class StateGroup:
     """Layers without KV that keep a state of fixed size for each request (recurrent layers, linear attention).
 
-    `stores_any`: the layers store states as `ForwardBatch.state_runs` says, also those of tokens before the last, so
-    that prefixes can be cached.
+    `stores_any`: the layers store states according to `ForwardBatch.state_runs`, also those of tokens before the last,
+    so that prefixes can be cached.
     """
 
     layers: tuple[int, ...]
@@ -207,10 +207,10 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """From the hidden states of a request to its vector (`models.pooling`).
+    """Computation of a request's vector from its hidden states (`models.pooling`).
 
     Attributes:
-        kind: state that is taken: ``last`` (of the last token), ``mean`` (of all tokens) or ``cls`` (of the first).
+        kind: state that is used: ``last`` (of the last token), ``mean`` (of all tokens) or ``cls`` (of the first).
         width: numbers of the vector.
         head: score head between the state and the vector: ``linear``, ``mlp`` or none.
         labels: names of the score head's numbers.
@@ -259,13 +259,13 @@ class ModelConfig:
     state_groups: tuple[StateGroup, ...] = ()
     """Layers with a state for each request. All other layers have KV and belong to `cache_groups`."""
     delta: DeltaConfig | None = None
-    """Of the layers with a state, if they are gated delta nets."""
+    """Config of the layers with a state, if they are gated delta nets."""
     norm_plus: float = 0.0
     """Added to the stored weights of norms, except those of gated delta nets (Qwen3-Next: 1)."""
     file_layers: int | None = None
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
     pooling: PoolingConfig | None = None
-    """Of a model that is served for vectors; None: for text."""
+    """Pooling of a model that serves vectors; None for text generation."""
     raw: Mapping[str, Any] | None = None
 
     @cached_property
@@ -299,7 +299,7 @@ class ModelConfig:
 
     @property
     def longest_window(self) -> int:
-        """The longest window of a layer; 0: none has one."""
+        """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
 
     def within(self, context_len: int) -> ModelConfig:

@@ -98,7 +98,7 @@ def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ..
 
 
 def check_moe(fields: Fields, moe: MoEConfig) -> None:
-    """Raises ConfigError for a router that cannot choose so many experts."""
+    """Raises ConfigError for a router that cannot choose this many experts."""
     if moe.num_experts % moe.num_groups:
         fields.fail("n_group", f"{moe.num_groups} does not divide the {moe.num_experts} experts")
     if moe.topk_groups > moe.num_groups:
@@ -163,8 +163,8 @@ def parse_gqa(
     """A model on grouped-query attention.
 
     Args:
-        partial_rotary: the part of a head that is rotated, where the file has none.
-        attention_fields: of its `GQAConfig`, in the place of those by model_type.
+        partial_rotary: the part of a head that is rotated, if the file has none. attention_fields: fields of its
+        `GQAConfig` that replace those by model_type.
     """
     model_type = fields.text("model_type", "llama")
     num_heads = fields.integer("num_attention_heads")

@@ -18,7 +18,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3-Next: three gated delta nets for each layer of gated attention, a shared expert with a gate, norms whose
-    weights are stored less 1, an MTP layer."""
+    weights are stored minus 1, an MTP layer."""
     moe = MoEConfig(
         num_experts=fields.integer("num_experts"),
         top_k=fields.integer("num_experts_per_tok"),

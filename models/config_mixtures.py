@@ -17,7 +17,7 @@ from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 
 def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """MiniMax-M2, M2.1, M2.5: q and k are normed over the whole projection, every layer is a mixture, the router has a
-    bias that counts for the choice only."""
+    bias that affects the choice only."""
     _refuse_other_minimax(fields)
     moe = MoEConfig(
         num_experts=fields.integer("num_local_experts"),

@@ -23,7 +23,7 @@ from moe_engine.models.weights import WeightReader, WeightSource
 from moe_engine.parallel.context import ParallelContext
 
 ROWS_AT_ONCE = 4096
-"""Rows of the target's LM head that are read together."""
+"""Rows of the target's LM head read at once."""
 
 
 def draft_ids(head: HeadConfig, reader: WeightSource) -> Tensor | None:
@@ -60,7 +60,7 @@ def mapped_head(
     """An LM head of the rows `ids` [W] of the target's, read again from its checkpoint.
 
     Args:
-        config, source: of the target.
+        config, source: those of the target.
     """
     rows: Any = _Rows(source, config, ids.cpu())
     own = dataclasses.replace(config, vocab_size=len(ids), tie_word_embeddings=False)
@@ -68,7 +68,7 @@ def mapped_head(
 
 
 class _Rows:
-    """The part of `WeightSource` that an LM head reads: some rows of another one, as its own."""
+    """The part of `WeightSource` that an LM head reads: some rows of another LM head, as its own."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, ids: Tensor) -> None:
         self.dtype, self.device, self.format = source.dtype, source.device, source.format

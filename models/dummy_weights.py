@@ -26,7 +26,7 @@ class DummyReader:
     """
 
     made_up = True
-    """Norm weights are 1 whatever is added to stored ones."""
+    """Norm weights are 1, whatever is added to stored weights."""
 
     def __init__(
         self,

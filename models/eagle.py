@@ -49,7 +49,7 @@ class EagleHead:
         backends: kernels for the head's attention.
         ids: the target's ids [W] of the draft vocabulary, ascending; None: it is the target's vocabulary.
         lm_head: LM head over the draft vocabulary; None: the target's.
-        max_positions: that requests can reach.
+        max_positions: max positions of requests.
     """
 
     num_layers = 1
@@ -71,7 +71,7 @@ class EagleHead:
         self._model = model
         self._backends = backends
         layer, ops, size = head.layer, backends.ops, head.layer.hidden_size
-        self._parallel = parallel = replace(model.parallel, all_reduce=None)  # sums of its own end in norms
+        self._parallel = parallel = replace(model.parallel, all_reduce=None)  # its own sums end in norms
         self._fc = _load_fc(head, reader, backends)
         self._state_norms = [
             RMSNorm(ops, reader, f"fc_norm.{i}", head.target_hidden, layer.norm_eps)
@@ -104,7 +104,7 @@ class EagleHead:
         )  # fmt: skip
 
     def modules(self) -> Iterator[Reloadable]:
-        """None: the head stays as it is when the target's weights are replaced."""
+        """Empty: the head is unchanged when the target's weights are replaced."""
         return iter(())
 
     @property
@@ -172,7 +172,7 @@ class EagleHead:
 
 
 class _NoNorm:
-    """In the place of the norm behind a layer: the residual stream itself."""
+    """Replaces the norm after a layer: returns the residual stream itself."""
 
     adds_rows = adds_pairs = False
 

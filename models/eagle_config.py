@@ -41,7 +41,7 @@ class HeadConfig:
         path: its folder.
         layer: a model of the head's one decoder layer; `vocab_size` is the target's.
         is_eagle3: the layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of both.
-        tapped: the numbers of target layers behind which EAGLE-3 reads the hidden states (0: the embedding); (): the
+        tapped: the numbers of target layers after which EAGLE-3 reads the hidden states (0: the embedding); (): the
             last hidden state, after the final norm.
         target_hidden: width of a target's hidden state.
         own_head: rows W of the head's own LM head; 0: it uses the target's.
@@ -89,7 +89,7 @@ class HeadConfig:
 
     @property
     def attention_input(self) -> int:
-        """Width of what the attention reads."""
+        """Width of the attention's input."""
         return 2 * self.layer.hidden_size if self.is_eagle3 else self.layer.hidden_size
 
 
@@ -104,7 +104,7 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
 
     Args:
         files: from `checkpoint_files.read_head`; empty: random weights (``--load-format dummy``).
-        num_target_layers: of the model that the head drafts for.
+        num_target_layers: layers of the model that the head drafts for.
 
     Raises:
         ConfigError: config.json is broken, or describes a head that is not supported.
@@ -206,8 +206,8 @@ def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
 
 
 def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Counted as layers before the tap. config.json names the layer whose output is read; left out, EAGLE-3 reads the
-    inputs of layers 2, n / 2 and n - 3."""
+    """Taps, as numbers of layers before each. config.json names the layer whose output is read; by default EAGLE-3
+    reads the inputs of layers 2, n / 2 and n - 3."""
     name = "eagle_aux_hidden_state_layer_ids"
     given = eagle.get(name, raw.get(name))
     if given is None:
@@ -228,7 +228,7 @@ def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_la
 
 
 def _with_vocabulary(head: HeadConfig, fields: Fields, files: Mapping[str, WeightFile]) -> HeadConfig:
-    """With the head's own vocabulary: that of its LM head, if it has one."""
+    """The config with the head's own vocabulary: that of its LM head, if it has one."""
     if not head.is_eagle3:
         return head
     count = fields.integer("draft_vocab_size", None) or head.layer.vocab_size

@@ -38,7 +38,7 @@ def weights_of(module: Any) -> Iterator[Tensor]:
 
 
 def _weights(value: Any, seen: set[int], inside: bool) -> Iterator[Tensor]:
-    """`inside`: of a prepared weight, whose dataclasses are the kernel's own."""
+    """`inside`: within a prepared weight, whose dataclasses are the kernel's own."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PreparedLinear | ExpertWeights):

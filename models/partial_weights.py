@@ -1,7 +1,8 @@
-"""Sources of weights for some tensors of a model: received values, and made-up values that show where they lie.
+"""Sources of weights for some tensors of a model: received values, and marker values that show their positions in
+memory.
 
-A kernel's layout may merge, cut, transpose and pad tensors, but copies every element. So a module that is built from
-made-up values shows which memory belongs to which element, in every layout: `mask_source` marks the tensors that were
+A kernel's layout may merge, cut, transpose and pad tensors, but copies every element. A module built from marker values
+therefore shows which memory belongs to which element, in every layout: `mask_source` marks the tensors that were
 received, `code_source` numbers the elements of one tensor.
 """
 
@@ -24,9 +25,9 @@ from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
 MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]
-"""About 0.75: no byte of it is 0, in any floating-point dtype."""
+"""About 0.75: none of its bytes is 0, in any floating-point dtype."""
 CODES = 255
-"""Different codes of an element: 1 to 255, exact in bf16."""
+"""Number of different codes of an element: 1 to 255, exact in bf16."""
 FP8_CODES = 15
 """Exact in e4m3."""
 
@@ -35,13 +36,13 @@ Fill = Callable[[str, tuple[int, ...], Cut, Tensor], None]
 
 
 class ReceivedWeights(WeightReader):
-    """`WeightSource` over a folder or tensors in memory that may lack some: those are 0.
+    """`WeightSource` over a folder or tensors in memory; missing tensors are 0.
 
     Args:
-        structure: the served model's weights: which of them are kept quantized.
+        structure: the served model's weights, to know which are kept quantized.
 
     Attributes:
-        missed: a tensor was lacking.
+        missed: whether a tensor was missing.
     """
 
     def __init__(self, directory: str | Path | TensorFile, structure: WeightSource) -> None:
@@ -85,7 +86,7 @@ class ReceivedWeights(WeightReader):
 
 
 class FilledWeights:
-    """`WeightSource` of made-up values, in the forms of `structure`."""
+    """`WeightSource` of marker values, in the forms of `structure`."""
 
     made_up = True
 
@@ -137,7 +138,7 @@ class FilledWeights:
 
 
 def mask_source(structure: WeightSource, names: Collection[str]) -> FilledWeights:
-    """No byte of the tensors `names` is 0, and all others are."""
+    """A source in which no byte of the tensors `names` is 0, and all other bytes are."""
 
     def fill(name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
         other = f"{name.removesuffix('.weight_scale_inv')}.scale" if name.endswith(".weight_scale_inv") else name

@@ -1,5 +1,5 @@
-"""Pooled models: how the hidden states of a request become its vector, from config.json and sentence-transformers'
-files. Imports no torch.
+"""Pooled models: the computation of a request's vector from its hidden states, from config.json and
+sentence-transformers' files. Imports no torch.
 
 A model is pooled if its architecture has no language-model head, or with --is-embedding.
 """
@@ -26,7 +26,7 @@ HEADS = {
 HEADLESS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """Architectures of checkpoints that were saved without a head."""
 DEFAULT_LABELS = 2
-"""Of a classifier whose config.json has no id2label, as in transformers."""
+"""Number of labels of a classifier whose config.json has no id2label, as in transformers."""
 
 _MODULES = "modules.json"
 _MODES = {
@@ -54,7 +54,7 @@ def with_pooling(config: ModelConfig, is_embedding: bool) -> ModelConfig:
         is_embedding: whether a model with a language-model head is pooled too.
 
     Raises:
-        ConfigError: the checkpoint's files ask for something else than this engine computes.
+        ConfigError: the checkpoint's files require a computation that this engine does not have.
     """
     head = HEADS.get(config.architecture, "")
     if not (head or is_embedding or config.architecture in HEADLESS):

@@ -2,7 +2,7 @@
 
 File by file, each under a temporary name until it is whole, so that a call that was interrupted continues with the
 files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, MTP's eh_proj and, with
-integers, kv_b_proj stay as they are.
+integers, kv_b_proj are unchanged.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
 
 
 def projections(config: ModelConfig, target: Target | None, names: set[str]) -> set[str]:
-    """Names of the tensors that are quantized; without a target all that could be."""
+    """Names of the tensors that are quantized; without a target: all that can be."""
     return {
         name
         for spec in model_tensors(config, include_mtp=config.num_nextn_predict_layers > 0)
@@ -140,7 +140,8 @@ def quantization_config(target: Target, left_out: list[str]) -> dict[str, Any]:
 
 
 def _prepare(source: Path, output: Path, target: Target) -> None:
-    """The folder with the source's other files, or one of an interrupted call with the same settings."""
+    """Creates the folder with the source's other files, or reuses that of an interrupted call with the same
+    settings."""
     settings = {"source": str(source.resolve()), "format": target.format, "group": target.group}
     marker = output / SETTINGS
     if output.exists() and any(output.iterdir()):

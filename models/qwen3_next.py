@@ -12,7 +12,7 @@ from moe_engine.models.weights import WeightSource
 
 
 class Qwen3NextModel(DenseModel):
-    """`Model` of the family. `batch.kv[layer]` is (keys, values), or of a gated delta net its state tensors."""
+    """`Model` of the family. `batch.kv[layer]` is (keys, values); for a gated delta net, its state tensors."""
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         if layer_index in self.config.state_layers:

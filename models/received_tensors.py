@@ -1,4 +1,4 @@
-"""Tensors that came without a file, as `WeightReader` reads them."""
+"""Tensors received without a file, in the form that `WeightReader` reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def header_of(dtype: str, shape: list[int]) -> tuple[torch.dtype, TensorHeader]:
         dtype: torch's name, with or without "torch.".
 
     Raises:
-        CheckpointError: no dtype of checkpoints.
+        CheckpointError: not a dtype of checkpoints.
     """
     known = _CODES.get(dtype.removeprefix("torch."))
     if known is None or any(size < 0 for size in shape):
@@ -42,7 +42,7 @@ class ReceivedTensors:
     """The reading side of `SafetensorsFile`, over tensors in host memory.
 
     Args:
-        source: where they came from, in messages.
+        source: their origin, for messages.
     """
 
     def __init__(self, source: str, tensors: Mapping[str, Tensor]) -> None:

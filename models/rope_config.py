@@ -1,4 +1,4 @@
-"""Rotary position embeddings of a model, as config.json has them. Imports no torch."""
+"""Rotary position embeddings of a model, from config.json. Imports no torch."""
 
 from __future__ import annotations
 

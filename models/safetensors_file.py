@@ -1,6 +1,6 @@
 """One safetensors file: reads of tensors and slices into memory.
 
-Nothing is mapped: a file that becomes shorter while it is read is an error with its name, not a signal.
+Files are not memory-mapped: a file that becomes shorter while it is read is an error with its name, not a signal.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MAX_ABSORBED_TOKENS = 1024
 """Query tokens of one chunk if a long context is read in the absorbed form instead."""
 
 MAX_INDEX_SCORES_BYTES = 256 << 20
-"""Scores of an indexer that exist at once; query tokens with more are scored in parts (`kernels.indexer`)."""
+"""Max scores of an indexer in memory; query tokens with more are scored in parts (`kernels.indexer`)."""
 
 DRAFT_CATCH_UP = 4096
 """Tokens of all rows per pass when a draft model catches up on unseen tokens."""
@@ -60,7 +60,7 @@ NGRAM_PLACE_BYTES = 48
 """Scratch bytes per position on an accelerator."""
 
 NGRAM_INDEX_BYTES, NGRAM_HOST_BYTES = 8, 40
-"""Bytes per position of a text on a host: of its index, and scratch memory of one text at a time."""
+"""Bytes per position of a text on a host: for its index, and scratch memory of one text at a time."""
 
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
@@ -128,7 +128,7 @@ def tensor_bytes(
 
 
 def _absorbed_bytes(config: ModelConfig, elements: int, form: GroupCodes) -> int:
-    """Of kv_b's halves by head, [C, N] and [V, C], with that many elements of all heads."""
+    """Bytes of kv_b's halves by head, [C, N] and [V, C], with this many elements of all heads."""
     mla = config.attention
     assert isinstance(mla, MLAConfig)
     heads = elements // (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim))
@@ -137,7 +137,7 @@ def _absorbed_bytes(config: ModelConfig, elements: int, form: GroupCodes) -> int
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
-    """Elements on one rank of a tensor, or of all experts' tensors of one name."""
+    """Elements, on one rank, of a tensor or of all experts' tensors of one name."""
     name, count = spec.name, spec.num_elements
     if name.endswith(BIASES):
         slots, experts = spec.shape[0] + redundant_experts, spec.shape[0]

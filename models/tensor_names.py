@@ -15,7 +15,7 @@ from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensor
 
 MAX_SHOWN = 5
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Of an MTP layer, which has embedding and head in common with the model."""
+"""Tensors of an MTP layer that are shared with the model: embedding and head."""
 _SCALES = (".weight_scale_inv", ".scale")
 
 
@@ -75,7 +75,7 @@ class TensorNames:
         return read
 
     def _scaled_by(self, name: str) -> str | None:
-        """The weight whose scales have this name."""
+        """The weight that the scales with this name belong to."""
         if name in self._specs:
             return None
         for suffix in _SCALES:
@@ -85,7 +85,7 @@ class TensorNames:
         return None
 
     def _is_outside(self, name: str) -> bool:
-        """True for tensors of checkpoints of this architecture that the served model has no use for."""
+        """True for checkpoint tensors of this architecture that the served model does not use."""
         config, index = self._config, layer_index(name)
         stop = config.num_layers + config.num_nextn_predict_layers
         if config.num_layers <= index < max(stop, config.stored_layers):
@@ -99,7 +99,7 @@ class TensorNames:
         return f"{name!r:.200} is no tensor of the served model{hint}"
 
     def _near(self, name: str) -> list[str]:
-        """Names to compare with: of the same layer, if it has one. All would take seconds."""
+        """Names to compare with: those of the same layer, if any. Comparing with all names would take seconds."""
         index = layer_index(name)
         same = [known for known in self._specs if layer_index(known) == index]
         return (same or [known for known in self._specs if layer_index(known) in (-1, 0)])[:1000]
@@ -112,6 +112,6 @@ def _compare(name: str, file: WeightFile, stored: tuple[StoredTensor, ...]) -> l
         return [f"{name}: scales of a weight that is not quantized"]
     if not wanted.fits(header.shape):
         return [f"{name} has shape {list(header.shape)}, not {list(wanted.shape)}"]
-    if header.dtype not in wanted.dtypes:
+    if not wanted.takes(header.dtype):
         return [f"{name} has dtype {header.dtype}{hint_for(header.dtype)}, not one of {', '.join(wanted.dtypes)}"]
     return []

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, as headers: where in the file each tensor lies. Imports no torch.
+"""Files of ``torch.save``, as headers: the position of each tensor in the file. Imports no torch.
 
 The format since torch 1.6 is a ZIP archive of uncompressed members: ``data.pkl``, a pickle of the saved object in which
 tensors stand for storages, and ``data/KEY``, the bytes of each storage. The pickle is read by a machine that knows
@@ -51,7 +51,7 @@ def read_object(path: Path) -> tuple[Any, dict[str, int]]:
     """The saved object, with `StoredTensor`s in it, and the first byte of each storage.
 
     Raises:
-        CheckpointError: not such a file, damaged, or it holds other objects than tensors and plain values.
+        CheckpointError: not such a file, damaged, or with objects other than tensors and plain values.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -122,7 +122,7 @@ def _offsets(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, in
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what a dictionary of tensors is made of."""
+    """Accepts only the objects of a dictionary of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:

@@ -58,8 +58,7 @@ def uvicorn_config(
         quiet_paths: path prefixes without access-log lines.
     """
     formatter = {"()": "moe_engine.logs.Formatter"}
-    access = {"()": "uvicorn.logging.AccessFormatter", "datefmt": DATE_FORMAT, "use_colors": False}
-    access["fmt"] = '[%(asctime)s] %(levelname)s:     %(client_addr)s - "%(request_line)s" %(status_code)s'
+    access = {"()": "moe_engine.server.access_log.AccessFormatter"}
     http = (level_http or level).upper()
     return {
         "version": 1,
@@ -69,10 +68,9 @@ def uvicorn_config(
         "handlers": {
             "default": {"class": "logging.StreamHandler", "formatter": "default", "stream": "ext://sys.stderr"},
             "access": {
-                "class": "logging.StreamHandler",
+                "class": "moe_engine.server.access_log.AccessHandler",
                 "formatter": "access",
                 "filters": ["access"],
-                "stream": "ext://sys.stderr",
             },
         },
         "loggers": {

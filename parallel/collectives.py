@@ -31,7 +31,7 @@ class Group(Protocol):
     timeout_s: float
     device: torch.device
     alive: Tensor | None
-    """bool [size] on the device: ranks that take part, the others send nothing; None: all."""
+    """bool [size] on the device: ranks that take part; the other ranks send no data; None: all."""
     on_host: bool
     """True if the host moves the bytes (gloo): operations block, and tensors are in host memory."""
 

@@ -201,8 +201,8 @@ def with_dispatcher(
 def with_all_reduce(
     parallel: ParallelContext, width: int, dtype: torch.dtype, symm_mem: SymmetricMemory | None = None
 ) -> ParallelContext:
-    """The context with the custom all-reduce of rows [T, width], or unchanged where the ranks' memory is not accessible
-    to each other. Collective over the model's ranks.
+    """The context with the custom all-reduce of rows [T, width], or unchanged if the ranks cannot access each other's
+    memory. Collective over the model's ranks.
 
     Args:
         symm_mem: as in `with_dispatcher`.

@@ -20,12 +20,12 @@ ROOT = 0
 POLL_SECONDS = 0.002
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _REPORT_ONLY = "0"
-"""torch would otherwise end the process of a rank whose trainer is lost."""
+"""Without it torch would end the process of a rank whose trainer is lost."""
 _NEVER = timedelta(days=365)
 
 
 class TrainerError(RuntimeError):
-    """The trainer did not come, did not send, or is lost."""
+    """The trainer did not join, did not send, or is lost."""
 
 
 class TrainerGroup:
@@ -35,10 +35,10 @@ class TrainerGroup:
         host, port: of the trainer's store.
         rank: of this process in the group; 0 is the trainer's.
         device: of received tensors; nccl needs an accelerator, gloo the host.
-        seconds: for the members to come.
+        seconds: for the members to join.
 
     Raises:
-        TrainerError: they did not.
+        TrainerError: they did not join in time.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainerGroup:
         """The next tensor that the trainer broadcasts, on the host.
 
         Raises:
-            TrainerError: it did not arrive; the group is of no use any more.
+            TrainerError: it did not arrive; the group is unusable from then on.
         """
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         sent = tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor  # gloo has no FP8

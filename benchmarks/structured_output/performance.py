@@ -120,21 +120,24 @@ async def _gaps(engine: Engine, rounds: int) -> dict[str, Any]:
         async for _ in stream:
             times.append(time.perf_counter())
 
-    async def arrive(name: str) -> None:
+    def constraint_of(name: str) -> dict[str, str]:
         words = random.Random(next(enums))
         enum = [f"{i}-{words.getrandbits(64):x}" for i in range(ENUM_SIZE)]
-        constraint = {} if name == "free" else {"json_schema": json.dumps({"enum": enum})}
+        return {} if name == "free" else {"json_schema": json.dumps({"enum": enum})}
+
+    async def arrive(name: str, constraint: dict[str, str]) -> None:
         began = time.perf_counter()
         await engine.async_generate("Data: ", {**constraint, "max_new_tokens": 1})
         seconds[name].append(time.perf_counter() - began)
 
     for number in range(rounds + 1):
         for name in rng.sample(sorted(found), len(found)):
+            constraint = constraint_of(name)  # before the streams: it takes this thread, their reader, milliseconds
             moments: list[list[float]] = [[] for _ in range(4)]
             running = [asyncio.ensure_future(neighbour(times)) for times in moments]
             while min(map(len, moments)) < 20:
                 await asyncio.sleep(0.002)
-            await arrive(name)
+            await arrive(name, constraint)
             await asyncio.gather(*running)
             if number:  # the first one starts the process that checks grammars
                 found[name].append(max(b - a for times in moments for a, b in itertools.pairwise(times[10:])))

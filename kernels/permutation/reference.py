@@ -146,7 +146,7 @@ def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _at(pairs: Tensor, row: Tensor, ids: Tensor) -> Tensor:
-    """int32 in the shape of ids: the row of each of the pairs."""
+    """int32 in the shape of ids: the row of each pair."""
     positions = torch.empty(len(pairs), dtype=torch.int32, device=ids.device)
     positions[pairs] = row.to(torch.int32)
     return positions.view(ids.shape)

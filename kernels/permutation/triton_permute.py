@@ -219,7 +219,7 @@ class TritonPermutation(TorchPermutation):
         )
 
     def scale_rows(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
-        """See the protocol; other rows are not touched."""
+        """See the protocol; other rows are unchanged."""
         return scale_groups(rows, weights, groups)
 
     def combine(
@@ -270,7 +270,8 @@ def _place(
 
 
 def _row_stride(x: Tensor) -> int:
-    """An arbitrary stride of a single row must not compile a new kernel; that of a view into records is theirs."""
+    """Row stride. The arbitrary stride of a single row must not compile a new kernel; a view into records has the
+    stride of the records."""
     return max(x.stride(0), x.shape[1])
 
 

@@ -1,9 +1,9 @@
-"""Weights of 4 and 8 bits with a scale per group of columns: their form, and a weight on its way to a kernel.
+"""Weights of 4 and 8 bits with a scale per group of columns: their form, and a weight before a kernel packs it.
 
 Importing this imports no torch.
 
 Legend: N out-features, K in-features, G groups. value = (table[code] - zero) * scale, with the table of the format's
-values; 16 values for 4 bits: the integers 0 to 15, less 8 where there are no zero points.
+values; 16 values for 4 bits: the integers 0 to 15, minus 8 without zero points.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupCodes:
         group: columns with a common scale; 0: all of a row.
         zeros: weights have zero points.
         scales: dtype of the scales.
-        values: of 4-bit codes: ``int`` or ``fp4``.
+        values: kind of 4-bit codes: ``int`` or ``fp4``.
     """
 
     bits: int
@@ -80,7 +80,7 @@ class GroupCodes:
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight [N, K] on its way from a checkpoint to a kernel, which packs it.
+    """A weight [N, K] read from a checkpoint, before a kernel packs it.
 
     Attributes:
         codes: uint8 [N, K], one a byte.
@@ -112,7 +112,7 @@ class CodedWeight:
         return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format)
 
     def randomize(self, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        """Values of that deviation; `normal(tensor, deviation)` fills a contiguous tensor."""
+        """Random values of this deviation; `normal(tensor, deviation)` fills a contiguous tensor."""
         import torch
 
         format, noise = self.format, torch.empty(self.codes.shape, device=self.codes.device)

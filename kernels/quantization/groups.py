@@ -22,7 +22,7 @@ class RowGroups:
     Attributes:
         sizes: int32 [G]. Padded groups [G, C]: number of rows. Aligned groups [M]: end of the rows (DeepGEMM's psum
             layout, DeepEP's `psum_num_recv_tokens_per_expert`).
-        alignment: 0: padded groups; else a group starts at the next multiple of it after the end of the one before.
+        alignment: 0: padded groups; else a group starts at the next multiple of it after the end of the previous group.
     """
 
     sizes: Tensor
@@ -72,7 +72,7 @@ def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:
 
 
 def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
-    """rows [M, K] *= weights float32 [M], in place; only valid rows must be. Returns rows."""
+    """rows [M, K] *= weights float32 [M], in place, at least for the valid rows. Returns rows."""
     return rows.mul_(weights.unsqueeze(1))
 
 

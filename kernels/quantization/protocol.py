@@ -65,8 +65,8 @@ class QuantizedWeight(Protocol):
 
 
 class KernelFormat(Protocol):
-    """The form of quantized weights that kernels multiply: a frozen dataclass. Kernels declare in their capabilities
-    which classes they take."""
+    """The form of quantized weights that kernels multiply: a frozen dataclass. Kernels declare the classes that they
+    take in their capabilities."""
 
     @property
     def row_block(self) -> int:

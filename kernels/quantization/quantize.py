@@ -12,7 +12,8 @@ from moe_engine.kernels.quantization.codes import CodedWeight
 
 CHUNK_ELEMENTS = 1 << 21
 RANGES = (1.0, 0.93, 0.86)
-"""Parts of the largest magnitude that a scale may cover in 4 bits: the one of least squared error is taken."""
+"""Fractions of the largest magnitude that a 4-bit scale may cover: the fraction with the least squared error is
+chosen."""
 _LEAST = 1e-12
 
 

@@ -19,7 +19,7 @@ from moe_engine.kernels.triton.aot import AotCase
 
 _BLOCK = tl.constexpr(BLOCK)
 MAX_PROGRAMS = 2048
-"""Of a launch, about 16 for each SM of an H200; more rows are looped over."""
+"""Max programs of a launch, about 16 for each SM of an H200; programs loop over further rows."""
 _UNSPECIALIZED = ["capacity", "scale_row", "scale_column", "scale_skip"]
 
 
@@ -123,7 +123,7 @@ def _launch(
 
 
 def programs_per_group(count: int, blocks: int, most: int) -> int:
-    """For groups of at most `most` rows: one for each tile, as far as the launch has at most `MAX_PROGRAMS`."""
+    """Programs for groups of at most `most` rows: one for each tile, within `MAX_PROGRAMS` of the launch."""
     return max(1, min(triton.cdiv(most, TILE_ROWS), MAX_PROGRAMS // (count * blocks)))
 
 

@@ -1,4 +1,4 @@
-"""Which `ChainKernels` a rank uses."""
+"""The choice of a rank's `ChainKernels`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_engine.kernels.speculation.reference import TorchChains
 
 
 def chain_kernels(sampling: SamplingKernel) -> ChainKernels:
-    """Triton's, if sampling runs in Triton too; else torch's, which run wherever tensors do."""
+    """Triton's, if sampling runs in Triton too; else torch's, which run on any device."""
     if sampling.name != "triton":
         return TorchChains()
     from moe_engine.kernels.speculation.triton_chains import TritonChains

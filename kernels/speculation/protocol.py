@@ -1,7 +1,8 @@
-"""Chains of drafts whose lengths only the device knows: what a captured step reads and writes besides the model.
+"""Chains of drafts whose lengths are known on the device only: the inputs and outputs of a captured step besides the
+model's.
 
 The accepted tokens of a step are not read by the host before the next step is launched. Positions, slots and lengths
-of a step are therefore computed on the device, from the tables that the step before has updated.
+of a step are therefore computed on the device, from the tables that the previous step has updated.
 
 Legend: R requests of a captured step, the last of them padding; S drafts of each, K = S + 1 verified tokens; W entries
 of a row in the tables of all rows; D hidden.
@@ -29,8 +30,8 @@ def signed64(value: int) -> int:
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """Chains accepted at random, `length` tokens of each on average (benchmarks). `salt`: of the random numbers, mixed
-    (`sampling_state.mix64`)."""
+    """Chains accepted at random, `length` tokens of each on average (benchmarks). `salt`: that of the random numbers,
+    mixed (`sampling_state.mix64`)."""
 
     length: float
     salt: int

@@ -63,7 +63,7 @@ class SymmMemExchange:
     """The launches of one rank. Collective: all ranks make the same calls in the same order.
 
     Args:
-        regions: of every slot; the same on all ranks.
+        regions: layout of every slot; the same on all ranks.
         memory: uint8, `regions.num_bytes(num_slots)` zeroed bytes, accessible to all ranks.
         addresses: this rank's addresses of every rank's memory, its own included.
         lost: int32 [R], initially zero, written by the device and read by the host without waiting: timed-out ranks.
@@ -96,7 +96,7 @@ class SymmMemExchange:
         self._counts = words(regions.num_local)
         self._partial = words(self._programs, triton.next_power_of_2(regions.num_local))
         self._arrivals: list[dict[tuple[bool, bool], Arrival]] = [{} for _ in self._slots]
-        """By whether rows stay FP8, and whether their scales are in columns."""
+        """Batches by (rows stay FP8, their scales are column-major)."""
 
     def _arrival(self, number: int, rows: bool, columns: bool) -> Arrival:
         """Memory of a slot's batch, allocated by the first dispatch with this format: before a graph is captured."""
@@ -159,7 +159,7 @@ class SymmMemExchange:
         )  # fmt: skip
 
     def receive(self, number: int, widen: bool = True, columns: bool = False) -> Arrival:
-        """Waits for the tokens of all ranks. `widen`: dequantizes FP8 rows. `columns`: orders their scales so."""
+        """Waits for the tokens of all ranks. `widen`: dequantizes FP8 rows. `columns`: column-major scales."""
         regions, slot = self._regions, self._slots[number]
         stays = regions.fp8 and not widen
         arrival = self._arrival(number, stays, stays and columns)

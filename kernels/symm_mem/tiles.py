@@ -15,8 +15,7 @@ class PeerTiles:
 
     Attributes:
         place_step: choices compared with each other at once; place_counts: counts of other programs read at once.
-        row_warps: of a program, which holds a row in registers.
-        return_programs: of combine's sends.
+        row_warps: warps of a program, which holds a row in registers. return_programs: programs of combine's sends.
         row_cols, copy_programs, copy_warps: elements per iteration and programs of one row copy.
     """
 

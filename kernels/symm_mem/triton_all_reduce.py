@@ -84,8 +84,8 @@ def one_shot_kernel(
 ):  # fmt: skip
     """x [T, WIDTH], partial sums -> their sum over the ranks, see `_finish`. Grid (<= PROGRAMS,).
 
-    epochs int64 [2, PROGRAMS]: of each program; and 1 after a wait that ended early. Such a program sends nothing more:
-    peers must not take rows of later epochs for earlier ones.
+    epochs int64 [2, PROGRAMS]: the epoch of each program; and 1 after a wait that ended early. Such a program sends
+    nothing more: peers must not take rows of later epochs for earlier ones.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -174,7 +174,7 @@ def two_shot_kernel(
 
 
 def constants_of(arenas: Arenas, one_shot: bool) -> dict[str, Any]:
-    """Of either kernel, except the result's form."""
+    """Constants of either kernel, except those of the result's form."""
     found = {
         "WIDTH": arenas.width, "BLOCKS": triton.next_power_of_2(triton.cdiv(arenas.width, BLOCK)),
         **rank_constants(arenas.num_ranks), "LANES": arenas.lanes, "PROGRAMS": PROGRAMS, "ARENAS_AT": arenas.arenas_at,
@@ -185,7 +185,7 @@ def constants_of(arenas: Arenas, one_shot: bool) -> dict[str, Any]:
 
 
 def form_constants(norm: bool, quantize: bool, keep: bool, power_of_two: bool) -> dict[str, bool]:
-    """Of the result."""
+    """Constants of the result's form."""
     return {"NORM": norm, "QUANTIZE": quantize, "KEEP": keep, "POWER_OF_TWO": power_of_two}
 
 

@@ -90,7 +90,7 @@ class AotReport:
         return found
 
     def problems(self) -> list[str]:
-        """Reasons why the kernel must not ship; empty if it may: faults, and what makes the kernel slow."""
+        """Reasons why the kernel must not ship: faults, and properties that make it slow; empty if it may ship."""
         found = self.faults()
         if self.spill_bytes:
             found.append(f"spills: {self.spill_bytes} bytes of stack per thread")

@@ -25,7 +25,7 @@ def find(environ: MutableMapping[str, str] = os.environ, system: Path = SYSTEM) 
 
 
 def provide(environ: MutableMapping[str, str] = os.environ, system: Path = SYSTEM) -> None:
-    """Sets CUDA_HOME where no library would find a compiler otherwise."""
+    """Sets CUDA_HOME if the libraries would otherwise find no compiler."""
     if not any(environ.get(name) for name in VARIABLES) and (folder := find(environ, system)) is not None:
         environ["CUDA_HOME"] = str(folder)
 

@@ -1,5 +1,5 @@
-"""Head widths that vendor libraries have attention kernels for. Adapters check calls against these rules; the tables
-check launches against them before anything is loaded. Imports no torch.
+"""Head widths supported by the attention kernels of vendor libraries. Adapters check calls against these rules; the
+tables check launches against them before anything is loaded. Imports no torch.
 
 Each function returns the refusal reason, or None. Legend: N qk_nope, P rotary width, C kv_lora_rank, V v_head.
 """
@@ -13,15 +13,15 @@ from moe_engine.kernels.device import HeadWidths
 Limit = Callable[[HeadWidths], str | None]
 
 FLASHINFER_EXPANDED = ((192, 128), (128, 128), (64, 64), (256, 256))
-"""(N+P, V) that FlashInfer's ragged kernels are generated for."""
+"""(N+P, V) of FlashInfer's generated ragged kernels."""
 
 FLASHINFER_HEADS = (64, 128, 256)
 FLASHMLA_LATENT, FLASHMLA_ROTARY = 512, 64
 FLASHMLA_RECORD_HEADS = (64, 128)
-"""Query heads that FlashMLA's kernels over FP8 records are built for; smaller counts are padded."""
+"""Query heads of FlashMLA's kernels over FP8 records; smaller counts are padded."""
 
 TRTLLM_WIDTHS = ((512, 64), (256, 64))
-"""(C, P) that trtllm-gen's MLA decode has kernels for."""
+"""(C, P) supported by trtllm-gen's MLA decode."""
 
 TRTLLM_HEADS = 64, 128
 """Query heads: up to the first, or the second; counts between are padded."""

@@ -32,7 +32,7 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 
 
 class _Dequantized:
-    """What both schemes have in common: kernels have no form for them."""
+    """Common base of both schemes: kernels have no form for them."""
 
     coded: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
@@ -106,7 +106,7 @@ class FourBits(_Dequantized):
         out.copy_(cut.of(values.view(*shape)))  # type: ignore[union-attr]  # a Tensor
 
     def _offset(self, name: str, raw: bytes, shape: Shape) -> float:
-        """Checks the state; the mean that nested scales are relative to."""
+        """Checks the state; returns the mean to which nested scales are relative."""
         try:
             state: dict[str, Any] = json.loads(raw)
             found = (state["blocksize"], tuple(state["shape"]), state.get("nested_blocksize", 256))

@@ -24,7 +24,7 @@ class Codes:
         values: uint8 [N, K], 0 to 2^bits - 1.
         scales: floats [N, G], of all groups of the matrix.
         zeros: uint8 [N, G]; None: `middle` everywhere.
-        middle: the code of 0 where there are no zeros.
+        middle: the code of 0 without zero points.
         groups: int64 [K]: the group of each column.
     """
 

@@ -1,4 +1,4 @@
-"""Integer weights with a scale per group of columns or per row: what AWQ, GPTQ and compressed-tensors have in common.
+"""Integer weights with a scale per group of columns or per row: common to AWQ, GPTQ and compressed-tensors.
 
 Imports no torch.
 """
@@ -37,7 +37,8 @@ class IntegerScheme(ABC):
         symmetric: there are no zero points: code 2^(bits - 1) is 0.
         act_order: the columns of a group are not adjacent (a tensor has the group of each column). Such weights are
             dequantized.
-        scale_dtype: of the scales of groups, that of the unquantized model; others are dequantized. Scales of rows are
+        scale_dtype: dtype of the scales of groups, that of the unquantized model; weights with other scales are
+        dequantized. Scales of rows are
             kept in float32.
     """
 
@@ -139,7 +140,7 @@ def row_scales(name: str, rows: int, dtypes: tuple[str, ...] = SCALES) -> Stored
 
 
 def read_row_scales(source: StoredTensors, tensor: StoredTensor, cut: Cut) -> Tensor:
-    """Those of a slice of rows, [N, 1]."""
+    """Scales of a slice of rows, [N, 1]."""
     rows = tensor.shape[0]
     whole = read_scales(source, tensor).reshape(-1, 1).expand(rows, 1)
     return Cut(cut.rows).of(whole)

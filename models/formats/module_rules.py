@@ -1,4 +1,4 @@
-"""Which linear modules of a checkpoint a quantization config names. Imports no torch.
+"""The linear modules of a checkpoint named by a quantization config. Imports no torch.
 
 Two spellings occur: names or their parts (``modules_to_not_convert``, ``exclude_modules`` with ``*``), and
 compressed-tensors' targets: a class name, a module's name, or ``re:`` and a regular expression.
@@ -58,7 +58,7 @@ def _has_part(name: str, part: str) -> bool:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """The name, and as a multimodal checkpoint has it."""
+    """The name, and its form in a multimodal checkpoint."""
     return (name, *(prefix + name.removeprefix("model.") for prefix in _PREFIXES))
 
 

@@ -1,6 +1,6 @@
 """Formats of --quantization for checkpoints that are not quantized: weights are quantized while they are read.
 
-The files are plain; kernels that multiply a form get it, others get the values that it has. Imports no torch.
+The files are plain; kernels that multiply a form get the form, others get its values. Imports no torch.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _load_rows(
 
 
 def online_format(name: str) -> SchemeFormat | None:
-    """The format of a name of --quantization: fp8, int8, int4, or torchao's names; None: it names no such format.
+    """The format of a name of --quantization: fp8, int8, int4, or torchao's names; None for other names.
 
     Raises:
         ConfigError: a group size that is not available.
@@ -148,7 +148,7 @@ def online_format(name: str) -> SchemeFormat | None:
 
 
 def derived_codes(format: WeightFormat) -> GroupCodes | None:
-    """The form of matrices that layers hold in a layout of their own, kv_b's absorbed halves and the head: 8 bits where
+    """The form of matrices that layers hold in a layout of their own, kv_b's absorbed halves and the head: 8 bits if
     the projections have 4 or 8; None: plain."""
     from moe_engine.kernels.quantization.codes import GroupCodes
 

@@ -1,8 +1,8 @@
-"""What the engine asks of a weight format. Imports no torch.
+"""The interface of a weight format. Imports no torch.
 
-A format is a frozen dataclass, made from config.json's `quantization_config`. The header check asks it for names and
-shapes of tensors, the memory ledger for bytes, weight sources for loading, and layers for the form that kernels
-multiply. docs/architecture.md has the steps to add one.
+A format is a frozen dataclass, made from config.json's `quantization_config`. It provides names and shapes of tensors
+to the header check, bytes to the memory ledger, loading to weight sources, and the form that kernels multiply to
+layers. docs/architecture.md has the steps to add a format.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.tensor_header import BLOCK_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,8 @@ Shape = tuple[int, ...]
 class StoredTensor:
     """A tensor of a checkpoint: its name, shape and accepted dtypes, in the spelling of safetensors.
 
-    `other_shapes`: accepted too; `any_shape`: every shape is.
+    `other_shapes`: accepted too; `any_shape`: every shape is; `blocks`: block types of GGUF files, which are
+    dequantized when they are read into a Tensor, are accepted too.
     """
 
     name: str
@@ -35,6 +37,10 @@ class StoredTensor:
     dtypes: tuple[str, ...]
     other_shapes: tuple[Shape, ...] = ()
     any_shape: bool = False
+    blocks: bool = False
+
+    def takes(self, dtype: str) -> bool:
+        return dtype in self.dtypes or (self.blocks and dtype in BLOCK_TYPES)
 
     def fits(self, shape: Shape) -> bool:
         return self.any_shape or shape == self.shape or shape in self.other_shapes
@@ -66,13 +72,13 @@ class WeightFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `quant_method`, in --quantization and in messages; empty: not quantized."""
+        """The name in `quant_method`, in --quantization and in messages; empty: not quantized."""
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
         """The tensors of a matrix, in a checkpoint with tensors of these names."""
 
     def is_scale(self, name: str) -> bool:
-        """True if a stored tensor of that name has scales, and so no parameters of the model."""
+        """True if a stored tensor of that name has scales, not parameters of the model."""
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         """Memory of a matrix in the kernels' form, scales included; dtype_bytes: of an activation. ``*`` in the prefix:

@@ -1,4 +1,4 @@
-"""Formats that store each module by its own scheme, or not quantized. Imports no torch.
+"""Formats that store each module by its own scheme, or unquantized. Imports no torch.
 
 A scheme knows how one matrix is stored; `SchemeFormat` is the `WeightFormat` that selects a matrix's scheme.
 """
@@ -37,7 +37,7 @@ class Scheme(Protocol):
         """True if kernels take it as FP8 blocks."""
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
-        """True if a checkpoint with these names stores the matrix so."""
+        """True if a checkpoint with these names stores the matrix in this scheme."""
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]: ...
 
@@ -63,7 +63,7 @@ class SchemeFormat:
 
     Attributes:
         method: the name of the format in messages and in --quantization.
-        rules: modules and their scheme; the first that contains a matrix counts.
+        rules: modules and their scheme; the first that contains a matrix applies.
         skipped: modules that are not quantized.
     """
 
@@ -85,7 +85,7 @@ class SchemeFormat:
         return frozenset(("linear", "experts")) if every else frozenset()
 
     def held_by(self, kept: frozenset[str]) -> SchemeFormat:
-        """As kernels hold the weights, if rows of these families multiply them as stored."""
+        """The format in which kernels hold the weights, if rows of these families multiply them as stored."""
         return replace(self, kept=kept)
 
     @property
@@ -99,7 +99,7 @@ class SchemeFormat:
         return next((scheme for modules, scheme in self.rules if prefix in modules), None)
 
     def _stored(self, prefix: str, names: Collection[str]) -> Scheme | None:
-        """The scheme in which a checkpoint stores a matrix; what the files have counts more than the config."""
+        """The scheme in which a checkpoint stores a matrix; the files take precedence over the config."""
         scheme = self.scheme_of(prefix)
         if scheme is not None and scheme.stored(prefix, names):
             return scheme

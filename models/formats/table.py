@@ -15,6 +15,7 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -30,9 +31,10 @@ FORMATS: dict[str, type[Any]] = {
     "gptq": GPTQFormat,
     "w8a8_int8": RowInt8,
     "bitsandbytes": BitsAndBytes,
+    "gguf": GGUFFormat,
 }
-"""By `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`, `hint(dtype)`, and
-`checkpoint`, the name in messages."""
+"""Formats by `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`,
+`hint(dtype)`, and `checkpoint`, the name in messages."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
@@ -49,7 +51,7 @@ def parse_format(fields: Fields) -> WeightFormat:
 
 
 def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
-    """The format of the files: block FP8 also where config.json does not name it but weights have scales."""
+    """The format of the files: block FP8 also if config.json does not name it but weights have scales."""
     return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
 
 
@@ -74,7 +76,7 @@ def hint_for(dtype: str) -> str:
 
 
 def supported_checkpoints() -> str:
-    """Their names, as part of a message."""
+    """Names of the supported checkpoints, as part of a message."""
     *names, last = _checkpoints()
     return f"{', '.join(names)} or {last}"
 

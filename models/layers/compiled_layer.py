@@ -1,7 +1,7 @@
 """A decoder layer in few compiled calls: the code between its attention, its experts and the next layer.
 
 Used for decodes of few tokens; other steps run `DecoderLayer`. Functions here take weight-holding objects and tensors:
-nothing that changes between steps, and nothing that differs between layers of the same kind.
+no object that changes between steps, and none that differs between layers of the same kind.
 
 Legend: T tokens, D hidden, K experts per token.
 """

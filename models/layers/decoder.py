@@ -90,14 +90,14 @@ class Decoder:
         """All layers as one call, if the kernels support it."""
         self.head = self.make_head(reader, self.embedding)
         self.adapters: StepAdapters | None = None
-        """LoRA adapters of the step; None: the launch has none."""
+        """LoRA adapters of the step; None without LoRA."""
         self.taps: HiddenTaps | None = None
-        """Hidden states for an EAGLE-3 head; None: the launch has none."""
+        """Hidden states for an EAGLE-3 head; None without such a head."""
         self.weight_bytes = held_bytes(self, shared=parallel)
         """Bytes of weights and tables in the kernels' layouts."""
 
     def make_head(self, reader: WeightSource, embedding: Embedding) -> Head | Pooler:
-        """The LM head; of a pooled model the pooler."""
+        """The LM head; for a pooled model the pooler."""
         if self.config.pooling is not None:
             return Pooler(self.config, reader)
         return Head(self.config, reader, self.backends.linear, embedding, self.parallel)
@@ -251,5 +251,5 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """hidden [S, D] -> [S, V] float32; of a pooled model the vectors of pooled states."""
+        """hidden [S, D] -> [S, V] float32; for a pooled model the vectors of pooled states."""
         return self.head(hidden, sizes)

@@ -55,5 +55,5 @@ class DecoderLayer:
         return self.next_norm.add(self.feed_forward.forward(hidden, real=batch.real), residual)
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        """The residual stream [T, D] behind this layer."""
+        """The residual stream [T, D] after this layer."""
         return residual

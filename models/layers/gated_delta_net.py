@@ -24,11 +24,11 @@ from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
 
 NAME = "linear_attn"
-"""Of the block in the checkpoint."""
+"""Name of the block in the checkpoint."""
 
 
 class GatedDeltaNet:
-    """hidden [T, D] -> [T, D]. Of several ranks each has some key heads with their value heads, and the result is their
+    """hidden [T, D] -> [T, D]. On several ranks each has some key heads with their value heads, and the result is a
     partial sum."""
 
     fused = None

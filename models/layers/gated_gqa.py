@@ -13,7 +13,7 @@ from moe_engine.models.layers.gqa import GQAttention, Groups, group_inputs
 
 
 class GatedGQAttention(GQAttention):
-    """`GQAttention` whose q_proj has a gate [Dh] behind the query of each head. q and k are normed by head."""
+    """`GQAttention` whose q_proj has a gate [Dh] after the query of each head. q and k are normed by head."""
 
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         k_cache, v_cache = self.cache_of(batch)

@@ -32,8 +32,8 @@ from moe_engine.parallel.share import Share, heads_share
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """What the layers of one cache group read in a step: the non-empty groups of queries with their tokens, their plan,
-    and the slots [T] that the tokens' keys and values are written to."""
+    """Inputs of the layers of one cache group in a step: the non-empty groups of queries with their tokens, their plan,
+    and the slots [T] to which the tokens' keys and values are written."""
 
     queries: list[tuple[slice, PagedQueries]]
     plan: Any
@@ -133,7 +133,7 @@ class GQAttention:
         return q
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        """Writes the keys and values of `forward` without computing its result; of a layer without a window."""
+        """Writes the keys and values of `forward` without computing its result; for a layer without a window."""
         _, k, v = self._project(hidden, batch.positions)
         self._ops.write_kv(k, v, batch.slots, *self.cache_of(batch))
 

@@ -1,7 +1,7 @@
 """Hidden states of some layers, which an EAGLE-3 head reads beside the model's result.
 
-A tap copies the residual stream behind a number of layers. Layers add to one tensor in place, so the copy is the only
-work, and a decoder without taps, or with taps that are off, does none.
+A tap copies the residual stream after a given number of layers. Layers add to one tensor in place, so the copy is the
+only work, and a decoder without taps, or with taps that are off, does none.
 
 Legend: T tokens, D hidden, K taps.
 """
@@ -20,7 +20,7 @@ class HiddenTaps:
     """The taps of one decoder.
 
     Args:
-        after: the numbers of layers behind which the stream is copied, ascending; 0: the embedding.
+        after: the numbers of layers after which the stream is copied, ascending; 0: the embedding.
 
     Attributes:
         active: whether a forward copies.
@@ -32,7 +32,7 @@ class HiddenTaps:
         self._states: Tensor | None = None
 
     def during(self, forward: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
-        """A forward with active taps; `take` has its states."""
+        """A forward with active taps; `take` returns its states."""
         self.active = True
         try:
             return forward(batch)
@@ -44,7 +44,7 @@ class HiddenTaps:
         self._states = residual.new_empty(residual.shape[0], len(self._places) * residual.shape[1])
 
     def copy(self, count: int, layers: Sequence[Any], residual: Tensor, batch: ForwardBatch) -> None:
-        """Copies the stream [T, D] behind `count` of the layers, if it is tapped there. Collective in an attention
+        """Copies the stream [T, D] after `count` layers, if there is a tap. Collective in an attention
         group whose ranks keep different rows of the stream."""
         place = self._places.get(count)
         if place is None:

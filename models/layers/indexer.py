@@ -76,7 +76,7 @@ class Indexer:
     def select(
         self, hidden: Activation, latent: Activation, positions: Tensor, cache: Tensor, chunks: Sequence[AttentionChunk]
     ) -> None:
-        """Sets the selections of the chunks that have one. hidden [T, D], latent [T, Q] of all tokens of the step."""
+        """Sets the selections of the chunks with one. hidden [T, D], latent [T, Q] of all tokens of the step."""
         q = self._q(latent).view(-1, self._config.num_heads, self._width)
         self._ops.rotate_leading(q, positions, self._rotary)
         weights = self._gates(unquantized(hidden).float()) * self._factor

@@ -1,6 +1,6 @@
 """LoRA adapters of a loaded model: the one place where they are joined to its linear layers.
 
-Each linear layer with a target module gets the product of its adapters behind its own; whole-layer calls, which read
+Each linear layer with a target module adds the product of its adapters to its own; whole-layer calls, which read
 the weights themselves, run in steps without adapters only. On many ranks a product is sharded as its layer: the columns
 of A follow those of a row-parallel weight, whose partial sums include the adapters', and the rows of B those of a
 column-parallel weight.
@@ -147,7 +147,7 @@ class LoraLayers:
                 kernel.add_heads(a.new_zeros(1, heads, values.shape[3]), x, shared, values, tokens)
 
     def store(self, slot: int, weights: list[tuple[AdapterModule, Tensor, Tensor]]) -> None:
-        """Puts an adapter into a slot, in the place of the one before; no weights: the base model's result."""
+        """Puts an adapter into a slot, replacing the previous one; without weights: the base model's result."""
         for product in self.products:
             product.clear(slot)
         for module, a, b in weights:

@@ -89,7 +89,7 @@ class MLAAttention:
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
         self._values_quantized = self._quantize_values()
         self.adapters: StepAdapters | None = None
-        """LoRA adapters of the step; None: the launch has none."""
+        """LoRA adapters of the step; None without LoRA."""
         self.kv_b_adapters: KVBAdapters | None = None
         self.fused = self._fuse()
         """The layer in one call, for steps of few absorbed tokens; None if not supported."""

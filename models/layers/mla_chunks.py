@@ -1,7 +1,7 @@
 """Chunked MLA prefill: a step's queries, cut so that MLA expands a bounded number of context tokens at once, and
 expands shared prefixes only once.
 
-Host work once per step, shared by all layers. In the common case nothing is cut and the step's own plan is used.
+Host work once per step, shared by all layers. In the common case no query is cut and the step's own plan is used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AttentionChunk:
     selected: Selected | None = None
     """For an absorbed chunk whose tokens attend to selected tokens; `plan` is that of sparse attention."""
     selects: bool = True
-    """Whether the indexer sets `selected`; else an earlier draft step has."""
+    """Whether the indexer sets `selected`; otherwise an earlier draft step has set it."""
     index_plan: Any = None
     """The indexer's plan of these queries."""
 

@@ -49,7 +49,7 @@ class MLP:
         """Activation format of x."""
         self._fused = kernel.fuse_mlp(self._gate_up.weight, self._down.weight)
         self.adapters: StepAdapters | None = None
-        """LoRA adapters of the step; None: the launch has none."""
+        """LoRA adapters of the step; None without LoRA."""
 
     @property
     def weights(self) -> tuple[PreparedLinear, PreparedLinear]:

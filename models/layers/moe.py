@@ -85,8 +85,8 @@ class MoE:
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
     shared expert, and the result is a partial sum.
 
-    Shared experts are fused into the routed ones where that costs no copy: a rank that holds a part of every expert
-    stores them in the slots behind the routed ones, and the router chooses them for every token.
+    Shared experts are fused into the routed ones if that costs no copy: a rank that holds a part of every expert stores
+    them in the slots after the routed ones, and the router chooses them for every token.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class MoE:
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self.adapters: StepAdapters | None = None
-        """LoRA adapters of the step, of the shared expert; None: the launch has none."""
+        """LoRA adapters of the step, for the shared expert; None without LoRA."""
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
     def _num_fused(self, backends: Backends, parallel: ParallelContext, reader: WeightSource) -> int:
-        """Shared experts in slots of their own behind the routed ones: all of them, or 0."""
+        """Number of shared experts in slots of their own after the routed ones: all of them, or 0."""
         able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
         holds_all = parallel.dispatcher is None and parallel.experts is None and parallel.ep_size == 1
         if not (able and holds_all and backends.fuse_shared_experts) or self.stored.shared_gate:

@@ -80,7 +80,7 @@ class ShardedLayer:
         return comm.to_attention(self.next_norm.add(mixed, rows, other), step)
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        """The residual stream [T, D] behind this layer; collective in the attention group if its ranks share it."""
+        """The residual stream [T, D] after this layer; collective in the attention group if its ranks share it."""
         step, comm = batch.sizes, self._comm
         assert step is not None
         return comm.to_attention(comm.residual_rows(residual, step), step)
@@ -117,8 +117,8 @@ def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
 
 
 def _routed(real: Tensor | None, sizes: StepSizes, parallel: ParallelContext) -> Tensor | None:
-    """Of this rank's share if tokens are dispatched. Without a dispatcher a rank routes the tokens of all groups: of
-    several groups it knows one."""
+    """`real` of this rank's share if tokens are dispatched. Without a dispatcher a rank routes the tokens of all
+    groups; with several groups it has the values of one only."""
     if real is None or parallel.dispatcher is not None:
         return None if real is None else real[sizes.own_tokens]
     return real if parallel.attn_dp_size == 1 else None

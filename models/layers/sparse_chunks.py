@@ -32,7 +32,7 @@ def cut(
     """The chunks of a step, in token order. Arguments as in `mla_chunks.cut`; `limits` are its two maxima.
 
     A captured decode is one sparse chunk, and so is a decode group with one request beyond the top-k: a token that sees
-    no more than the top-k selects all that it sees. Of a prefill group each request has its own form.
+    no more than the top-k selects all that it sees. In a prefill group each request has its own form.
     """
     decode, prefill = batch.decode, batch.prefill
     if isinstance(plan, SelectionInPlace) and decode is not None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a step's tokens, as the layers of a model see them, and those of MLA's kv_b.
+"""The LoRA adapters of a step's tokens, for the layers of a model, and the adapters of MLA's kv_b.
 
 Legend: T tokens, S adapter slots, H heads, N qk_nope, V v_head, C kv_lora_rank, R max rank.
 """
@@ -25,7 +25,7 @@ class StepAdapters:
         self._share: AdapterTokens | None = None
         self._parts: dict[tuple[int, int, int], AdapterTokens | None] = {}
         self.all: AdapterTokens | None = None
-        """Of all tokens of the attention group; None: none has an adapter."""
+        """Adapters of all tokens of the attention group; None: no token has an adapter."""
 
     def begin(self, tokens: AdapterTokens | None, sizes: StepSizes | None) -> None:
         """Sets the adapters of the step that starts."""
@@ -40,15 +40,15 @@ class StepAdapters:
         return self.all is not None
 
     def of_layout(self, layout: TokenLayout) -> AdapterTokens | None:
-        """Of the input tokens of a feed-forward part."""
+        """Adapters of the input tokens of a feed-forward part."""
         return self.all if layout is TokenLayout.ALL else self._share
 
     def of_queries(self, chunk: AttentionChunk) -> AdapterTokens | None:
-        """Of the tokens of a chunk; computed once for all layers."""
+        """Adapters of the tokens of a chunk; computed once for all layers."""
         return self._part(chunk, -1)
 
     def of_context(self, chunk: AttentionChunk, num_rows: int) -> AdapterTokens | None:
-        """Of the gathered context rows of a chunk, or of one of its context chunks."""
+        """Adapters of the gathered context rows of a chunk, or of one of its context chunks."""
         return self._part(chunk, num_rows)
 
     def _part(self, chunk: AttentionChunk, num_rows: int) -> AdapterTokens | None:

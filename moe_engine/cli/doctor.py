@@ -23,7 +23,9 @@ from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.planning.ledger import gb
 from moe_engine.planning.machine import probe_machine
 
-PACKAGES = ("moe-engine", "torch", "safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "pyzmq", "triton")
+PACKAGES = (
+    "moe-engine", "torch", "safetensors", "tokenizers", "transformers", "starlette", "uvicorn", "pyzmq", "triton",
+)  # fmt: skip
 USEFUL_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 LEAST_FILES = 4096
 
@@ -157,7 +159,7 @@ def _problems(cpu: Device) -> list[str]:
     limit = _open_files()
     if limit is not None and limit < LEAST_FILES:
         found.append(f"at most {limit} open files: too few for many connections; run `ulimit -n 65536` first")
-    for package in ("torch", "tokenizers", "fastapi", "uvicorn"):
+    for package in ("torch", "tokenizers", "starlette", "uvicorn"):
         if _version(package) is None:
             found.append(f"{package} is not installed: pip install {package}")
     return found

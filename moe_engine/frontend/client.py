@@ -62,7 +62,7 @@ class _SchedulerEndpoint:
 
     core: CoreProcess
     group: int
-    to_core: zmq.asyncio.Socket
+    to_core: zmq.Socket[bytes]
     status: SharedStatus
     lost: str | None = None
     """Cause of the group's loss, if its core continues without it."""
@@ -74,8 +74,8 @@ class _SchedulerEndpoint:
 
     def send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
-            # A PUSH socket without a high-water mark never blocks: the returned future is already done.
-            self.to_core.send(messages.encode(message))
+            # A PUSH socket without a high-water mark never blocks. asyncio's sockets make a future for each message.
+            self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
 
 class CoreClient:
@@ -408,8 +408,8 @@ class CoreClient:
         return "; ".join(dict.fromkeys(endpoint.dead for endpoint in self._endpoints if endpoint.dead))
 
 
-def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
+def _push(address: str, keys: JobKeys | None) -> zmq.Socket[bytes]:
+    socket = zmq.Context(zmq.asyncio.Context.instance()).socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     connect(socket, address, keys)

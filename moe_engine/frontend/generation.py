@@ -100,6 +100,8 @@ class Generation:
         self._no_output = no_output
         self._interval = interval
         self._live = live or bool(sampling.stop)
+        self._streams_plainly = live and interval == 1 and not sampling.stop and logprobs is None and not no_output
+        """Every token is a piece of its own."""
         self._piece: Piece | None = None
         self._shown_any = False
         self._assembler: TextAssembler | None = None
@@ -145,6 +147,23 @@ class Generation:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
         self._note(text, ids, logprobs, finish)
+
+    def take_plain(self, delta: RequestDelta) -> Piece | None:
+        """`feed` and then `take_piece`, of a delta with nothing but tokens (`inbox.is_plain`): the hot path of streams.
+        None, too, if the sequence has ended."""
+        ids, assembler = delta.token_ids, self._assembler
+        if assembler is None or not self._streams_plainly or self._piece is not None or not ids:
+            self.feed(delta)
+            return None if self.finish is not None else self.take_piece()
+        self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
+        self.queue_time = delta.queue_time
+        text = assembler.push(ids)[0]
+        self.text += text
+        self.output_ids += ids
+        self.last_token_at = time.monotonic()
+        self.first_token_at = self.first_token_at or self.last_token_at
+        self._shown_any = True
+        return Piece(self, text, ids, [], None)
 
     def _render(self, delta: RequestDelta, count: int) -> Columns:
         """Log-probabilities of the first `count` new tokens."""

@@ -18,6 +18,7 @@ from threading import Lock
 import msgspec
 
 from moe_engine.errors import GenerationError, InputError
+from moe_engine.processes.background import yield_session_to_steps
 from moe_engine.structured_output.check_process import CheckSpec, Verdict, read_frame, write_frame
 from moe_engine.structured_output.constraint import Constraint
 
@@ -120,6 +121,7 @@ class CheckChild:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        yield_session_to_steps(self._popen.pid)
         self._spec = spec
 
     @property

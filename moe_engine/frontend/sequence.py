@@ -90,6 +90,12 @@ def feed(sequence: Sequence, delta: RequestDelta, observer: Observer | None) -> 
     generation = sequence.generation
     before, last = len(generation.output_ids), generation.last_token_at
     generation.feed(delta)
+    _fed(sequence, observer, before, last)
+
+
+def _fed(sequence: Sequence, observer: Observer | None, before: int, last: float | None) -> None:
+    """After a delta. `before`, `last`: number of tokens and time of the last one before it."""
+    generation = sequence.generation
     if sequence.followers and (generation.output_ids or generation.finish):
         sequence.let_followers_go()
     if observer is not None and len(generation.output_ids) > before:
@@ -101,18 +107,20 @@ def direct_reader(sequence: Sequence, observer: Observer | None, sink: PieceSink
     sequence."""
     if sink is None:
         return None
-    generation = sequence.generation
+    generation, ready, put = sequence.generation, sink.ready, sink.put
 
     def take(delta: RequestDelta) -> bool:
-        if not sink.ready():
+        if not ready():
             return False
         try:
-            feed(sequence, delta, observer)
+            before, last = len(generation.output_ids), generation.last_token_at
+            piece = generation.take_plain(delta)
+            if observer is not None or sequence.followers:
+                _fed(sequence, observer, before, last)
             if generation.finish is not None:
                 return False  # the task ends the sequence
-            piece = generation.take_piece()
             if piece is not None:
-                sink.put(piece)
+                put(piece)
         except Exception as exc:
             sequence.failed = exc
             return False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.frontend import Frontend, Observer
@@ -36,11 +38,30 @@ if TYPE_CHECKING:
     from moe_engine.server.tracing import Tracing
 
 
-class _EndpointRoute(Route):
-    """A plain route: FastAPI's routes parse parameters and bodies, which these endpoints parse themselves."""
+class _Cors(CORSMiddleware):
+    """Starlette's reads every message of every response; only those to web pages have headers to add."""
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and all(name != b"origin" for name, _ in scope["headers"]):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class _Endpoint:
+    """ASGI application of a guarded handler. Starlette's own for functions handles exceptions that none raises."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+class _EndpointRoute(Route):
     def __init__(self, path: str, handler: Handler, methods: list[str]) -> None:
-        super().__init__(path, handler, methods=methods)
+        super().__init__(path, _Endpoint(handler), methods=methods)
         if self.methods is not None and "POST" in methods:  # POST has side effects, HEAD must not
             self.methods.discard("HEAD")
 
@@ -51,7 +72,7 @@ class _EndpointRoute(Route):
         return match, {**child, "route": self}  # for the metrics
 
 
-def create_app(frontend: Frontend, client: EngineClient, settings: ServerSettings) -> FastAPI:
+def create_app(frontend: Frontend, client: EngineClient, settings: ServerSettings) -> Starlette:
     """Builds the application over a running engine.
 
     Raises:
@@ -60,8 +81,8 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     template = make_template(settings, frontend.tokenizer)
     state = ServerState(frontend, client, settings, template, ResponseStore())
     state.bodies = Bodies(body_work(state), settings.max_body_bytes, _text_processes(state))
-    # the endpoints read requests themselves, so FastAPI has no schema of them; its page loads scripts from the internet
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app = Starlette()
+    app.router.redirect_slashes = False
     app.state.server = state
     tracing = _open_tracing(state)
     app.state.tracing = tracing
@@ -78,7 +99,7 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
         app.add_middleware(KeyCheck, api_key=keys.api_key, admin_api_key=keys.admin_api_key)
     app.add_middleware(EdgeCheck, check_origin=not keys.api_key)
     app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+        _Cors, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
     )
     if metrics is not None:
         app.add_middleware(StatusCount, metrics=metrics)

@@ -53,7 +53,7 @@ class EventStream(StreamedResponse):
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange | None = scope.get(EXCHANGE)
         sink = None if exchange is None else _ConnectionSink(exchange, self._events)
-        started = False
+        started, ends_at_once, end = False, len(self._job.generations) == 1, b""
 
         async def start() -> None:
             nonlocal started
@@ -66,13 +66,16 @@ class EventStream(StreamedResponse):
                     if data := self._events.of(piece):
                         if not started:
                             await start()
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-            last = self._events.end()
+                        if piece.finish is not None and ends_at_once:
+                            end = data  # in one write with the events after it
+                        else:
+                            await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = end + self._events.end()
         except Exception as exc:
             if not started:
                 await error_response(problem_of(exc), self._shape)(scope, receive, send)
                 return
-            last = self._events.failed(exc)
+            last = end + self._events.failed(exc)
         if not started:
             await start()
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -18,7 +18,7 @@ from typing import IO
 
 import msgspec
 
-from moe_engine.processes.background import yield_to_steps
+from moe_engine.processes.background import yield_session_to_steps, yield_to_steps
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
 from moe_engine.structured_output.constraint import Constraint
@@ -64,6 +64,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield_session_to_steps(os.getpid())
     yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
@@ -72,6 +73,7 @@ def main() -> None:
 
 
 def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
+    yield_to_steps()  # the slice is not inherited
     try:
         spec: CheckSpec = pickle.loads(read_frame(requests))
         backend = open_backend(spec.settings, spec.tokenizer.load(), spec.vocab_size, spec.eos_ids)

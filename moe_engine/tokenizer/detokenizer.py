@@ -27,21 +27,40 @@ class Detokenizer(Protocol):
         """Remaining text after the last token: an incomplete character as U+FFFD, or nothing."""
 
 
+class ByteTable(Protocol):
+    """Tokens as byte strings, by id."""
+
+    @property
+    def texts(self) -> Mapping[int, str | None]:
+        """Text of a token whose bytes are whole characters, else None."""
+
+    def __getitem__(self, token_id: int) -> bytes: ...
+
+
 class ByteDetokenizer:
-    """For vocabularies whose tokens are byte strings. `table[id]`: bytes of a token."""
+    """For vocabularies whose tokens are byte strings."""
 
-    __slots__ = ("_decoder", "_skip", "_table")
+    __slots__ = ("_decoder", "_is_between", "_skip", "_table")
 
-    def __init__(self, table: Mapping[int, bytes], skip: Set[int]) -> None:
+    def __init__(self, table: ByteTable, skip: Set[int]) -> None:
         self._table = table
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """No bytes of an incomplete character are held back."""
 
     def push(self, ids: Sequence[int]) -> str:
         table, skip = self._table, self._skip
-        return self._decoder.decode(b"".join([table[i] for i in ids if i not in skip]))
+        if self._is_between and len(ids) == 1 and ids[0] not in skip:  # nearly every push of a stream
+            text = table.texts[ids[0]]
+            if text is not None:
+                return text
+        text = self._decoder.decode(b"".join([table[i] for i in ids if i not in skip]))
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self._is_between = True
         return self._decoder.decode(b"", True)
 
 

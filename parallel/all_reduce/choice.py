@@ -14,7 +14,7 @@ NCCL = "nccl"
 
 @dataclass(frozen=True)
 class AllReduceChoice:
-    """`name`: CUSTOM or NCCL; all ranks use the same. `disabled`: CUSTOM could run, and was not wanted."""
+    """`name`: CUSTOM or NCCL; all ranks use the same. `disabled`: CUSTOM could run but was disabled by the flag."""
 
     name: str
     reason: str
@@ -48,7 +48,7 @@ def why_not(device: str, topology: Topology, hidden: int, unlinked: str | None) 
 def choose(
     device: str, topology: Topology, hidden: int, unlinked: str | None = None, disabled: bool = False
 ) -> AllReduceChoice:
-    """The most preferred one that can run. `disabled`: --disable-custom-all-reduce."""
+    """The most preferred all-reduce that can run. `disabled`: --disable-custom-all-reduce."""
     reason = why_not(device, topology, hidden, unlinked)
     if reason is not None:
         return AllReduceChoice(NCCL, reason)

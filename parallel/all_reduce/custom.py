@@ -74,8 +74,8 @@ class CustomAllReduce:
 
 
 def connect(group: Group, width: int, dtype: torch.dtype, memory: SymmetricMemory) -> CustomAllReduce | None:
-    """The group's custom all-reduce, on all ranks or on none: where a rank cannot reach the others' memory, the group's
-    own serves all of them. Collective."""
+    """The group's custom all-reduce, on all ranks or on none: if a rank cannot access the other ranks' memory, all use
+    the group's own all-reduce. Collective."""
     try:
         return CustomAllReduce(group, width, dtype, memory)
     except ValueError as error:  # raised by all ranks

@@ -200,7 +200,7 @@ def _two_hop(groups: Groups, shape: DispatchShape, static: bool) -> Exchange:
 
 
 def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """The generation that was asked for, or the newest in the library; one buffer for both modes."""
+    """The generation given by the flag, or the newest in the library; one buffer for both modes."""
     library = groups.deep_ep or startup.load(groups.num_nodes)
     found = generation.generation_of(library, groups.deepep_version)
     _agree_on(found, groups.experts)
@@ -216,7 +216,7 @@ def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
 
 def _agree_on(found: generation.Generation, group: Group) -> None:
-    """Raises ValueError if the ranks have different libraries, which would wait for each other without end."""
+    """Raises ValueError if the ranks have different libraries, which would wait for each other forever."""
     names = list(generation.OF_VERSION.values())
     of_ranks = group.all_gather(torch.tensor([names.index(found)], device=group.device)).flatten().tolist()
     if len(set(of_ranks)) > 1:
@@ -250,7 +250,7 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
 
 def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """Low latency by NVSHMEM: its Python package where all ranks have it, else torch's shuffles. Prefill by the backend
+    """Low latency by NVSHMEM: its Python package if all ranks have it, else torch's shuffles. Prefill by the backend
     with the least traffic between nodes."""
     from moe_engine.parallel.dispatch.symm_mem import nvshmem4py
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles

@@ -23,7 +23,7 @@ from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 
 POLICIES = ("auto", "deepseek", "deepseek_hierarchical", "trivial")
 MIN_GAIN = 0.01
-"""Of rebalancing: gain of balancedness of a layer below which no further experts are moved."""
+"""Rebalancing: gain of balancedness of a layer below which no further experts are moved."""
 
 
 def resolve_policy(policy: str, layout: ExpertLayout) -> str:

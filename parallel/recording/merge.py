@@ -34,8 +34,8 @@ def unpack_counts(part: Part) -> NDArray[Any]:
 
 
 def sum_counts(parts: Sequence[Part]) -> dict[str, Any]:
-    """Merges the parts of all counting ranks, at least one, into one part; passes with the same id are summed. Of a
-    ring the newest are kept, oldest first."""
+    """Merges the parts of all counting ranks, at least one, into one part; passes with the same id are summed. A ring
+    keeps the newest passes, oldest first."""
     numbers = sorted({number for part in parts for number in part["pass_ids"]})
     capacity = max(part["capacity"] for part in parts)
     if capacity != -1:
@@ -56,7 +56,7 @@ def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
 
     Returns:
         SGLang's: `rank`, `logical_count` int32 [S, L, E] and `average_utilization_rate_over_window`. S is the ring's
-        length, passes oldest first, then zeros; of an unlimited buffer the number of recorded passes.
+        length, passes oldest first, then zeros; for an unlimited buffer S is the number of recorded passes.
     """
     import torch
 

@@ -28,9 +28,9 @@ from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tok
 
 MAX_TOP_K, MAX_EXPERTS, MAX_LOCAL, MAX_RANKS = 32, 2048, 256, 1024
 DEFAULT_GBS = 50.0
-"""Of an adapter whose rate is unknown: 400 Gb/s."""
+"""Assumed rate of an adapter whose rate is unknown: 400 Gb/s."""
 NVLINK_GBS = 400.0
-"""Of a GPU whose NVLink rate is unknown: Hopper's, in one direction."""
+"""Assumed NVLink rate of a GPU whose rate is unknown: Hopper's, in one direction."""
 
 
 def why_not(shape: DispatchShape) -> str | None:
@@ -99,8 +99,8 @@ def make_memory(deep_ep: ModuleType, process_group: Any, group: Group, shape: Di
 
 
 def _num_sms(buffer: Any, group: Group, shape: DispatchShape) -> int:
-    """The library's estimate, the least of all ranks. The library divides by the adapter's rate, which is 0 where
-    ``ibstat`` or the adapter is missing; so the rate is passed."""
+    """The minimum over all ranks of the library's estimate. The library divides by the adapter's rate, which is 0 if
+    ``ibstat`` or the adapter is missing; the rate is therefore passed."""
     rate = 0.0
     if buffer.num_rdma_ranks > 1:
         rate = adapter_gbs() or DEFAULT_GBS

@@ -55,8 +55,8 @@ def set_environment(num_nodes: int, environ: MutableMapping[str, str], adapters:
 
 
 def adapter_of(hca: str, adapters: Path = ADAPTERS) -> str | None:
-    """The first adapter of this machine that NCCL_IB_HCA selects: ``=name:port,...``, prefixes, or ``^`` and those
-    excluded; empty: any."""
+    """The first adapter of this machine that NCCL_IB_HCA selects: ``=name:port,...``, prefixes, or ``^`` and the
+    excluded ones; empty: any."""
     present = sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else []
     excludes, exact = hca.startswith("^"), hca.lstrip("^").startswith("=")
     names = [name.partition(":")[0] for name in hca.lstrip("^=").split(",") if name]

@@ -1,9 +1,9 @@
 """`nvshmem`, low latency by NVSHMEM's Python package: its all-to-all over symmetric memory, launched on the stream.
 
-The ranks agree on NVSHMEM's unique id over their own group, without MPI. The library's all-to-all takes whole
-allocations only, of equal parts for all ranks: the messages of `StaticAllToAll`. It needs no further barrier: the data
-of every rank arrive only after that rank has consumed, in stream order, what the buffer's previous use brought.
-Memory is kept until the process ends; freeing it would be collective.
+The ranks agree on NVSHMEM's unique id over their own group, without MPI. The library's all-to-all accepts only whole
+allocations, of equal parts for all ranks: the messages of `StaticAllToAll`. It needs no further barrier: the data of
+every rank arrive only after that rank has consumed, in stream order, the data of the buffer's previous use. Memory is
+kept until the process ends; freeing it would be collective.
 Source: nvshmem4py 0.4.1 (nvshmem/core: init_fini.py, interop/torch.py, collective.py).
 Legend: R ranks, M max tokens of a rank.
 """
@@ -39,7 +39,7 @@ class SymmetricAllToAll(Protocol):
 
 @dataclass(frozen=True)
 class LaunchStream:
-    """A stream as the package takes it."""
+    """A stream in the form that the package accepts."""
 
     address: int
 
@@ -58,7 +58,7 @@ class Nvshmem:
         self._core, self._group = core, group
         device.set_current()
         unique_id = core.get_unique_id(empty=group.rank != 0)
-        content = unique_id._data.view(np.int8)  # as the package's own bootstraps send it
+        content = unique_id._data.view(np.int8)  # as in the package's own bootstraps
         sent = torch.from_numpy(content.reshape(-1).copy()).to(group.device)
         content.reshape(-1)[:] = group.broadcast(sent, source=0).cpu().numpy()
         core.init(device=device, uid=unique_id, rank=group.rank, nranks=group.size, initializer_method="uid")
