@@ -58,7 +58,9 @@ def load_model(
         raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: call with_dispatcher first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
     with torch.no_grad():
-        reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_model, config))
+        ahead = parallel.world_size == 1  # other ranks read parts of tensors, or some experts only
+        outside = partial(names_outside_model, config)
+        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, ahead=ahead)
         model: Model = target(config, reader, backends, parallel, **model_options)
         reader.finish()
     return model
@@ -179,6 +181,7 @@ def _open(
     seed: int,
     ignore: Ignore,
     read: ReadFiles = read_checkpoint,
+    ahead: bool = False,
 ) -> WeightSource:
     device = torch.device(device)
     if isinstance(dtype, str):
@@ -187,5 +190,5 @@ def _open(
     if load_format == "dummy":
         options |= {"seed": seed}
     else:
-        options |= {"ignore": ignore, "progress": progress, "read": read}
+        options |= {"ignore": ignore, "progress": progress, "read": read, "ahead": ahead}
     return open_source(load_format, path, **options)
