@@ -25,8 +25,6 @@ def check_deletion(args: EngineArgs, folder: Path) -> None:
         raise ConfigError(f"{FLAG}: the embedded model belongs to this package; give --model-path, or drop the flag")
     if model.load_format == "dummy":
         raise ConfigError(f"{FLAG} with --load-format dummy: no files are loaded; drop one of them")
-    if args.parallel.elastic_ep:
-        raise ConfigError(f"{FLAG} with --elastic-ep: experts of a lost rank are read from the files again; drop one")
     if folder.suffix == SUFFIX and not model.skip_tokenizer_init and model.tokenizer_path is None:
         raise ConfigError(
             f"{FLAG}: {folder} holds the tokenizer too, which is read again while serving; give --tokenizer-path"

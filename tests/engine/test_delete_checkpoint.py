@@ -55,7 +55,6 @@ def test_what_is_needed_again_is_refused(tmp_path: Path) -> None:
     for flags, message in (
         ({"model_path": None}, "the embedded model belongs to this package"),
         ({"load_format": "dummy"}, "--load-format dummy: no files are loaded"),
-        ({"elastic_ep": True}, "--elastic-ep: experts of a lost rank"),
     ):
         with pytest.raises(ConfigError, match=f"--delete-ckpt-after-loading.*{message}"):
             prepare(EngineArgs.from_kwargs(**{"model_path": str(path), "delete_ckpt_after_loading": True} | flags))
