@@ -21,7 +21,7 @@ from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
-from moe_engine.models.weights import ReadFiles, WeightSource, open_source
+from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource, open_source
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
@@ -61,7 +61,12 @@ def load_model(
         ahead = parallel.world_size == 1  # other ranks read parts of tensors, or some experts only
         outside = partial(names_outside_model, config)
         reader = _open(path, config, dtype, device, load_format, progress, seed, outside, ahead=ahead)
-        model: Model = target(config, reader, backends, parallel, **model_options)
+        try:
+            model: Model = target(config, reader, backends, parallel, **model_options)
+        except BaseException:
+            if isinstance(reader, WeightReader):
+                reader.abandon()
+            raise
         reader.finish()
     return model
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ from moe_engine.models.tensors import layer_index
 
 WINDOW_BYTES = 2 << 30
 PART_BYTES = 16 << 20
+IDLE_SECONDS = 60.0
+"""The thread ends if the loader takes nothing for so long."""
 
 
 class File(Protocol):
@@ -57,9 +60,12 @@ class ReadAhead:
         self._asked = self._taken = 0
         self._ended = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
+        self.work: Future[None] | None = None
+        """Of the thread."""
         if hasattr(os, "posix_fadvise"):
-            self._thread.start()
+            pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            self.work = pool.submit(self._run)
+            pool.shutdown(wait=False)
 
     def take(self, num_bytes: int) -> None:
         """The loader has read so many bytes."""
@@ -73,10 +79,6 @@ class ReadAhead:
             self._ended = True
             self._changed.notify()
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # the loader reports files that cannot be read
             for span in self._wanted:
@@ -87,13 +89,15 @@ class ReadAhead:
                 finally:
                     os.close(file)
 
+    def _may_go_on(self) -> bool:
+        return self._ended or self._asked - self._taken < self._window
+
     def _advise(self, file: int, span: Span) -> bool:
-        """False: closed meanwhile."""
+        """False: closed meanwhile, or the loader is idle."""
         for start in range(span.start, span.stop, PART_BYTES):
             size = min(PART_BYTES, span.stop - start)
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._asked - self._taken < self._window)
-                if self._ended:
+                if not self._changed.wait_for(self._may_go_on, IDLE_SECONDS) or self._ended:
                     return False
                 self._asked += size
             os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)

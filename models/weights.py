@@ -149,7 +149,7 @@ class WeightReader:
         )  # fmt: skip
         self._ahead = ReadAhead(spans(self._files, self._unread)) if ahead else None
         if self._ahead is not None:
-            weakref.finalize(self, self._ahead.close)  # also where the load fails
+            weakref.finalize(self, self._ahead.close)
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -220,6 +220,12 @@ class WeightReader:
                 f"{self._directory}: {len(left)} tensors belong to no layer of the model: {some}"
                 f"{', ...' if len(left) > 5 else ''}; check that config.json belongs to these files"
             )
+
+    def abandon(self) -> None:
+        """Ends a load that has failed."""
+        self._bar.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _entry(self, name: str) -> TensorHeader:
         return self._files[name].entries[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from pathlib import Path
@@ -11,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models import read_ahead
+from moe_engine.models import read_ahead, weights
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.loader import load_model
 from moe_engine.models.read_ahead import ReadAhead, Span, spans
 from moe_engine.models.tensor_header import TensorHeader
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import make_backends
 
 MIB = 1 << 20
 
@@ -46,7 +49,7 @@ class Asked(list[tuple[int, int]]):
     changed = threading.Condition()
 
     def note(self, file: int, start: int, size: int, advice: int) -> None:
-        if threading.current_thread().name == "read-ahead":
+        if threading.current_thread().name.startswith("read-ahead"):
             with self.changed:
                 self.append((start, size))
                 self.changed.notify()
@@ -61,6 +64,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     found = Asked()
     monkeypatch.setattr(os, "posix_fadvise", found.note)
     return found
+
+
+def ended(ahead: ReadAhead) -> None:
+    assert ahead.work is not None
+    ahead.work.result(60)
 
 
 def test_the_window_follows_the_loader(tmp_path: Path, asked: Asked) -> None:
@@ -78,20 +86,19 @@ def test_the_window_follows_the_loader(tmp_path: Path, asked: Asked) -> None:
     asked.wait(5)
     assert asked[2:] == [(2 * part, part), (100 * part, part), (101 * part, 5)]
     ahead.close()
-    ahead._thread.join(60)
-    assert not ahead.is_running
+    ended(ahead)
 
 
 def test_a_missing_file_and_an_early_end_end_the_thread(tmp_path: Path, asked: Asked) -> None:
     gone = ReadAhead([Span(tmp_path / "gone", 0, MIB)])
-    gone._thread.join(60)
+    ended(gone)
     file = tmp_path / "x"
     file.write_bytes(b"")
     waiting = ReadAhead([Span(file, 0, 1 << 40)], window=1)
     asked.wait(1)
     waiting.close()
-    waiting._thread.join(60)
-    assert not gone.is_running and not waiting.is_running and len(asked) == 1
+    ended(waiting)
+    assert len(asked) == 1
 
 
 def test_a_load_asks_for_what_it_reads_and_a_failed_one_ends(tmp_path: Path, asked: Asked) -> None:
@@ -100,16 +107,28 @@ def test_a_load_asks_for_what_it_reads_and_a_failed_one_ends(tmp_path: Path, ask
     entries = next(iter(reader._files.values())).entries
     total = sum(header.num_bytes for name, header in entries.items() if name != "lm_head.weight")
     ahead: Any = reader._ahead
-    ahead._thread.join(60)
+    ended(ahead)
     assert sum(size for _, size in asked) == total
     for name, header in entries.items():
         reader.tensor(name, header.shape)
     assert ahead._taken == total
     reader.finish()
-    failed: Any = WeightReader(path, torch.float32, ahead=True)
-    ahead = failed._ahead
-    with pytest.raises(CheckpointError):
-        failed.tensor("nothing", (1,))
-    del failed
-    gc.collect()
-    assert ahead._ended
+
+
+def test_a_failed_load_ends_the_thread(tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint("llama", tmp_path, num_hidden_layers=1, tokenizer=False)
+    made: list[ReadAhead] = []
+
+    def make(wanted: list[Span]) -> ReadAhead:
+        made.append(ReadAhead(wanted, window=1))
+        return made[0]
+
+    monkeypatch.setattr(weights, "ReadAhead", make)
+    (path / "model.safetensors").rename(path / "other.safetensors")
+    config = load_model_config(path)
+    tensors = load_file(path / "other.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="up_proj"):
+        load_model(path, config, "float32", "cpu", make_backends(config, "torch"))
+    ended(made[0])
