@@ -167,7 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in found.items():
         print(f"{name}: {value:.2f}")
     if args.plot:
-        title = f"DeepSeek V3 on {args.hardware}, simulated: multi-turn sessions, KV cache of {points[0]['pool']} tokens"
+        title = (
+            f"DeepSeek V3 on {args.hardware}, simulated: multi-turn sessions, KV cache of {points[0]['pool']} tokens"
+        )
         draw(points, args.plot, title)
     if not args.no_json:
         options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "no_json")}
