@@ -1,6 +1,6 @@
 """Steps of equal requests at a fixed context, as plans for a worker: no prompt is computed, its slots are given.
 
-No command of its own. Legend: B requests of this rank, C context tokens of each before the step.
+No command. Legend: B requests of this rank, C context tokens of each before the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Steps:
-    """Runs steps of one batch on a worker whose rows are free.
+    """Runs steps of one batch on a worker with free rows.
 
     Args:
         spare: KV slots of a request beyond its context.
@@ -29,7 +29,7 @@ class Steps:
         self._done = context
 
     def enter(self, *, drafts: bool = False) -> None:
-        """The requests' last prompt tokens, behind a cached prefix: each gets a first token."""
+        """Computes the requests' last prompt tokens, after a cached prefix: each request gets a first token."""
         rows, last = list(range(self._batch)), self._context - 1
         prompt = random.Random(0).choices(range(1000), k=self._context)
         new = [
@@ -51,7 +51,7 @@ class Steps:
         )  # fmt: skip
         self._done += 1
 
-    def decode_drafted(self, depth: int) -> None:
+    def decode_drafted(self, depth: int, *, follow: bool = True) -> None:
         """A step that drafts `depth` tokens and verifies them with each request's last one."""
         count = depth + 1
         reserved = [
@@ -61,7 +61,7 @@ class Steps:
         self._run(
             rows=list(range(self._batch)), starts=[self._context] * self._batch, counts=[count] * self._batch,
             samples=[True] * self._batch, num_decodes=self._batch,
-            speculation=Speculation(depth, follow=True, reserved=reserved),
+            speculation=Speculation(depth, follow=follow, reserved=reserved),
         )  # fmt: skip
 
     def prefill(self, tokens: int) -> None:

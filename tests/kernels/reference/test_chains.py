@@ -43,7 +43,7 @@ def test_inputs(seed: int, real: int, padded: int, drafts: int) -> None:
 
 
 def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
-    """The last `padded` requests are neutral; the others are at their rows' own lengths."""
+    """The last `padded` requests are neutral; the others are at the lengths of their rows."""
     rows, drafts = chain.rows[:real], chain.num_drafts
     starts, places = tables.lengths[rows], torch.arange(drafts + 1)
     positions = starts[:, None] + places
@@ -104,6 +104,6 @@ def check_acceptance(
         before.last_tokens[row] = valid[i, -1]
     assert all(a.equal(b) for a, b in zip(tables, before))
     hidden = torch.randn(chain.ids.numel(), tables.states.shape[1])
-    kernels.keep_states(tables.states, hidden, chain)  # type: ignore[attr-defined]
+    kernels.keep_states(tables.states, hidden, chain.rows, chain.last)  # type: ignore[attr-defined]
     before.states[rows] = hidden[chain.last[:real]]
     assert tables.states.equal(before.states)
