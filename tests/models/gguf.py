@@ -95,7 +95,7 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
 
 
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
-    """uint8 [N, bytes] -> float32 [N, K], number by number as ggml's definitions give them."""
+    """uint8 [N, bytes] -> float32 [N, K], number by number by ggml's definitions."""
     count = BLOCK[kind][1]
     one = {"Q4_0": _of_q4_0, "Q8_0": _of_q8_0, "Q4_K": _of_q4_k, "Q6_K": _of_q6_k}[kind]
     flat = blocks.reshape(-1, count)
@@ -143,7 +143,7 @@ def _of_q6_k(b: np.ndarray) -> list[float]:
 
 
 def reorder(weight: Tensor, heads: int) -> Tensor:
-    """Rows as llama.cpp's converter orders those of Llama's q and k."""
+    """Rows in llama.cpp's order for Llama's q and k."""
     return weight.view(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -186,7 +186,7 @@ def write_container(
 def write_gguf(
     source: Path, path: Path, kind: str, type_of: Callable[[str], str], split_kv_b: bool = False
 ) -> dict[str, Tensor]:
-    """A checkpoint in hub layout as a GGUF file; returns its tensors with the values that the file has.
+    """A checkpoint in hub layout as a GGUF file; returns its tensors with the values of the file.
 
     Args:
         type_of: name in the GGUF file -> type of a matrix; one without whole blocks is stored as F16.
@@ -260,7 +260,7 @@ def gguf_name(name: str) -> str:
 
 
 def rope_factors(fields: Mapping[str, Any]) -> np.ndarray | None:
-    """What llama.cpp's converter stores for Llama 3: by how much each frequency is divided."""
+    """The values that llama.cpp's converter stores for Llama 3: the divisor of each frequency."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if scaling.get("rope_type") != "llama3":
         return None
@@ -311,7 +311,7 @@ def metadata_of(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def tokenizer_metadata(folder: Path, pre: str = "default") -> dict[str, Any]:
-    """Of a byte-level tokenizer.json beside the weights; {} without one."""
+    """Metadata of a byte-level tokenizer.json beside the weights; {} without one."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
