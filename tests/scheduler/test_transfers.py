@@ -1,4 +1,4 @@
-"""Transfers between two schedulers under random faults: the right KV, an end of each request, nothing leaked."""
+"""Transfers between two schedulers under random faults: correct KV, an end of each request, no leaks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def play(
 
 
 def test_prompts_are_computed_once() -> None:
-    """Tokens are checked by the simulation: each context slot must hold the KV of its tokens."""
+    """The simulation checks tokens: each context slot must have the KV of its tokens."""
     _prefill, decode, _network = play(1, num=30, places=2000)
     total = sum(len(o.request.prompt_ids) for o in decode.outcomes.values())
     assert decode.tier.num_transferred_tokens > total / 4 and decode.tier.num_failed_transfers == 0

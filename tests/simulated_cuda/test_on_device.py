@@ -1,4 +1,4 @@
-"""Runs the tests of `on_device/` in processes of their own: devices stay simulated until the process exits."""
+"""Runs the tests of `on_device/` in separate processes, because devices stay simulated until the process exits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ FILES = {"engines": [ENGINES], "parts": sorted({*FOLDER.glob("test_*.py")} - {EN
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path) -> None:
     command = ["pytest", "-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider", *map(str, files)]
-    # programs that these tests start have no simulated devices
+    # programs started by these tests have no simulated devices
     code, out, errors = device_server.run([*command, "--durations=12"], tmp_path, 890.0, PYTHONPATH=str(ROOT))
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
