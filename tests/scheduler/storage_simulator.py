@@ -39,8 +39,8 @@ class FakeStorage:
         self.last = 0
         self.num_read = 0
         self.num_compared: int | None = None
-        """Pools whose KV is the same under a key. While drafting is disabled a drafter computes none of its own, so
-        with an automatic depth only the model's is."""
+        """Pools with equal KV for a key. While drafting is disabled a drafter computes no KV, so with an automatic
+        depth only the model's KV is equal."""
 
     def begin(self, plan: StepPlan, host: dict[int, Any]) -> None:
         ops = plan.kv_ops

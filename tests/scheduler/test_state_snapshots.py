@@ -75,7 +75,8 @@ def run(sim: Simulation, rid: str, prompt: list[int], max_new: int = 4) -> int:
 
 
 def test_a_save_leaves_the_snapshot_that_a_new_row_of_its_plan_reads() -> None:
-    """With `--enable-mixed-chunk`: one plan has a decode whose state is to be stored, and a request that continues."""
+    """With `--enable-mixed-chunk`: one plan has a decode with a state to store, and a request that continues from a
+    snapshot."""
     config = SchedulerConfig(num_slots=100, context_len=60, page_size=4, max_rows=4, enable_mixed_chunk=True)
     config = with_snapshots(config, 1, 8)
     prefix, hits = [7] * 9, []
@@ -89,7 +90,7 @@ def test_a_save_leaves_the_snapshot_that_a_new_row_of_its_plan_reads() -> None:
         sim.add(again)
         sim.run_to_end()
         hits.append(again.cached_tokens)
-    assert hits[0] == 8 and 0 in hits  # the decode's own snapshot displaced it
+    assert hits[0] == 8 and 0 in hits  # the decode's snapshot replaced it
 
 
 @pytest.mark.parametrize("page", [1, 4])

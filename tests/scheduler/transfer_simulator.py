@@ -63,7 +63,7 @@ class Room:
     ended: bool = False
     closed: bool = False
     after: int = 0
-    """Of the decode side: the number of the copies before which it asks for nothing."""
+    """The decode side requests no KV before the copies of this number."""
 
 
 class Network:
@@ -185,7 +185,7 @@ class Network:
             busy = True
         if room.all_staged and not room.pieces:
             self._answer(number, sending.done())
-        if sending.state is State.ENDED and not room.ended and sending.digest is not None:  # its request is here
+        if sending.state is State.ENDED and not room.ended and sending.digest is not None:  # its request has arrived
             room.ended = busy = True
             room.pieces.clear()
             reports.append(("ended", number, sending.reason))
