@@ -156,8 +156,8 @@ def test_plans_in_fixed_buffers() -> None:
 
 @pytest.mark.parametrize(("count", "heads"), [(1, 18), (3, 5)])
 def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
-    """As in replays of a graph: one plan, renewed in its memory with upper bounds of lengths that only the device has. It
-    serves other queries of the same size."""
+    """As in replays of a graph: one plan, renewed in its memory with upper bounds of lengths that only the device has.
+    It serves other queries of the same size."""
     mla = TritonMLA(num_programs=5)
     queries, size = paged_queries([(count, 70)] * 4, 8)
     assert mla.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # before the first run
