@@ -18,7 +18,7 @@ POISON = 0xFF  # NaN in every float format, -1 in integers
 TOTAL = 8 << 30
 """Bytes of a device."""
 MAPPED = 1 << 18
-"""Bytes of blocks of zeros that are mappings of their own: an allocator would write zeros into memory used before."""
+"""Min bytes of zero blocks with a separate mapping: an allocator would write zeros into reused memory."""
 _CUDA = 2  # DLPack's number
 _BYTES = (1, 8, 1)  # DLPack's uint8: code, bits, lanes
 

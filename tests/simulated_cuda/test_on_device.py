@@ -51,7 +51,7 @@ def test_tests_for_a_gpu_run_on_a_simulated_one(device_server: ForkServer, tmp_p
 def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
     device_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The GPU suite, whose parts are processes with a device that one kernel loses."""
+    """The GPU suite, with parts in processes whose device one kernel loses."""
 
     def start_process(arguments: list[str], errors: IO[Any]) -> ForkedProcess:
         command, environment = ["benchmarks.gpu_suite.__main__", *arguments], {**os.environ, **DEVICES}
