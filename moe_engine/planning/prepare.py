@@ -26,6 +26,7 @@ from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
+from moe_engine.planning.checkpoint_deletion import check_deletion
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.draft_model import load_draft, with_nextn
 from moe_engine.planning.machine import Machine, probe_machine
@@ -66,6 +67,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     found = machine or probe_machine(args.model.device)
     folder = find_gguf(folder) or folder
     config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
+    check_deletion(args, config_folder)
     draft = load_draft(args, model)
     model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
