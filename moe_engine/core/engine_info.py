@@ -38,5 +38,6 @@ class EngineInfo:
     """Backend name by kernel family."""
     hicache_storage_backend: str | None = None
     """Storage below the host-RAM tier of the KV cache; None without one."""
+    disaggregation_mode: str = "null"
     pooling: PoolingConfig | None = None
     """Pooling of a model that serves vectors; None for text generation."""
