@@ -219,7 +219,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if "lookup" in name else []) for name in DRAFTERS]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "draft model" else []) for name in DRAFTERS]
 )
 def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of steps without graphs. The draft model has Triton attention, whose plans are upper bounds. Only a
