@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 80
 
 FACTS = {
     "errors", "kv_ops", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
-    "custom_logit_processor", "validation", "gguf_container",
+    "custom_logit_processor", "validation", "gguf_container", "image_tokens",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kv_ops": set(),
     "row_sizes": set(),
-    "types": {"errors", "kv_ops", "structured_output"},
+    "image_tokens": set(),
+    "types": {"errors", "image_tokens", "kv_ops", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors"},
     "parallel": {"errors", "kernels"},
     "models": {"errors", "kernels", "parallel", "gguf_container"},
+    "media": {"errors", "image_tokens", "models", "processes"},
     "scheduler": BASE,
     "tokenizer": BASE,
     "processes": {"errors"},
@@ -60,8 +62,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
-    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage"},
-    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
+    "frontend": BASE
+    | MODEL
+    | PLAN
+    | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage", "media"},
+    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "media", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
@@ -70,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NO_TORCH_FILES = (
     "step_settings",
+    "image_tokens",
     "kv_ops",
     "row_sizes",
     "types",
@@ -84,7 +90,17 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "storage", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
+NO_TORCH = (
+    "media",
+    "structured_output",
+    "storage",
+    "scheduler",
+    "tokenizer",
+    "server",
+    "processes",
+    "tuning",
+    *NO_TORCH_FILES,
+)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.models.config import PoolingConfig
+from moe_engine.models.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,5 @@ class EngineInfo:
     disaggregation_mode: str = "null"
     pooling: PoolingConfig | None = None
     """Pooling of a model that serves vectors; None for text generation."""
+    vision: VisionConfig | None = None
+    """Of a model that takes images."""

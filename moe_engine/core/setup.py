@@ -168,6 +168,7 @@ def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:
         hidden_size=model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         pooling=model.pooling,
+        vision=model.vision,
         weight_bytes=found.weight_bytes,
         kv_bytes=found.kv_bytes,
         graph_bytes=config.ledger.bytes_of(GRAPHS_ROW) if found.num_graphs else 0,
