@@ -88,7 +88,9 @@ class ChatApi:
         )
         name = self._state.flags.reasoning_parser
         if name is not None:
-            inp.reasoning = free_reasoning(name, prompt, req.chat_template_kwargs or {})
+            inp.reasoning = free_reasoning(
+                name, prompt, req.chat_template_kwargs or {}, bool(req.continue_final_message)
+            )
         return inp
 
     def _enforce(self, inp: GenerateInput, tools: ToolWish, req: ChatRequest) -> Enforced:
