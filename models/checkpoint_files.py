@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError
+from moe_engine.gguf_container import find_gguf
+from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
 from moe_engine.models.torch_file import read_torch_header
 
@@ -33,12 +35,21 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
     """Tensor name -> its file; empty if the directory has no weight files.
 
     Args:
-        load_format: ``safetensors`` or ``pt`` (files of torch.save) reads these alone; other formats read safetensors
-        files, or files of torch.save if there are none.
+        directory: or a GGUF file.
+        load_format: ``safetensors``, ``pt`` (files of torch.save) or ``gguf`` reads these alone; other formats read
+        safetensors files, or files of torch.save or GGUF if there are none.
 
     Raises:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
     """
+    gguf = find_gguf(directory)
+    if gguf is not None and load_format not in ("safetensors", "pt"):
+        return read_gguf(gguf)
+    if gguf is not None or load_format == "gguf":
+        found = "is a GGUF file" if gguf is not None else "names no GGUF file"
+        raise CheckpointError(
+            f"--load-format {load_format}: {directory} {found}; leave the flag out, or give another path"
+        )
     files: dict[str, WeightFile] = {}
     if load_format != "pt":
         index = directory / INDEX_FILE

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.gguf_container import SUFFIX, find_gguf
 from moe_engine.models import registry
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
+from moe_engine.models.gguf.config import gguf_fields
 
 
 def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Reads `path`/config.json (and the eos ids of generation_config.json).
 
     Args:
-        path: a Hugging Face checkpoint directory, or a config.json.
+        path: a Hugging Face checkpoint directory, a config.json, or a GGUF file or its folder.
         overrides: fields that replace those of the file (--json-model-override-args), nested objects merged.
 
     Raises:
         ConfigError: no such file, not JSON, an unsupported architecture, a missing, mistyped or contradictory field.
     """
-    path = Path(path)
-    file = path if path.suffix == ".json" else path / "config.json"
-    original = read_json(file)
+    file, original = read_fields(Path(path))
     raw = _with_quantization(file, text_fields(merge(original, overrides or {})))
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -38,6 +38,15 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     if overrides and is_whole(stored) and stored != config.num_layers:
         config = dataclasses.replace(config, file_layers=int(stored))
     return config
+
+
+def read_fields(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file with a model's config, and its fields: config.json, or a GGUF file. Raises ConfigError."""
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return gguf, gguf_fields(gguf)
+    file = path if path.suffix in (".json", SUFFIX) else path / "config.json"
+    return file, read_json(file)
 
 
 def _with_quantization(file: Path, raw: dict[str, Any]) -> dict[str, Any]:

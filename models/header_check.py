@@ -121,7 +121,7 @@ class _Check:
         found = file.tensors[name]
         if not stored.fits(found.shape):
             yield f"{name} in {file.path.name} has shape {list(found.shape)}, not {list(stored.shape)}"
-        if found.dtype not in stored.dtypes:
+        if not stored.takes(found.dtype):
             accepted = ", ".join(stored.dtypes)
             yield f"{name} in {file.path.name} has dtype {found.dtype}{hint_for(found.dtype)}, not one of {accepted}"
 

@@ -112,6 +112,6 @@ def _compare(name: str, file: WeightFile, stored: tuple[StoredTensor, ...]) -> l
         return [f"{name}: scales of a weight that is not quantized"]
     if not wanted.fits(header.shape):
         return [f"{name} has shape {list(header.shape)}, not {list(wanted.shape)}"]
-    if header.dtype not in wanted.dtypes:
+    if not wanted.takes(header.dtype):
         return [f"{name} has dtype {header.dtype}{hint_for(header.dtype)}, not one of {', '.join(wanted.dtypes)}"]
     return []

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,14 +26,16 @@ from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
+from moe_engine.models.gguf.file import GGUFFile
+from moe_engine.models.gguf.names import GGUFWeights
 from moe_engine.models.safetensors_file import SafetensorsFile
-from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
+from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
 ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 """A directory -> its tensors by name, with their files: `read_checkpoint`, or one that renames tensors."""
 
 
-FILE_FORMATS = ("auto", "safetensors", "pt", "layered")
+FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
 """Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
 
 
@@ -86,7 +89,7 @@ class WeightSource(Protocol):
 
 
 class TensorFile(Protocol):
-    """`SafetensorsFile`, or tensors in memory."""
+    """`SafetensorsFile`, `GGUFFile`, or tensors in memory."""
 
     path: Path
     entries: dict[str, TensorHeader]
@@ -194,7 +197,8 @@ class WeightReader:
     def read_into(self, tensor: StoredTensor, cut: Cut, out: Tensor) -> None:
         self._check(tensor)
         self._files[tensor.name].read_into(tensor.name, cut, out)
-        self._done(tensor.name, out.numel() * ELEMENT_BYTES[self._entry(tensor.name).dtype])
+        entry = self._entry(tensor.name)
+        self._done(tensor.name, entry.num_bytes * out.numel() // max(1, prod(entry.shape)))
 
     def finish(self) -> None:
         self._bar.close()
@@ -224,7 +228,7 @@ class WeightReader:
                 f"{where}: tensor {name} has shape {list(entry.shape)}, config.json implies {shape}; "
                 "check that config.json belongs to these files"
             )
-        if entry.dtype not in tensor.dtypes:
+        if not tensor.takes(entry.dtype):
             raise CheckpointError(
                 f"{where}: tensor {name} has dtype {entry.dtype}{hint_for(entry.dtype)}, expected one of "
                 f"{', '.join(tensor.dtypes)}; use a checkpoint in {supported_checkpoints()}"
@@ -254,7 +258,8 @@ def _open_files(directory: str | Path | TensorFile, read: ReadFiles) -> dict[str
             "--load-format dummy"
         )
     opened: dict[Path, TensorFile] = {
-        file.path: SafetensorsFile(file) for file in {f.path: f for f in files.values()}.values()
+        file.path: GGUFFile(file) if isinstance(file, GGUFWeights) else SafetensorsFile(file)
+        for file in {f.path: f for f in files.values()}.values()
     }
     return {name: opened[file.path] for name, file in files.items()}
 

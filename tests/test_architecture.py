@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 80
 
 FACTS = {
     "errors", "kv_ops", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
-    "custom_logit_processor", "validation",
+    "custom_logit_processor", "validation", "gguf_container",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -39,15 +39,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
     "kv_connectors": {"errors"},
-    "storage": {"errors", "step_settings"},
+    "storage": {"errors", "step_settings", "gguf_container"},
     "sampling_checks": {"errors", "types", "validation", "structured_output"},
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
+    "gguf_container": {"errors"},
     "logs": set(),
     "demo": set(),
     "kernels": {"errors"},
     "parallel": {"errors", "kernels"},
-    "models": {"errors", "kernels", "parallel"},
+    "models": {"errors", "kernels", "parallel", "gguf_container"},
     "scheduler": BASE,
     "tokenizer": BASE,
     "processes": {"errors"},
@@ -77,6 +78,7 @@ NO_TORCH_FILES = (
     "kv_connectors",
     "sampling_checks",
     "validation",
+    "gguf_container",
     "errors",
     "logs",
     "launch_server",

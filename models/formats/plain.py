@@ -62,4 +62,4 @@ PLAIN = PlainFormat()
 
 def plain_tensor(name: str, shape: Shape) -> StoredTensor:
     """An unquantized tensor."""
-    return StoredTensor(name, shape, FLOATS)
+    return StoredTensor(name, shape, FLOATS, blocks=True)

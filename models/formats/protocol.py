@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.tensor_header import BLOCK_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,8 @@ Shape = tuple[int, ...]
 class StoredTensor:
     """A tensor of a checkpoint: its name, shape and accepted dtypes, in the spelling of safetensors.
 
-    `other_shapes`: accepted too; `any_shape`: every shape is.
+    `other_shapes`: accepted too; `any_shape`: every shape is; `blocks`: block types of GGUF files, which are
+    dequantized when they are read into a Tensor, are accepted too.
     """
 
     name: str
@@ -35,6 +37,10 @@ class StoredTensor:
     dtypes: tuple[str, ...]
     other_shapes: tuple[Shape, ...] = ()
     any_shape: bool = False
+    blocks: bool = False
+
+    def takes(self, dtype: str) -> bool:
+        return dtype in self.dtypes or (self.blocks and dtype in BLOCK_TYPES)
 
     def fits(self, shape: Shape) -> bool:
         return self.any_shape or shape == self.shape or shape in self.other_shapes

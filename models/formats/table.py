@@ -15,6 +15,7 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -30,6 +31,7 @@ FORMATS: dict[str, type[Any]] = {
     "gptq": GPTQFormat,
     "w8a8_int8": RowInt8,
     "bitsandbytes": BitsAndBytes,
+    "gguf": GGUFFormat,
 }
 """Formats by `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`,
 `hint(dtype)`, and `checkpoint`, the name in messages."""

@@ -14,8 +14,8 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.models.config_fields import merge, read_json
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_fields import merge
+from moe_engine.models.config_file import load_model_config, read_fields
 from moe_engine.planning.checkpoint import locate
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
 from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
@@ -104,8 +104,8 @@ def _predictor(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster) -> tu
     share = load_efficiency(like)
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     overrides = json.loads(args.model.json_model_override_args)
-    file = folder if folder.suffix == ".json" else folder / "config.json"
-    facts = model_facts(merge(read_json(file), overrides), str(file))
+    file, fields = read_fields(folder)
+    facts = model_facts(merge(fields, overrides), str(file))
     dtype = own.get("weight_dtype", facts.stored_dtype)
     if dtype not in WEIGHT_BYTES:
         raise ConfigError(f"--weight-dtype {dtype}: use one of {', '.join(WEIGHT_BYTES)}")

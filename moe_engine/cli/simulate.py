@@ -18,8 +18,8 @@ from moe_engine.cli.simulate_checks import check, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
-from moe_engine.models.config_fields import merge, read_json
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_fields import merge
+from moe_engine.models.config_file import load_model_config, read_fields
 from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
@@ -178,8 +178,8 @@ def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, 
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     overrides = json.loads(args.model.json_model_override_args)
     config = resolve_for(args, load_model_config(folder, overrides), cluster)
-    path = str(folder if folder.suffix == ".json" else folder / "config.json")
-    facts = model_facts(merge(read_json(Path(path)), overrides), path)
+    source, fields = read_fields(folder)
+    facts = model_facts(merge(fields, overrides), str(source))
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
     costs = Predictor(facts, cluster, share, facts.stored_dtype).cost(form, kv)[0]
     drafts = config.speculation.num_steps if config.speculation is not None else 0

@@ -9,7 +9,7 @@ from moe_engine.config.values import parse_count, parse_json_object
 
 OTHER_FORMATS = "other checkpoint formats"
 CHECKPOINTS = (
-    "compressed-tensors", "awq", "gptq", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt", "bitsandbytes"
+    "compressed-tensors", "awq", "gptq", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "gguf"
 )  # fmt: skip
 """Formats of checkpoints beside fp8."""
 TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
@@ -20,7 +20,7 @@ OTHER_QUANTIZATION = "other quantisation schemes"
 class ModelArgs:
     model_path: str | None = flag(
         None,
-        "Folder of the checkpoint (config.json, *.safetensors, tokenizer.json) or a hub id such as "
+        "Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), a GGUF file, or a hub id such as "
         "deepseek-ai/DeepSeek-V2-Lite. Left out: the small model embedded in this package.",
         aliases=("--model",),
         metavar="PATH",
@@ -37,11 +37,12 @@ class ModelArgs:
     load_format: str = flag(
         "auto",
         "auto: *.safetensors, or files of torch.save (*.bin, *.pt) where there are none; safetensors, pt: these alone. "
+        "gguf: a GGUF file, which auto takes too. "
         "layered: as auto; every load takes one layer at a time. dummy fills the weights with random values (for "
         "benchmarks).",
-        choices=("auto", "safetensors", "pt", "layered", "dummy"),
+        choices=("auto", "safetensors", "pt", "gguf", "layered", "dummy"),
         unsupported=dict.fromkeys(
-            ("npcache", "sharded_state", "gguf", "bitsandbytes", "remote", "presharded", "mistral",
+            ("npcache", "sharded_state", "bitsandbytes", "remote", "presharded", "mistral",
              "fastsafetensors", "runai_streamer", "remote_instance", "flash_rl", "instanttensor", "expert_pack"),
             OTHER_FORMATS,
         ),
@@ -73,7 +74,7 @@ class ModelArgs:
             "awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt",
         },
         unsupported=dict.fromkeys(
-            ("marlin", "gguf", "modelopt_mixed",
+            ("marlin", "modelopt_mixed",
              "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
              "petit_nvfp4"),
             OTHER_QUANTIZATION,

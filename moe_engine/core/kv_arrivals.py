@@ -32,7 +32,7 @@ class KVArrivals:
         """Last report of each rank about an operation."""
 
     def report(self, load: int, error: BaseException | None) -> None:
-        """Reports a load as complete or failed. Thread-safe."""
+        """Reports a load as complete or failed; load 0: a store has failed. Thread-safe."""
         self._reports.append((load, error))
         self._wake()
 
@@ -50,13 +50,14 @@ class KVArrivals:
         """The loads reported since the last call.
 
         Raises:
-            MoeEngineError: a load failed, so its request would wait forever.
+            MoeEngineError: a load failed, so its request would wait forever; or a store, whose KV counts as stored.
         """
         loads = []
         while self._reports:
             load, error = self._reports.popleft()
             if error is not None:
-                raise MoeEngineError(f"load {load} of KV failed: {type(error).__name__}: {error}") from error
+                what = f"load {load}" if load else "a store"
+                raise MoeEngineError(f"{what} of KV failed: {type(error).__name__}: {error}") from error
             loads.append(load)
         return loads
 

@@ -17,6 +17,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.config.model import OTHER_FORMATS
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.gguf_container import SUFFIX, find_gguf
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -38,7 +39,7 @@ from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
 SEED_BITS = 30
-OTHER_WEIGHTS = (".gguf", ".npz", ".ckpt")
+OTHER_WEIGHTS = (".npz", ".ckpt")
 SUMMING = ("linear", "experts", "attention")
 """Families whose results depend on the order of summation."""
 
@@ -63,7 +64,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
     model = with_quantization(with_pooling(model, args.model.is_embedding), args)
     found = machine or probe_machine(args.model.device)
-    config_folder = folder if folder.is_dir() else folder.parent
+    folder = find_gguf(folder) or folder
+    config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
     draft = load_draft(args, model)
     model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)

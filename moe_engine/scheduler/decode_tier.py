@@ -8,9 +8,11 @@ failed transfer leaves no KV behind, and the request computes its prompt here.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from moe_engine.kv_ops import KVOps
 from moe_engine.scheduler.host_tier import MIN_LOAD, HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.transfer_link import TransferLink, digest_of
@@ -43,6 +45,10 @@ class DecodeTier(HostTier):
         self.incoming: dict[int, Incoming] = {}
         self.num_transferred_tokens = 0
         self.num_failed_transfers = 0
+        self._serial = 0
+        self._stored_by: dict[int, int] = {}
+        """Place -> number of the last plan that stores to it. The transfer thread waits for no step, but writes to
+        a place behind that plan's copies only."""
 
     @property
     def num_transfers(self) -> int:
@@ -52,19 +58,31 @@ class DecodeTier(HostTier):
         """Begins the transfer of a request that was queued, unless its prompt is cached, or the tier is full."""
         assert request.bootstrap is not None
         host, port, room = request.bootstrap
+        if room in self.incoming:
+            logger.warning("bootstrap_room %d is in use: the prompt of %s is computed here", room, request.rid)
+            return
         keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
         limit = min(prefix_limit(request), len(keys))
         limit -= limit % self.tree.page_size
         digest = digest_of(request.prompt_ids, request.extra_key)
         node = self.tree.match(keys, limit, request.namespace)
         count = limit - node.end
-        places = self.take_places(count) if count >= MIN_LOAD and room not in self.incoming else None
+        places = self.take_places(count) if count >= MIN_LOAD else None
         if places is None:
-            self.link.command("want", room, host, port, digest, node.end, node.end, [])  # ends the peer's transfer
+            self.link.command("want", room, host, port, digest, node.end, node.end, 0, [])  # ends the peer's transfer
             return
         self.incoming[room] = Incoming(request, keys, node.end, places)
         request.status = Status.WAITING_FOR_KV
-        self.link.command("want", room, host, port, digest, node.end, limit, places)
+        after = max([self._stored_by.get(place, 0) for place in places])
+        self.link.command("want", room, host, port, digest, node.end, limit, after, places)
+
+    def build_connector_meta(self) -> KVOps | None:
+        ops = super().build_connector_meta()
+        if ops is None or not ops.store_places:
+            return ops
+        self._serial += 1
+        self._stored_by.update(dict.fromkeys(ops.store_places, self._serial))
+        return replace(ops, serial=self._serial)
 
     def exchange(self, step: int) -> None:
         """Applies the reports of the transfer thread; on the scheduler's thread."""
@@ -102,6 +120,12 @@ class DecodeTier(HostTier):
         self._give(pages)
 
     # -- failures
+
+    def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
+        """Workers have ended the copies of these steps, or will not run them."""
+        super().steps_failed(ops, step)
+        self._stored_by = {}
+        self.link.command("settled", -1, self._serial)
 
     def reset(self) -> None:
         super().reset()

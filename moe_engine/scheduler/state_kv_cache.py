@@ -6,12 +6,13 @@ request keeps its latest snapshot at a multiple of `mamba_track_interval` tokens
 snapshot belongs to the request.
 
 The worker runs plans in order: it stores the saves of a plan, then sets the states of new rows, then runs the step,
-which stores the cuts. A slot may therefore be given to another owner at once.
+which stores the cuts. A slot may therefore be given to another owner at once, except that a save may not take a slot
+that a new row of its plan reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from moe_engine.scheduler.config import SchedulerConfig
@@ -93,19 +94,21 @@ class StateKVCacheManager(KVCacheManager):
 
     def take_state_ops(self, jobs: Sequence[Chunk], decodes: Iterable[tuple[Request, int]]) -> StateOps | None:
         decodes = [] if self._reserves else decodes  # with drafts the lengths are not known here
-        saves = [save for request, length in decodes if (save := self._save(request, length)) is not None]
+        read = {job.entry.request.state_from for job in jobs if job.is_new}
+        saves = [save for request, length in decodes if (save := self._save(request, length, read)) is not None]
         cuts = [cut for job in jobs for cut in self._cuts(job)]
         return StateOps(saves, cuts) if saves or cuts else None
 
-    def _save(self, request: Request, length: int) -> tuple[int, int] | None:
-        """(row, slot) of the state after `length` tokens, before this plan's, at a multiple of the interval."""
+    def _save(self, request: Request, length: int, read: Container[int]) -> tuple[int, int] | None:
+        """(row, slot) of the state after `length` tokens, before this plan's, at a multiple of the interval, in none
+        of the slots `read`."""
         if length % self._interval:
             return None
         pending = self._pending.setdefault(request.rid, [])
         for item in [item for item in pending if item.decoded]:
             pending.remove(item)
             self.tree.give_slot(item.slot)
-        slot = self._take(request, length, decoded=True)
+        slot = self._take(request, length, read, decoded=True)
         return None if slot == NONE else (request.row, slot)
 
     def _cuts(self, job: Chunk) -> list[tuple[int, int, int]]:
@@ -124,8 +127,8 @@ class StateKVCacheManager(KVCacheManager):
                 found.append((request.row, length, slot))
         return found
 
-    def _take(self, request: Request, length: int, decoded: bool = False) -> int:
-        slot = self.tree.take_slot(self.step)
+    def _take(self, request: Request, length: int, but: Container[int] = (), decoded: bool = False) -> int:
+        slot = self.tree.take_slot(self.step, but)
         if slot != NONE:
             self._pending.setdefault(request.rid, []).append(_Pending(length, slot, decoded))
         return slot

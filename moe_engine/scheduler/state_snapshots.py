@@ -7,7 +7,7 @@ snapshot of the least recently used node is dropped, locked or not: requests con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 
 from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
 
@@ -54,12 +54,13 @@ class SnapshotTree(RadixCache):
 
     # -- slots
 
-    def take_slot(self, step: int) -> int:
-        """A slot for a snapshot that step `step` stores; NONE: all belong to requests."""
+    def take_slot(self, step: int, but: Container[int] = ()) -> int:
+        """A slot for a snapshot that step `step` stores, none of `but`; NONE: all others belong to requests."""
         if not self._free_slots:
-            if not self.holders:
+            nodes = [node for slot, node in self.holders.items() if slot not in but]
+            if not nodes:
                 return NONE
-            self._give_up(min(self.holders.values(), key=_usefulness))
+            self._give_up(min(nodes, key=_usefulness))
         slot = self._free_slots.pop()
         self.made_in[slot] = step
         return slot

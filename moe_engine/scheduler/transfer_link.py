@@ -26,7 +26,9 @@ class TransferLink:
     | done(room) | prefill: all tokens were sent |
     | end(room, reason) | prefill: the request failed or was aborted |
     | drop(room) | prefill: this rank has no part of the transfer |
-    | want(room, host, port, digest, begin, limit, places) | decode: tokens [begin, limit) into these places |
+    | want(room, host, port, digest, begin, limit, after, places) | decode: tokens [begin, limit) into these places, |
+    | | which copies up to the number `after` write to before |
+    | settled(-1, serial) | decode: copies up to this number are complete, or will not run |
     | cancel(room) | decode |
 
     | report | |

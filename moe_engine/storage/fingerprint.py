@@ -11,6 +11,8 @@ import hashlib
 import os
 from pathlib import Path
 
+from moe_engine.gguf_container import parts_of
+
 BLOCKS = 16
 BLOCK_BYTES = 4096
 SMALL_BYTES = 4 << 20
@@ -19,14 +21,14 @@ OTHERS = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quan
 
 
 def fingerprint_of(folder: str) -> str:
-    """32 hex digits.
+    """32 hex digits, of a checkpoint's folder, or of a GGUF file with its other parts.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(os.listdir(folder)):
-        path = Path(folder, name)
+    digest, files = hashlib.blake2b(digest_size=16), Path(folder)
+    for path in parts_of(files) if files.is_file() else sorted(files / name for name in os.listdir(folder)):
+        name = path.name
         if name in OTHERS and path.stat().st_size <= SMALL_BYTES:
             digest.update(f"{name}\0".encode() + path.read_bytes())
         elif name.endswith(WEIGHTS):

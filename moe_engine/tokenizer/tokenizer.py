@@ -16,9 +16,11 @@ from typing import Any, Protocol
 import msgspec
 
 from moe_engine.errors import ConfigError
+from moe_engine.gguf_container import find_gguf
 from moe_engine.tokenizer import slices
 from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from moe_engine.tokenizer.gguf_tokenizer import load_gguf_tokenizer
 
 _NOTHING: frozenset[int] = frozenset()
 _RULES = ("add_bos_token", "add_eos_token")
@@ -40,15 +42,21 @@ class Backend(Protocol):
 
 
 class FastBackend:
-    """`tokenizer.json` through the Rust library."""
+    """The Rust library.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        tokenizer: a tokenizer.json, or a `tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
         import tokenizers
 
-        try:
-            self._tok = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as exc:  # the library raises bare Exception
-            raise ConfigError(f"{path}: cannot be read as a tokenizer.json: {exc}") from exc
+        self._tok = tokenizer
+        if isinstance(tokenizer, Path):
+            try:
+                self._tok = tokenizers.Tokenizer.from_file(str(tokenizer))
+            except Exception as exc:  # the library raises bare Exception
+                raise ConfigError(f"{tokenizer}: cannot be read as a tokenizer.json: {exc}") from exc
         self._tok.no_truncation()
         self._tok.no_padding()
         added = self._tok.get_added_tokens_decoder()
@@ -329,13 +337,20 @@ class Tokenizer:
 def load_tokenizer(
     path: str | Path, *, mode: str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint folder (or hub name).
+    """Loads the tokenizer of a checkpoint folder (or hub name, or GGUF file without a tokenizer.json beside it).
 
     Raises:
         ConfigError: names the file at fault.
     """
     source = TokenizerSource(str(path), mode, trust_remote_code, revision)
+    if (gguf := find_gguf(path)) is not None and mode == "auto" and not (gguf.parent / "tokenizer.json").is_file():
+        made, config = load_gguf_tokenizer(gguf)
+        template = _own_template(gguf.parent, config)
+        byte_level = _is_byte_level(made.to_str().encode())
+        return Tokenizer(FastBackend(made), config, byte_level=byte_level, chat_template=template, source=source)
     folder = Path(path)
+    if gguf is not None:
+        folder, path = gguf.parent, gguf.parent
     file = folder if folder.is_file() else folder / "tokenizer.json"
     if mode not in ("auto", "slow"):
         raise ConfigError(f"--tokenizer-mode {mode}: choose auto or slow")
@@ -350,7 +365,9 @@ def load_tokenizer(
     for name, value in _read_json(folder / "special_tokens_map.json").items():
         config.setdefault(name, value)
     template = _own_template(folder, config)
-    return Tokenizer(FastBackend(file), config, byte_level=_is_byte_level(file), chat_template=template, source=source)
+    return Tokenizer(
+        FastBackend(file), config, byte_level=_is_byte_level(file.read_bytes()), chat_template=template, source=source
+    )
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
@@ -389,9 +406,9 @@ class _DecoderOnly(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def _is_byte_level(path: Path) -> bool:
+def _is_byte_level(tokenizer_json: bytes) -> bool:
     try:
-        decoder = msgspec.json.decode(path.read_bytes(), type=_DecoderOnly).decoder
+        decoder = msgspec.json.decode(tokenizer_json, type=_DecoderOnly).decoder
     except msgspec.DecodeError:
         return False
     while decoder and decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:

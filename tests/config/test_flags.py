@@ -143,7 +143,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--enable-llama4-multimodal", "multimodal models"),
         ("--quantization marlin", "other quantisation schemes"),
         ("--quantization quark", "other quantisation schemes"),
-        ("--load-format gguf", "other checkpoint formats"),
+        ("--load-format npcache", "other checkpoint formats"),
         ("--tool-call-parser step3", "more output parsers"),
     ],
 )  # fmt: skip

@@ -105,7 +105,7 @@ def test_damaged_files_of_torch_save_are_named(model_dir, name):
         prepare(EngineArgs.from_kwargs(model_path=str(folder)), machine())
 
 
-@pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "weights.npz"])
+@pytest.mark.parametrize("name", ["weights.npz", "weights.ckpt"])
 def test_weights_of_another_format_are_named(model_dir, name):
     folder: Path = model_dir()
     (folder / name).write_bytes(b"x")

@@ -125,8 +125,8 @@ class AgentPair:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def want(self, room: int, begin: int, limit: int, places: list[int], digest: bytes = b"d") -> None:
-        self.decode.link.command("want", room, "127.0.0.1", self.port, digest, begin, limit, places)
+    def want(self, room: int, begin: int, limit: int, places: list[int], digest: bytes = b"d", after: int = 0) -> None:
+        self.decode.link.command("want", room, "127.0.0.1", self.port, digest, begin, limit, after, places)
 
     def send_all(self, room: int, places: list[int], pieces: int) -> None:
         """What `PrefillTier` does once the transfer was granted; `places` of the tokens from there on."""

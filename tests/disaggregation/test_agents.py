@@ -56,6 +56,39 @@ def test_a_late_half_is_answered_at_once() -> None:
         nothing_is_held(pair)
 
 
+def test_pieces_are_written_behind_the_copies_to_their_places() -> None:
+    """Also a request that ends before: its prefill server has to know."""
+    with AgentPair() as pair:
+        pair.prefill_rows.array[:] = 7
+        for room in (1, 2, 3):
+            pair.prefill.link.command("offer", room, b"d")
+        pair.want(1, 0, 10, list(range(10)), after=4)
+        pair.want(2, 0, 10, list(range(10, 20)), after=5)
+        pair.want(3, 0, 10, list(range(20, 30)), after=5)
+        pair.decode.link.command("cancel", 3)
+        assert "cancelled" in pair.prefill.wait(3, "ended")[2]
+        assert not pair.prefill.of(1) and not pair.prefill.of(2)
+        pair.decode_rows.stored = 4
+        pair.send_all(1, list(range(10)), 1)
+        assert pair.decode.wait(1, "filled", "failed") == ("filled", 1, 10)
+        assert not pair.prefill.of(2)
+        pair.decode.link.command("settled", -1, 5)  # the step with these copies has failed
+        pair.send_all(2, list(range(10)), 1)
+        assert pair.decode.wait(2, "filled", "failed") == ("filled", 2, 10)
+        assert (pair.decode_rows.array[:20] == 7).all() and not pair.decode_rows.array[20:].any()
+        nothing_is_held(pair)
+
+
+def test_a_room_in_use_stays_with_its_request() -> None:
+    with AgentPair() as pair:
+        pair.want(1, 0, 10, list(range(10)))
+        pair.want(1, 0, 0, [])
+        pair.prefill.link.command("offer", 1, b"d")
+        pair.send_all(1, list(range(10)), 1)
+        assert pair.decode.wait(1, "filled", "failed") == ("filled", 1, 10)
+        nothing_is_held(pair)
+
+
 def test_ends_of_either_side_are_messages() -> None:
     with AgentPair() as pair:
         places = list(range(300))

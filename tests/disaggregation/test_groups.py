@@ -200,7 +200,7 @@ def test_bytes_between_groups_of_different_sizes(prefill: int, decode: int, head
             source, target = random.sample(range(600), 300), random.sample(range(600), 300)
             for rows in receiver.rows:
                 rows.array[:] = 0
-            receiver.side.link.command("want", room, "127.0.0.1", sender.port, b"d", 0, 300, target)
+            receiver.side.link.command("want", room, "127.0.0.1", sender.port, b"d", 0, 300, 0, target)
             sender.side.link.command("offer", room, b"d")
             sender.side.wait(room, "granted")
             for begin, end in ((0, 256), (256, 300)):
@@ -213,7 +213,7 @@ def test_bytes_between_groups_of_different_sizes(prefill: int, decode: int, head
                 expected = values[source][:, :, whole.heads_of(rank)] if heads else values[source]
                 assert np.array_equal(rows.array[target], expected)
         sender.side.link.command("offer", 9, b"d")
-        receiver.side.link.command("want", 9, "127.0.0.1", sender.port, b"d", 0, 300, list(range(300)))
+        receiver.side.link.command("want", 9, "127.0.0.1", sender.port, b"d", 0, 300, 0, list(range(300)))
         sender.side.wait(9, "granted")
         sender.side.link.command("end", 9, "aborted")
         assert "aborted" in receiver.side.wait(9, "failed")[2]

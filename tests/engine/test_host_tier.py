@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,20 @@ def test_a_load_brings_back_what_was_stored(spec: str, dtype: torch.dtype) -> No
     found = pool.read_rows(torch.tensor([2, 16, 8, 1]))
     assert torch.equal(found[:3], content[[4, 3, 9]]) and not found[3].any()
     assert not other.read_rows(torch.arange(17)).any()
+
+
+def test_a_failed_store_ends_the_core() -> None:
+    """Its places count as valid once its step has run."""
+    copies = KVCopies(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 16, 1, DeviceStream("cpu")), 8, DeviceStream("cpu"))
+    failed: Future[None] = Future()
+    copies._copies = SimpleNamespace(run=lambda *args: failed)  # type: ignore[assignment]
+    arrivals = KVArrivals(lambda: None)
+    copies.listener = arrivals.report
+    copies.start(KVOps(store_slots=[3], store_places=[5]))
+    assert arrivals.take() == []
+    failed.set_exception(RuntimeError("broken"))
+    with pytest.raises(MoeEngineError, match="a store of KV failed: RuntimeError: broken"):
+        arrivals.take()
 
 
 def test_an_arrival_ends_the_wait_of_an_idle_core(tmp_path: Path) -> None:

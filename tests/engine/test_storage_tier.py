@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -153,6 +154,39 @@ def round_trip(pool: KVPool, folder: Path, layouts: tuple[str, str]) -> None:
 def test_every_layout_reads_what_every_layout_wrote(spec: str, layouts: tuple[str, str], tmp_path: Path) -> None:
     made = KVSpec.mla(3, 4, 2, torch.bfloat16) if spec == "mla" else KVSpec.gqa(3, 2, 4, torch.float8_e4m3fn)
     round_trip(KVPool(made, 24, 4, DeviceStream("cpu")), tmp_path, layouts)
+
+
+def test_reports_of_a_fetch_arrive_in_order(tmp_path: Path) -> None:
+    """Its parts end on several threads, and its last report is the one that ends it."""
+    copies, _ = copies_of(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 32, 1, DeviceStream("cpu")), "page_first",
+                          tmp_path, 1)  # fmt: skip
+    assert copies.storage is not None
+    reports: list[KVReport] = []
+    overtaken = threading.Event()
+
+    def slow_to_report(report: KVReport) -> None:
+        if not report.ended and not reports:
+            overtaken.wait(0.2)  # another thread would report its part meanwhile
+        reports.append(report)
+        overtaken.set()
+
+    keys = [bytes([i]) * 20 for i in range(8)]
+    copies.storage.report_to(slow_to_report)
+    copies.storage.start(KVOps(fetches=[KVFetch(1, keys, list(range(8)))]), [])
+    wait_for(reports, 1)
+    copies.close()
+    assert [report.ended for report in reports] == [False, True]
+
+
+def test_ranks_without_a_share_report_all_pages(tmp_path: Path) -> None:
+    """A report is the least of all ranks."""
+    copies, reports = copies_of(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 8, 1, DeviceStream("cpu")), "page_first",
+                                tmp_path, 1)  # fmt: skip
+    assert copies.storage is not None
+    copies.storage._writes = False
+    copies.storage.start(KVOps(backups=[KVBackup(1, [b"k" * 20, b"l" * 20], [0, 1])]), [])
+    assert reports == [KVReport(1, 2, True)]
+    copies.close()
 
 
 def test_a_fetch_behind_a_failed_copy_reports_nothing(tmp_path: Path) -> None:

@@ -74,6 +74,24 @@ def run(sim: Simulation, rid: str, prompt: list[int], max_new: int = 4) -> int:
     return request.cached_tokens
 
 
+def test_a_save_leaves_the_snapshot_that_a_new_row_of_its_plan_reads() -> None:
+    """With `--enable-mixed-chunk`: one plan has a decode whose state is to be stored, and a request that continues."""
+    config = SchedulerConfig(num_slots=100, context_len=60, page_size=4, max_rows=4, enable_mixed_chunk=True)
+    config = with_snapshots(config, 1, 8)
+    prefix, hits = [7] * 9, []
+    for turns in range(12):
+        sim = Simulation(config, overlap=False, worker=StateWorker(config))
+        run(sim, "first", prefix)
+        sim.add(make_request("decoding", [3, 4, 5], 20, ignore_eos=True))  # no whole page: no snapshot of its prompt
+        for _ in range(turns):
+            sim.turn()
+        again = make_request("again", [*prefix, 8], 2, ignore_eos=True)
+        sim.add(again)
+        sim.run_to_end()
+        hits.append(again.cached_tokens)
+    assert hits[0] == 8 and 0 in hits  # the decode's own snapshot displaced it
+
+
 @pytest.mark.parametrize("page", [1, 4])
 def test_where_prefixes_are_found(page: int) -> None:
     config = SchedulerConfig(num_slots=400, context_len=200, page_size=page, max_rows=4, chunked_prefill_size=32)

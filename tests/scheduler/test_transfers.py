@@ -21,13 +21,17 @@ BASE = SchedulerConfig(num_slots=400, context_len=300, max_rows=4, chunked_prefi
 
 def play(
     seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
-    places: int = 300, late: float = 0.3, limits: Mapping[str, float | None] = {},
+    places: int = 300, late: float = 0.3, fast: int = 0, limits: Mapping[str, float | None] = {},
 ) -> tuple[ServerSimulation, ServerSimulation, Network]:  # fmt: skip
-    """A trace of sessions; both servers get each request, as from the router."""
+    """A trace of sessions; both servers get each request, as from the router. `fast`: what the prefill server and the
+    network may do during a step of the decode server, whose pool is small then."""
     rng = random.Random(seed)
     config = replace(BASE, **limits, page_size=page_size, host_tier_tokens=places - places % page_size)
     config = replace(config, num_slots=400 - 400 % page_size, chunked_prefill_size=32 - 32 % page_size)
-    prefill, decode = (ServerSimulation(config, mode, rng, late) for mode in ("prefill", "decode"))
+    small = replace(config, num_slots=144, context_len=140) if fast else config
+    if fast:
+        config = replace(config, host_tier_tokens=2000)
+    prefill, decode = (ServerSimulation(*each, rng, late) for each in ((config, "prefill"), (small, "decode")))
     network = Network(prefill, decode, rng, faults)
     prompts: list[list[int]] = []
     added = 0
@@ -35,7 +39,7 @@ def play(
         if rng.random() < 0.4:
             prompt = [rng.randrange(50) for _ in range(rng.randint(2, 120))]
             if prompts and rng.random() < 0.5:
-                prompt = (rng.choice(prompts) + prompt)[:200]
+                prompt = (rng.choice(prompts) + prompt)[: small.context_len - 60]
             prompts.append(prompt)
             for server, new in rng.sample([(prefill, 1), (decode, 8)], 2):
                 if rng.random() < 0.02 * (faults > 0):
@@ -43,6 +47,9 @@ def play(
                 request: Request = make_request(str(added), prompt, new, ignore_eos=True)
                 request.bootstrap = ("host", 1, added)
                 server.add(request)
+                for _ in range(rng.randint(0, fast)):
+                    prefill.turn()
+                    network.step()
             added += 1
         for server in (prefill, decode):
             if rng.random() < aborts and server.outcomes:
@@ -82,16 +89,17 @@ def test_prompts_are_computed_once() -> None:
     failures=st.sampled_from([0.0, 0.05]),
     places=st.sampled_from([40, 300]),
     late=st.sampled_from([0.0, 0.8]),
+    fast=st.sampled_from([0, 12]),
     waiting=st.sampled_from([None, 0.05, 0.3]),
     running=st.sampled_from([None, 0.05, 0.3]),
 )
 def test_random_faults_leak_nothing_and_use_no_wrong_bytes(
-    seed: int, page_size: int, faults: float, aborts: float, failures: float, places: int, late: float,
+    seed: int, page_size: int, faults: float, aborts: float, failures: float, places: int, late: float, fast: int,
     waiting: float | None, running: float | None,
 ) -> None:  # fmt: skip
     limits = {"request_waiting_timeout": waiting, "request_running_timeout": running}
     options = {"faults": faults, "aborts": aborts, "failures": failures, "late": late}
-    play(seed, num=12, page_size=page_size, places=places, limits=limits, **options)
+    play(seed, num=12, page_size=page_size, places=places, fast=fast, limits=limits, **options)
 
 
 def test_time_limits_of_both_servers_end_requests_and_their_transfers() -> None:
@@ -106,6 +114,33 @@ def test_time_limits_of_both_servers_end_requests_and_their_transfers() -> None:
             ended = sum("-timeout (0.06 s)" in outcome.message for outcome in server.outcomes.values())
             assert ended == stats.waiting_timeouts_total + stats.running_timeouts_total
     assert min(waited) > 0 and ran[1] > 0, (waited, ran)
+
+
+def test_transfers_write_behind_the_copies_of_a_step_in_flight() -> None:
+    """A place of the tier can leave its node, and be given to a transfer, before the step that stores to it has run."""
+    waits = seed = 0
+    while waits < 2:
+        _prefill, _decode, network = play(seed, num=10, places=40, fast=12)
+        waits += sum(room.after > 0 for room in network.rooms.values())
+        seed += 1
+        assert seed < 20
+
+
+def test_a_room_in_use_is_left_to_its_request() -> None:
+    """Of two requests with one room the second computes its prompt."""
+    rng = random.Random(0)
+    prefill, decode = (ServerSimulation(BASE, mode, rng, 0.0) for mode in ("prefill", "decode"))
+    network = Network(prefill, decode, rng, 0.0)
+    for rid, server in (("a", prefill), ("a", decode), ("b", decode)):
+        request = make_request(rid, [rng.randrange(50) for _ in range(60)] if rid == "b" else list(range(50)), 4)
+        request.bootstrap = ("host", 1, 7)
+        server.add(request)
+    while not (prefill.scheduler.is_idle() and decode.scheduler.is_idle()):
+        prefill.turn()
+        decode.turn()
+        network.step()
+    assert decode.tier.num_transferred_tokens == 49 and not decode.tier.num_failed_transfers
+    decode.check_end()
 
 
 @pytest.mark.exhaustive

@@ -62,6 +62,8 @@ class Room:
     announced: bool = False
     ended: bool = False
     closed: bool = False
+    after: int = 0
+    """Of the decode side: the number of the copies before which it asks for nothing."""
 
 
 class Network:
@@ -70,9 +72,10 @@ class Network:
     def __init__(self, prefill: ServerSimulation, decode: ServerSimulation, rng: random.Random, faults: float) -> None:
         self.prefill, self.decode, self._rng, self._faults = prefill, decode, rng, faults
         self.rooms: dict[int, Room] = {}
+        self._late: list[int] = []
         self.to_prefill: deque[tuple[int, Message]] = deque()
         self.to_decode: deque[tuple[int, Message, list[Any]]] = deque()
-        self.num_cuts = self.num_corrupted = 0
+        self.num_cuts = self.num_corrupted = self._settled = 0
         prefill.network = decode.network = self.step
         assert isinstance(prefill.tier, PrefillTier) and isinstance(decode.tier, DecodeTier)
 
@@ -120,16 +123,33 @@ class Network:
         while self.decode.tier.link.commands:
             busy = True
             name, number, *values = self.decode.tier.link.commands.popleft()
+            if name == "settled":
+                (self._settled,) = values
+                continue
             room = self.rooms.setdefault(number, Room())
             if name == "want":
-                _, _, digest, begin, limit, room.places = values
+                assert room.receiving is None, "another request's room"
+                _, _, digest, begin, limit, room.after, room.places = values
                 room.receiving = Receiving(digest, begin, limit)
-                answers = room.receiving.open()
-                if not room.places:
-                    answers += room.receiving.fail("cached")
-                    room.closed = True
-            else:
-                answers = room.receiving.fail("aborted") if room.receiving is not None else []
+                self._late.append(number)
+            elif room.receiving is not None:
+                answers = room.receiving.fail("aborted")
+                if number in self._late:
+                    answers = [*room.receiving.open(), *answers]
+                self.to_prefill.extend((number, message) for message in answers)
+        late, self._late = self._late, []
+        for number in late:
+            room = self.rooms[number]
+            assert room.receiving is not None
+            if room.receiving.state is not State.RECEIVING:
+                continue
+            if room.after > max(self.decode.worker.stored, self._settled):
+                self._late.append(number)
+                continue
+            busy, answers = True, room.receiving.open()
+            if not room.places:
+                answers += room.receiving.fail("cached")
+                room.closed = True
             self.to_prefill.extend((number, message) for message in answers)
         return busy
 
@@ -165,7 +185,7 @@ class Network:
             busy = True
         if room.all_staged and not room.pieces:
             self._answer(number, sending.done())
-        if sending.state is State.ENDED and not room.ended:
+        if sending.state is State.ENDED and not room.ended and sending.digest is not None:  # its request is here
             room.ended = busy = True
             room.pieces.clear()
             reports.append(("ended", number, sending.reason))

@@ -53,6 +53,10 @@ class Room:
     begin: int
     limit: int
     places: list[int]
+    address: str
+    """Of the bootstrap port."""
+    after: int
+    """Number of the copies that write to the places before."""
     began: float = field(default_factory=time.monotonic)
     legs: list[Leg] = field(default_factory=list)
     reason: str = ""
@@ -125,13 +129,16 @@ class DecodeAgent(TransferThread):
         self._default_port, self._keys = default_port, keys
         self._peers: dict[str, Peer] = {}
         self._rooms: dict[int, Room] = {}
+        self._late: list[tuple[int, Room]] = []
+        """Rooms that wait for copies."""
+        self._settled = 0
         self._attempts = itertools.count(1)
         self._transport: Transport = open_transport(transport, host, lambda peer, frames: None)
         self._beat_at = time.monotonic()
         self._start()
 
     def _is_busy(self) -> bool:
-        return False
+        return bool(self._late)
 
     def _wait(self, milliseconds: int) -> None:
         poller = zmq.Poller()
@@ -142,6 +149,11 @@ class DecodeAgent(TransferThread):
     def _turn(self) -> None:
         while self._link.commands:
             self._command(*self._link.commands.popleft())
+        if self._late:
+            late, self._late = self._late, []
+            for number, room in late:
+                if self._rooms.get(number) is room:
+                    self._ask(number, room)
         for peer in list(self._peers.values()):
             self._serve(peer)
         now = time.monotonic()
@@ -161,23 +173,41 @@ class DecodeAgent(TransferThread):
     def _command(self, name: str, number: int, *values: Any) -> None:
         if name == "want":
             self._want(number, *values)
+        elif name == "settled":
+            self._settled = values[0]
         elif (room := self._rooms.get(number)) is not None:
-            self._fail(number, room, "the request ended")  # one that waits for the directory is over at once
+            self._fail(number, room, "the request ended")
+            if not room.legs:  # its prefill server was not asked yet, and has to know
+                self._want_none(number, room)
 
     def _want(
-        self, number: int, host: str, port: int, digest: bytes, begin: int, limit: int, places: list[int]
+        self, number: int, host: str, port: int, digest: bytes, begin: int, limit: int, after: int, places: list[int]
     ) -> None:
+        if number in self._rooms and not places:
+            return  # another request's
         host = f"[{host}]" if ":" in host else host
         address = f"tcp://{host}:{port or self._default_port}"
-        room = self._rooms[number] = Room(digest, begin, limit, places)
+        room = self._rooms[number] = Room(digest, begin, limit, places, address, after)
+        self._ask(number, room)
+
+    def _want_none(self, number: int, room: Room) -> None:
+        room = self._rooms[number] = Room(room.digest, room.begin, room.begin, [], room.address, 0)
+        self._ask(number, room)
+
+    def _ask(self, number: int, room: Room) -> None:
+        """Asks the prefill server, behind the copies to the room's places: a copy that ran later would overwrite what
+        has arrived."""
+        if room.after > max(self._rows.stored, self._settled):
+            self._late.append((number, room))
+            return
         try:
-            bootstrap = self._peer(address)
+            bootstrap = self._peer(room.address)
             if bootstrap.is_welcome:
                 self._begin(number, room, bootstrap)
             else:
                 bootstrap.waiting.append(number)
         except zmq.ZMQError as error:
-            room.reason = f"{address}: {error}"
+            room.reason = f"{room.address}: {error}"
             self._finish(number, room)
 
     def _begin(self, number: int, room: Room, bootstrap: Peer) -> None:
@@ -242,7 +272,7 @@ class DecodeAgent(TransferThread):
         peer.groups = groups or []
         waiting, peer.waiting = peer.waiting, []
         for number in waiting:
-            if (room := self._rooms.get(number)) is not None:
+            if (room := self._rooms.get(number)) is not None and not room.legs:
                 self._begin(number, room, peer)
 
     def _open_window(self, peer: Peer) -> bool:

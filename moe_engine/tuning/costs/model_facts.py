@@ -137,7 +137,7 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     """``bf16``, ``fp8``, ``fp4`` or ``int4``: how the routed experts (or all projections) are stored."""
     quantization = raw.get("quantization_config") or text_fields(raw).get("quantization_config") or {}
     text = str(quantization).lower()
-    if not quantization:
+    if not quantization or "'quant_method': 'gguf'" in text:  # GPUs dequantize GGUF blocks while loading
         return "bf16"
     if "nvfp4" in text or "mxfp4" in text or "fp4" in text:
         return "fp4"

@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
 """Max bytes that one copy holds beside the pool."""
+STORE = 0
+"""For a listener: a copy to the host. Loads are numbered from 1."""
 
 Listener = Callable[[int, BaseException | None], None]
-"""Called with a load and the error that ended it, from any thread."""
+"""Called with a load and the error that ended it, or with `STORE` and an error, from any thread."""
 
 
 class KVCopies:
@@ -100,6 +102,7 @@ class KVCopies:
             if copy is not None and (error := copy.exception()) is not None:
                 logger.error("A copy of KV failed: %s", error)
         self._storing = None
+        self._loading = {}
 
     def close(self) -> None:
         if self._copies is not None:
@@ -115,6 +118,7 @@ class KVCopies:
             self.host.put(torch.tensor(places), rows)
         else:
             self._storing = self._copies.run(self._download, rows, places)
+            self._storing.add_done_callback(self._stored)
 
     def _download(self, rows: Tensor, places: list[int]) -> None:
         if self._staging is None:
@@ -148,3 +152,8 @@ class KVCopies:
     def _report(self, number: int, done: Future[None]) -> None:
         if self.listener is not None:
             self.listener(number, done.exception())
+
+    def _stored(self, done: Future[None]) -> None:
+        """The scheduler regards the places of a store as valid once its step has run."""
+        if (error := done.exception()) is not None and self.listener is not None:
+            self.listener(STORE, error)

@@ -99,7 +99,7 @@ class StorageIO:
             elif self._writes:
                 self._writer.submit(self._guard, partial(self._backup, op), op.id, before)
             else:
-                self._report(op.id, 0, True)
+                self._report(op.id, len(op.keys), True)  # another rank stores them
 
     def clear(self) -> None:
         """Begins to remove all pages, after the writes submitted so far; `facts` shows the end."""
@@ -165,8 +165,7 @@ class StorageIO:
             if read < len(keys):
                 state.end = min(state.end, begin + read)
             state.num_open -= 1
-            pages, ended = state.pages(), state.num_open == 0
-        self._report(op.id, pages, ended)
+            self._report(op.id, state.pages(), state.num_open == 0)  # in order: the last report ends the operation
 
     def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
         size = self._page_size

@@ -1,0 +1,178 @@
+"""Matrices of GGUF files: blocks of numbers along the rows. Imports no torch.
+
+Each matrix has a type of its own. Q4_0 (4 bits, a scale per 32 columns), Q8_0 (8 bits, per 32) and Q6_K (6 bits, per
+16) have a kernel form with exactly their values; Q4_K, whose blocks have an offset too, is dequantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.module_rules import NONE
+from moe_engine.models.formats.plain import plain_tensor
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat
+from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.codes import GroupCodes
+    from moe_engine.kernels.quantization.protocol import QuantizedWeight
+
+METHOD = "gguf"
+_CODES = {"Q4_0": (4, 32, "float16"), "Q8_0": (8, 32, "float16"), "Q6_K": (8, 16, "float32")}
+"""Kernel form of a type: bits, columns of a group, dtype of the scales, which holds them exactly."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_MERGED = (
+    re.compile(r"(.*\.self_attn)\.(?:q|k|v|q_a)_proj|(.*\.self_attn)\.kv_a_proj_with_mqa"),
+    re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"),
+)
+"""Projections that layers stack: a stack is kept as stored if all have one type."""
+_OF_EXPERTS = re.compile(r"(.*\.experts)\.\*\.\w+")
+"""The projections of all experts of a layer are one weight."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A `Scheme`: the blocks of one type.
+
+    Attributes:
+        type: of `BLOCK_TYPES`.
+        kept: kernels may multiply them as stored.
+    """
+
+    type: str
+    kept: bool = True
+
+    @property
+    def coded(self) -> bool:
+        return self.kept and self.type in _CODES
+
+    @property
+    def blocks(self) -> bool:
+        return False
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return ()
+
+    def stored(self, prefix: str, names: Collection[str]) -> bool:
+        return f"{prefix}.weight" in names
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        return (plain_tensor(f"{prefix}.weight", shape),)
+
+    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+        form = self.kernel_format()
+        if form is None or not form.takes(shape[-1]):
+            return None
+        return Fraction(form.num_bytes(1, shape[-1]), shape[-1])
+
+    def kernel_format(self) -> GroupCodes | None:
+        from moe_engine.kernels.quantization.codes import GroupCodes
+
+        if not self.coded:
+            return None
+        bits, group, scales = _CODES[self.type]
+        return GroupCodes(bits, group, scales=scales)
+
+    def of_dtype(self, dtype: str) -> Blocks:
+        return self
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        form = self.kernel_format()
+        if form is None or source.dtype_of(f"{prefix}.weight") != self.type:
+            return False
+        return form.takes(cut.shape(shape)[1]) and cut.keeps_whole(shape, (1, BLOCK_TYPES[self.type][0]))
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        from moe_engine.kernels.quantization.codes import CodedWeight
+        from moe_engine.models.formats.gguf_blocks import codes_into
+
+        (stored,) = self.tensors(prefix, shape, source.names)
+        if not isinstance(out, CodedWeight):
+            source.read_into(stored, cut, out)  # type: ignore[arg-type]  # a Tensor
+            return
+        with source.open(stored, cut) as blocks:
+            codes_into(self.type, blocks, out)
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        from moe_engine.kernels.quantization.codes import CodedWeight
+
+        assert isinstance(out, CodedWeight)
+        out.randomize(deviation, normal)
+
+
+@dataclass(frozen=True)
+class GGUFFormat(SchemeFormat):
+    """`WeightFormat` of a GGUF file with matrices in blocks.
+
+    Attributes:
+        types: matrix, ``*`` for all experts -> its scheme; others are not quantized.
+    """
+
+    types: tuple[tuple[str, Blocks], ...] = ()
+
+    checkpoint = "GGUF"
+
+    @staticmethod
+    def parse(section: Fields) -> GGUFFormat:
+        """Of the section that `gguf.config` makes."""
+        types = section.raw.get("types")
+        if not isinstance(types, Mapping):
+            section.fail("types", "is missing; give the GGUF file itself as --model-path")
+        schemes = _schemes(types)
+        rules = tuple((NONE, scheme) for scheme in dict.fromkeys(schemes.values()))
+        return GGUFFormat(METHOD, rules, types=tuple(sorted(schemes.items())))
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return None
+
+    @cached_property
+    def _by_name(self) -> dict[str, Blocks]:
+        return dict(self.types)
+
+    def scheme_of(self, prefix: str) -> Scheme | None:
+        return self._by_name.get(_EXPERT.sub(".experts.*.", prefix))
+
+    def _stored(self, prefix: str, names: Collection[str]) -> Scheme | None:
+        return self.scheme_of(prefix)
+
+
+def matrix_types(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Matrix, ``*`` for all experts -> its block type, of tensors by the hub's names."""
+    return {
+        _EXPERT.sub(".experts.*.", name.removesuffix(".weight")): header.dtype
+        for name, header in headers.items()
+        if header.dtype in BLOCK_TYPES and len(header.shape) == 2 and "embed_tokens" not in name
+    }
+
+
+def _schemes(types: Mapping[str, str]) -> dict[str, Blocks]:
+    """Types of which a stack has several are not kept."""
+    stacks: dict[str, list[str]] = {}
+    for name in types:
+        stacks.setdefault(_stack_of(name), []).append(name)
+    found: dict[str, Blocks] = {}
+    for names in stacks.values():
+        one = len({types[name] for name in names}) == 1
+        found |= {name: Blocks(types[name], one) for name in names}
+    return found
+
+
+def _stack_of(name: str) -> str:
+    if match := _OF_EXPERTS.fullmatch(name):
+        return match[1]
+    for number, pattern in enumerate(_MERGED):
+        if match := pattern.fullmatch(name):
+            return f"{next(group for group in match.groups() if group)} {number}"
+    return name

@@ -1,0 +1,69 @@
+"""Blocks of GGUF files: their values, and their codes for kernels.
+
+Legend: R rows, B blocks of a row, S bytes of a block, n numbers of a block. Layouts: ggml's ggml-common.h.
+
+Q4_0: scale float16, 16 bytes: number j in the low half of byte j, number j + 16 in the high half; value
+(code - 8) * scale. Q8_0: scale float16, 32 int8. Q4_K: scale and offset float16, 8 pairs of 6 bits (a factor for each
+of them) in 12 bytes, 128 bytes of codes: value scale * factor * code - offset * factor'. Q6_K: 128 bytes with the low
+four bits, 64 with the high two, 16 factors int8, scale float16; value scale * factor * (code - 32).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.quantization.codes import CodedWeight
+
+
+def values_of(type: str, blocks: Tensor) -> Tensor:
+    """blocks uint8 [R, B, S] -> float32 [R, B * n]."""
+    if type == "Q4_K":
+        return _q4_k(blocks).flatten(1)
+    codes, scales, middle = _codes_of(type, blocks)
+    return ((codes.float() - middle) * scales.float().unsqueeze(-1)).flatten(1)
+
+
+def codes_into(type: str, blocks: Tensor, out: CodedWeight) -> None:
+    """The same values as codes with a scale for each group."""
+    codes, scales, middle = _codes_of(type, blocks)
+    shift = out.format.middle - middle
+    out.codes.copy_((codes + shift if shift else codes).flatten(1))
+    out.scales.copy_(scales.flatten(1))
+
+
+def _codes_of(type: str, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Codes uint8 [R, groups, n], scales [R, groups] in the dtype that holds them, and the code of 0."""
+    if type == "Q4_0":
+        packed = blocks[..., 2:]
+        return torch.cat((packed & 15, packed >> 4), -1), _half(blocks, 0).flatten(1), 8
+    if type == "Q8_0":
+        return blocks[..., 2:] ^ 128, _half(blocks, 0).flatten(1), 128
+    return _q6_k(blocks)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at a byte of each block, [R, B, 1]."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16)
+
+
+def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, int]:
+    rows, count, _ = blocks.shape
+    low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32))
+    low = torch.cat((low & 15, low >> 4), -1)  # of each half of a block: 128 numbers in runs of 32
+    high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
+    codes = (low | high << 4).view(rows, count * 16, 16)
+    factors = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scales = factors * _half(blocks, 208).float()
+    return codes, scales.flatten(1), 32
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scale, offset = _half(blocks, 0).float(), _half(blocks, 2).float()
+    packed = blocks[..., 4:16]
+    a, b, c = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    factors = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1).float()
+    offsets = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1).float()
+    halves = blocks[..., 16:].unflatten(-1, (4, 1, 32))
+    codes = torch.cat((halves & 15, halves >> 4), -2).flatten(-3, -2).float()  # [R, B, 8, 32]
+    return codes * (scale * factors).unsqueeze(-1) - (offset * offsets).unsqueeze(-1)

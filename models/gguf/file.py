@@ -1,0 +1,117 @@
+"""One GGUF file as `SafetensorsFile`: block types are converted where a read has a destination.
+
+Legend: N rows, K columns, B blocks, S bytes of a block, H heads, C kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.formats.gguf_blocks import values_of
+from moe_engine.models.gguf.names import GGUFWeights
+from moe_engine.models.safetensors_file import PART_BYTES, SafetensorsFile
+from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader, WeightFile
+
+_PARTS = (".keys", ".values")
+
+
+class GGUFFile:
+    """An open file. Several threads may read at once. Raises: as `SafetensorsFile`."""
+
+    def __init__(self, file: GGUFWeights) -> None:
+        self.path, self.entries = file.path, file.tensors
+        self._heads, self._joined = file.heads, file.joined
+        stored = {name: _bytes(header) for name, header in file.tensors.items() if name not in file.joined}
+        self._shapes: dict[str, Any] = {}
+        for name, joined in file.joined.items():
+            for end, header in zip(_PARTS, (joined.keys, joined.values)):
+                self._shapes[name + end] = header
+                heads, rows, columns = header.shape
+                stored[name + end] = _bytes(header._replace(shape=(heads * rows, columns)))
+        self._file = SafetensorsFile(WeightFile(file.path, stored))
+
+    def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
+        """A slice as stored, newly allocated on the host: blocks as uint8 [N, B, S], of whole blocks of columns."""
+        entry = self.entries[name]
+        if name in self._joined:
+            return cut.of(self._join(name))
+        if name in self._heads and entry.shape:
+            return self._reordered(name, cut)
+        return self._read(name, cut)
+
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
+        """out = the slice, converted to its dtype and device. Raises: as `read`."""
+        entry = self.entries[name]
+        if not out.numel():
+            return
+        if name in self._joined:
+            out.copy_(cut.of(self._join(name)))
+        elif entry.dtype not in BLOCK_TYPES and name not in self._heads:
+            self._file.read_into(name, cut, out)
+        elif entry.dtype not in BLOCK_TYPES:
+            out.copy_(self._reordered(name, cut))
+        else:
+            self._dequantize(name, cut, out)
+
+    def _dequantize(self, name: str, cut: Cut, out: Tensor) -> None:
+        """Some rows at a time."""
+        dtype, (rows, columns) = self.entries[name].dtype, self.entries[name].shape
+        numbers, _ = BLOCK_TYPES[dtype]
+        first, stop, _ = (cut.rows or slice(None)).indices(rows)
+        left, right, _ = (cut.cols or slice(None)).indices(columns)
+        whole = slice(left // numbers * numbers, -(-right // numbers) * numbers)
+        within = slice(left - whole.start, right - whole.start)
+        step = max(1, PART_BYTES // (4 * columns))
+        for start in range(first, stop, step):
+            part = slice(start, min(stop, start + step))
+            blocks = self.read(name, Cut(part, None if cut.cols is None else whole))
+            out[part.start - first : part.stop - first].copy_(values_of(dtype, blocks)[:, within])
+
+    def _reordered(self, name: str, cut: Cut) -> Tensor:
+        """Rows of a head in the hub's order: the file's order alternates between the halves of a head."""
+        rows = self.entries[name].shape[0]
+        height = rows // self._heads[name]
+        first, stop, _ = (cut.rows or slice(None)).indices(rows)
+        wanted = torch.arange(first, stop)
+        head, within = wanted // height, wanted % height
+        places = head * height + within % (height // 2) * 2 + within // (height // 2)
+        low = int(places.min())
+        found = self._read(name, Cut(slice(low, int(places.max()) + 1), cut.cols))
+        return found.index_select(0, places - low)
+
+    def _read(self, name: str, cut: Cut) -> Tensor:
+        """A slice in the file's order of rows."""
+        entry = self.entries[name]
+        if entry.dtype not in BLOCK_TYPES:
+            return self._file.read(name, cut)
+        numbers, size = BLOCK_TYPES[entry.dtype]
+        columns = cut.cols
+        if columns is not None:
+            left, right, _ = columns.indices(entry.shape[1])
+            columns = slice(left // numbers * size, right // numbers * size)
+        return self._file.read(name, Cut(cut.rows, columns)).unflatten(1, (-1, size))
+
+    def _join(self, name: str) -> Tensor:
+        """kv_b_proj [H * (nope + v), C] in float32, from its parts by head."""
+        keys, values = (self._part(name + end) for end in _PARTS)
+        return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+
+    def _part(self, name: str) -> Tensor:
+        header: TensorHeader = self._shapes[name]
+        stored = self._file.read(name)
+        if header.dtype in BLOCK_TYPES:
+            stored = values_of(header.dtype, stored.unflatten(1, (-1, BLOCK_TYPES[header.dtype][1])))
+        return stored.float().view(header.shape)
+
+
+def _bytes(header: TensorHeader) -> TensorHeader:
+    """A matrix of blocks as bytes; others unchanged."""
+    if header.dtype not in BLOCK_TYPES:
+        return header
+    numbers, size = BLOCK_TYPES[header.dtype]
+    *rows, columns = header.shape
+    return header._replace(dtype="U8", shape=(*rows, columns // numbers * size))
