@@ -31,6 +31,7 @@ class Row:
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
+        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as they are.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
@@ -52,6 +53,7 @@ class Row:
     biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
+    blocks: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""

@@ -123,7 +123,7 @@ def _fa3_mla_preference(device: Device, need: Need) -> int:
 
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
-LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
+LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED, blocks=True))
 PERMUTATION.append(Row("triton", "moe_engine.kernels.permutation.triton_permute:TritonPermutation", 20, _triton))
 EXPERTS.append(
     Row(
@@ -133,6 +133,7 @@ EXPERTS.append(
         _triton,
         _FIXED,
         biases=True,
+        blocks=True,
         reads_fp8=_multiplies_fp8,
     )
 )
@@ -176,13 +177,16 @@ GQA.append(
 )
 
 # Optional vendor libraries: preferred where they run, since they are tuned for the hardware.
-LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
+LINEAR.append(
+    Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm, blocks=True)
+)
 EXPERTS.append(
     Row(
         "deep_gemm",
         "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts",
         40,
         vendors.deep_gemm,
+        blocks=True,
         reads_fp8=_multiplies_fp8,
     )
 )

@@ -342,6 +342,13 @@ def test_the_page_of_sglangs_flags_is_current():
     assert (ROOT / "docs/sglang_flags.md").read_text() == made.stdout, "run python docs/flag_table.py --write"
 
 
+def test_the_tables_of_formats_are_current():
+    made = subprocess.run(
+        [sys.executable, "docs/format_table.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert made.stdout in (ROOT / "docs/models.md").read_text(), "run python docs/format_table.py --write"
+
+
 def test_every_metric_is_documented_with_its_type():
     from types import SimpleNamespace
 

@@ -11,6 +11,8 @@ import pytest
 
 from moe_engine.kernels import conformance, tables
 from moe_engine.kernels.cpu.library import LibraryError
+from moe_engine.kernels.quantization.codes import GroupCodes
+from moe_engine.kernels.quantization.protocol import BlockFP8
 from moe_engine.kernels.registry import Choice
 
 FAMILIES = {
@@ -39,6 +41,8 @@ def test_the_page_lists_what_a_row_can_do(family: str, name: str) -> None:
     except LibraryError as error:
         pytest.skip(f"no CPU library here: {error}")
     record = built.capabilities
+    if family in ("linear", "experts"):
+        assert (GroupCodes in record.quantized, BlockFP8 in record.quantized) == (row.codes, row.blocks)
     able = {field.name for field in fields(record) if getattr(record, field.name)}
     found = list(listed())
     assert found and {capability for _, capability, _ in found} >= {field.name for field in fields(record)}

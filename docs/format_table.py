@@ -1,0 +1,185 @@
+"""Prints the generated tables of docs/models.md, from the tables of formats, kernel rows and architectures;
+with ``--write`` writes them into the page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_engine.kernels import tables
+from moe_engine.kernels.quantization.codes import FP4, GroupCodes
+from moe_engine.kernels.quantization.protocol import BlockFP8
+from moe_engine.kernels.registry import Row
+from moe_engine.models import registry
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
+from moe_engine.models.formats.online import online_format
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.table import FORMATS, kept_format, parse_format
+from moe_engine.models.tensor_header import BLOCK_TYPES
+
+PAGE = Path(__file__).with_name("models.md")
+BEGIN = "<!-- made by python docs/format_table.py --write; do not edit -->"
+END = "<!-- end of the made tables -->"
+PRODUCTS = ("linear", "experts")
+MATRIX = "model.layers.0.mlp.up_proj"
+EXPERT = "model.layers.0.mlp.experts.0.up_proj"
+
+_GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+_FP8_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_FP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+CHECKPOINTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("block FP8, 128 x 128", "fp8", {"weight_block_size": [128, 128]}),
+    ("FP8, a scale per matrix", "fp8", {"activation_scheme": "static"}),
+    ("FP8, a scale per row", "fbgemm_fp8", {}),
+    ("FP8, a scale per row", "w8a8_fp8", {}),
+    ("FP8", "modelopt", {"quant_algo": "FP8"}),
+    ("NVFP4", "modelopt", {"quant_algo": "NVFP4"}),
+    ("4 bits", "awq", {"bits": 4, "group_size": 128}),
+    ("4 bits", "gptq", {"bits": 4, "group_size": 128, "sym": True}),
+    ("8 bits", "gptq", {"bits": 8, "group_size": 128, "sym": True}),
+    ("4 bits, act-order", "gptq", {"bits": 4, "group_size": 128, "sym": True, "desc_act": True}),
+    ("pack-quantized", "compressed-tensors", {"format": "pack-quantized", "weights": _GROUPS}),
+    ("pack-quantized, zero points", "compressed-tensors",
+     {"format": "pack-quantized", "weights": _GROUPS | {"symmetric": False}}),
+    ("int-quantized", "compressed-tensors",
+     {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}),
+    ("float-quantized", "compressed-tensors", {"format": "float-quantized", "weights": _FP8_ROWS}),
+    ("nvfp4-pack-quantized", "compressed-tensors", {"format": "nvfp4-pack-quantized", "weights": _FP4}),
+    ("mxfp4-pack-quantized", "compressed-tensors",
+     {"format": "mxfp4-pack-quantized", "weights": _FP4 | {"group_size": 32}}),
+    ("int8, a scale per row", "w8a8_int8", {}),
+    ("nf4", "bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    ("int8", "bitsandbytes", {"load_in_8bit": True}),
+    *((kind, "gguf", {"types": {MATRIX: kind, EXPERT.replace(".0.up", ".*.up"): kind}}) for kind in BLOCK_TYPES),
+)  # fmt: skip
+"""What a checkpoint has, `quant_method`, and the rest of `quantization_config`."""
+ONLINE = ("int4", "int8", "int4wo-128", "int8wo", "fp8")
+
+
+def page() -> str:
+    """Both tables, with their begin and end."""
+    formats = table(("weights", "chosen by", "on a CPU", "on a GPU"), format_rows())
+    kernels = table(("architecture", "attention", "on a CPU", "on a GPU"), architecture_rows())
+    texts = (BEGIN, "", formats, "Kernels of attention:", "", kernels, END)
+    return "\n".join(texts) + "\n"
+
+
+def format_rows() -> Iterator[tuple[str, ...]]:
+    yield ("bfloat16, float16, float32", "no `quantization_config`", *places(PLAIN, MATRIX))
+    for text, method, section in CHECKPOINTS:
+        yield (text, f"`quant_method` {method}" if method != "gguf" else "GGUF file", *places(parsed(method, section)))
+    gpt_oss = FusedExpertsFormat(8, MXFP4)
+    yield ("MXFP4 experts", "gpt-oss, `quant_method` mxfp4", *places(gpt_oss, EXPERT))
+    for name in ONLINE:
+        made = online_format(name)
+        assert made is not None
+        yield ("bfloat16, float16, float32", f"`--quantization {name}`", *places(made))
+    missing = FORMATS.keys() - {method for _, method, _ in CHECKPOINTS}
+    assert not missing, f"add {missing} to CHECKPOINTS"
+
+
+def parsed(method: str, section: dict[str, Any]) -> WeightFormat:
+    if method == "compressed-tensors":
+        weights = {"targets": ["Linear"], "weights": section["weights"]}
+        section = {"format": section["format"], "config_groups": {"group_0": weights}}
+    return parse_format(Fields({"quantization_config": {"quant_method": method, **section}}, method))
+
+
+def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
+    return place(format, "cpu", prefix), place(format, "cuda", prefix)
+
+
+def place(format: WeightFormat, device: str, prefix: str) -> str:
+    """The form that kernels multiply on a device, with the rows that do."""
+    rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
+    coded = frozenset(family for family in PRODUCTS if any(row.codes for row in rows[family]))
+    if format == PLAIN:
+        return f"as stored: {names(rows['linear'])}"
+    kept = kept_format(format, device, coded)
+    form = None if kept == PLAIN else kept.kernel_format(prefix)
+    takes = [row for row in rows["experts" if prefix == EXPERT else "linear"] if multiplies(row, form)]
+    if form is None or not takes:
+        return f"dequantized: {names(rows['linear'])}"
+    others = [row for row in rows["linear"] if row.name not in {taken.name for taken in takes}]
+    rest = f"; dequantized: {names(others)}" if others else ""
+    return f"{text_of(form)}: {names(takes)}{rest}"
+
+
+def multiplies(row: Row, form: Any) -> bool:
+    return (isinstance(form, GroupCodes) and row.codes) or (isinstance(form, BlockFP8) and row.blocks)
+
+
+def text_of(form: Any) -> str:
+    if isinstance(form, BlockFP8):
+        return "FP8 blocks of 128 x 128"
+    kind = "fp4" if form.values == FP4 else f"int{form.bits}"
+    scales = f"a {form.scales} scale " + (f"per {form.group}" if form.group else "per row")
+    return f"{kind}, {scales}" + (", zero points" if form.zeros else "")
+
+
+def on_device(rows: Iterable[Row], device: str) -> list[Row]:
+    """The most preferred first."""
+    found = [row for row in rows if row.name == "torch" or (row.name == "cpu") == (device == "cpu")]
+    return sorted(found, key=lambda row: -row.preference)
+
+
+def names(rows: Iterable[Row]) -> str:
+    return ", ".join(f"`{row.name}`" for row in rows)
+
+
+def architecture_rows() -> Iterator[tuple[str, ...]]:
+    seen: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for name in registry.supported():
+        if registry.is_built_in(name):
+            seen.setdefault(attention_of(registry.find([name])), []).append(name)
+    for (kind, families, need), known in seen.items():
+        cells = []
+        for device in ("cpu", "cuda"):
+            rows = [
+                [
+                    row
+                    for row in on_device(tables.FAMILIES[family], device)
+                    if not need or family != families[0] or getattr(row, need)
+                ]
+                for family in families
+            ]
+            texts = (f"{family}: {names(found)}" for family, found in zip(families, rows))
+            cells.append(names(rows[0]) if len(families) == 1 else "; ".join(texts))
+        yield (", ".join(f"`{name}`" for name in known), kind, *cells)
+
+
+def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, ...], str]:
+    """Text, kernel families, and what a row of the first one must support."""
+    parser, target = str(architecture.config_parser), str(architecture.target)
+    if "parse_sparse_deepseek" in parser:
+        return "MLA, sparse", ("mla", "indexer"), "sparse"
+    if "deepseek:" in target:
+        return "MLA", ("mla",), ""
+    if "parse_qwen3_next" in parser:
+        return "gated delta nets, GQA", ("gqa", "delta"), ""
+    if "parse_gpt_oss" in parser:
+        return "GQA, windows, sinks", ("gqa",), "sinks"
+    return "GQA (sliding windows: in every row)", ("gqa",), "windows"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def replaced(text: str) -> str:
+    """The page with the tables as they must be."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(f"{END}\n")
+    return before + page() + after
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(replaced(PAGE.read_text()))
+    else:
+        print(page(), end="")
