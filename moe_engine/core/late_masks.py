@@ -197,7 +197,7 @@ class LateMasks:
             begin += count
         batch.run()
         tables &= self._all
-        any_allowed = tables.any(axis=1)
+        any_allowed: np.ndarray = np.asarray(tables.any(axis=1))
         for request, tree, begin, end in spans:
             if not self._try(request, self._complete, request, bool(any_allowed[begin]), tree, tables[begin:end]):
                 tables[begin:end] = self._all  # the request has ended: its sampled token will be dropped
