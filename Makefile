@@ -12,7 +12,7 @@ STAMP_TEST := $(VENV)/.installed-test
 CONSTRAINTS := $(VENV)/constraints.txt
 TRITON := triton==3.9.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-# pip compiles Python files with one process; COMPILE uses all cores and leaves out what is seldom imported.
+# pip compiles Python files with one process; COMPILE uses all cores and skips rarely imported packages.
 export PIP_COMPILE := 0
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|testing|tests?)/' $(VENV)/lib || true
 
@@ -54,8 +54,8 @@ lint: $(STAMP_TEST) ## ruff
 types: $(STAMP_TEST) ## mypy
 	$(BIN)/mypy
 
-# Bytecode is kept whatever the environment says: the tests start hundreds of processes. A failed test runs a second
-# time with other draws; the summary lists it as RERUN with its seed. Four processes keep
+# Bytecode is always written, for the hundreds of processes of the tests. A failed test runs a second
+# time with other random values; the summary lists it as RERUN with its seed. Four processes keep
 # two cores busy while tests wait for time limits and starts.
 unit: $(STAMP_TEST) ## the tests only
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --reruns 1 $(PYTEST_ARGS)

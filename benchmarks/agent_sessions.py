@@ -1,8 +1,8 @@
 """Replays agent sessions against a server: `serving`'s dataset ``agentic``.
 
-No command of its own. The sessions are a workload of the simulator (generated, or of a trace): chains of requests whose
-text is numbers. `Replay` sends each request after the answer before it and its pause, with the server's own answers in
-the text, and holds at most `concurrency` sessions open.
+No command. The sessions are a workload of the simulator (generated, or from a trace): chains of requests whose text is
+numbers. `Replay` sends each request after the previous answer and its pause, with the server's own answers in the text,
+and keeps at most `concurrency` sessions open.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turn:
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """The sessions of the options. Raises ConfigError for a trace that cannot be read or impossible options."""
+    """The sessions of the options. Raises ConfigError for an unreadable trace or impossible options."""
     if args.dataset_path:
         arrivals = read_trace(args.dataset_path, args.num_prompts)
         link_sessions(arrivals)
@@ -64,7 +64,7 @@ class TokenText:
 
 
 class Replay:
-    """One run of a workload. `answer_ids`: the tokens of an answer, for those that report text only."""
+    """One run of a workload. `answer_ids`: the tokens of an answer, for backends that report text only."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Replay:
         """Sessions that ended with a failed request; their later turns are not sent."""
 
     async def run(self, *, show_progress: bool = False) -> float:
-        """Sends all; returns the seconds from the first request to the last answer."""
+        """Sends all requests; returns the seconds from the first request to the last answer."""
         clock = asyncio.get_running_loop()
         began = clock.time()
         starts = self._workload.first()
@@ -93,7 +93,7 @@ class Replay:
         return clock.time() - began
 
     async def _sessions(self, starts: Iterator[Arrival], began: float, advance: Callable[[], None]) -> None:
-        """Session after session, each begun at its time or when this one is free."""
+        """Runs one session after another, each at its start time or once the previous one has ended."""
         clock = asyncio.get_running_loop()
         for start in starts:
             answers: list[tuple[int, int, list[int]]] = []
@@ -112,7 +112,7 @@ class Replay:
                 arrival = self._workload.after(arrival, clock.time() - began)
 
     def _request(self, arrival: Arrival, answers: list[tuple[int, int, list[int]]]) -> BenchRequest:
-        """The prompt with the server's answers at their places."""
+        """The prompt with the server's answers inserted."""
         numbers = arrival.prompt_ids
         tokens = self._text.tokens(numbers)
         for place, first, ids in answers:

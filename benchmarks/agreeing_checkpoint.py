@@ -1,8 +1,8 @@
 """A checkpoint whose MTP drafts agree with the model at a chosen rate: ``python -m benchmarks.agreeing_checkpoint``.
 
-Random weights draft nothing that a random model would predict, and trained ones agree at an arbitrary rate. To measure
-at a chosen acceptance rate, this writes the V3-shaped checkpoint of `checkpoints` with one MTP layer and four changes.
-All weights stay dense and random in size, so bytes and arithmetic equal those of any checkpoint of the shape.
+Drafts of random weights never match a random model, and trained weights agree at an arbitrary rate. To measure at a
+chosen acceptance rate, this program writes the V3-shaped checkpoint of `checkpoints` with one MTP layer and four
+changes. All weights stay dense and random in size, so bytes and arithmetic equal those of any checkpoint of the shape.
 
 1. The contributions of attention and feed-forward to the residual stream are small: the last hidden state is nearly the
    embedding of the last token. All embeddings have the same norm.
@@ -11,9 +11,9 @@ All weights stay dense and random in size, so bytes and arithmetic equal those o
 3. For some tokens (spoiled), the first halves of these rows are permuted among themselves. The model is dominated by
    the doubled second half and answers as before.
 4. The MTP layer's eh_proj passes on the embedding of the next token, with its second half scaled to a quarter: correct
-   for all tokens but the spoiled ones, for which the row with the permuted half wins and the correct token is second.
-Whether a draft is correct thus depends only on the token it follows: the rate holds at every position of a chain. It is
-the share of tokens that are not spoiled; see `mtp_agreement` for the measured rate.
+for all unspoiled tokens; for spoiled tokens the row with the permuted half wins and the correct token is second.
+The correctness of a draft thus depends only on the preceding token: the rate holds at every position of a chain. The
+rate is the share of unspoiled tokens; `mtp_agreement` measures it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def level_halves(embedding: Tensor) -> Tensor:
 
 
 def fill_head(head: Tensor, embedding: Tensor, agreement: float, generator: torch.Generator) -> None:
-    """head, embedding [V, D]: rows of ordinary tokens as above; special tokens keep theirs, too small to win."""
+    """head, embedding [V, D]: rows of ordinary tokens as above; special tokens keep their rows, whose logits are too
+    small to win."""
     special = len(SPECIAL_TOKENS)
     cycle = special + torch.randperm(head.shape[0] - special, generator=generator)
     half, gain = head.shape[1] // 2, LOGIT_SPREAD * head.shape[1] ** -0.5
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(s for s in SHAPES if "moe" in s))
     parser.add_argument("--agreement", type=float, default=0.8, help="share of correct drafts (default: 0.8)")
     parser.add_argument("--random", action="store_true", help="ordinary random weights instead: no draft is correct")
-    parser.add_argument("--directory", help="where to write it (default: the cache)")
+    parser.add_argument("--directory", help="output folder (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="changes to config.json")
     args = parser.parse_args(argv)

@@ -7,8 +7,8 @@ Each line is a kernel with the types and constants of a model's shape. `stack` i
 rows. Exit code 1 if a kernel does not compile, spills, exceeds the shared memory of a block, or has matrix products
 without tensor cores.
 
-Writes benchmarks/results/<date>_<device>_aot_table.json, or FILE, and the table in Markdown beside it. Seconds are
-those of this run; 0.00: loaded from Triton's cache.
+Writes benchmarks/results/<date>_<device>_aot_table.json, or FILE, and the table in Markdown beside it. Seconds are of
+this run; 0.00: loaded from Triton's cache.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def jobs_of(cases: Sequence[AotCase], archs: Sequence[int], quick: bool) -> list[Job]:
-    """Every case for every architecture; quick: each case for one. Cases without matrix products for the first; those
-    with, in turns."""
+    """Every case for every architecture; quick: each case for one architecture. Cases without matrix products use the
+    first, cases with them alternate."""
     if not quick:
         return [(case, arch) for arch in archs for case in cases]
     matrix = [case for case in cases if case.matrix]
@@ -60,7 +60,7 @@ def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: 
     cases = [case for case in all_cases() if only in case.name]
     if one_each or quick:
         cases = one_of_each(cases)
-    if quick:  # large tiles are those that run out of registers and shared memory
+    if quick:  # large tiles run out of registers and shared memory first
         largest = {id(case.kernel): case for case in cases}
         cases = [case for case in cases if case is largest[id(case.kernel)]]
     jobs = jobs_of(cases, archs, quick)

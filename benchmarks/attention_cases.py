@@ -1,6 +1,6 @@
 """Attention as calls to time: the named shapes of `kernels/attention/shapes.py`, over scattered pages of a pool.
 
-No command of its own: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
+No command: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
 
 Legend: R requests, t query tokens of each, s context tokens, H heads, G KV heads, C kv_lora_rank, P rotary width.
 """

@@ -1,9 +1,9 @@
 """The autopilot against fixed settings, in the simulator: ``python -m benchmarks.autopilot [options]``.
 
 Six loads on one engine with the step costs of a cost file (`moe-engine calibrate`). For each: a grid of fixed settings,
-then the settings of the launch and two bad ones, each without and with `--autopilot`. A score counts what happens after
-the first two minutes: tokens a second where clients wait for answers before they ask again, the inverse of the mean
-latency where requests come at their own times, the share of requests within the SLO where one is given.
+then the settings of the launch and two bad ones, each without and with `--autopilot`. A score counts the time after the
+first two minutes: tokens a second for a closed loop of clients, the inverse of the mean latency for an open loop, the
+share of requests within the SLO if one is given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Number
 
 COSTS = Path(__file__).parent / "results" / "cost_file_390m.json"
 SETTLED = 120.0
-"""Seconds that do not count."""
+"""Seconds excluded from the score."""
 CONFIG = SchedulerConfig(num_slots=24_576, context_len=4096, max_rows=64, chunked_prefill_size=2048)
 GRID: dict[str, tuple[Any, ...]] = {
     "max_running_requests": (16, 64),
@@ -46,7 +46,7 @@ Score = Callable[[list[Answer], float], float]
 
 @dataclass(frozen=True)
 class Load:
-    """`arrivals` yields requests for about `seconds`; `clients`: as many ask in turn (0: they come at their times)."""
+    """`arrivals` yields requests for about `seconds`; `clients`: clients of a closed loop (0: open loop)."""
 
     arrivals: Callable[[random.Random, float], Iterator[Arrival]]
     clients: int = 0
@@ -55,7 +55,7 @@ class Load:
 
 
 class Prompts:
-    """Prompts of tokens that occur once, behind a shared prefix if one is given."""
+    """Prompts of unique tokens, after a shared prefix if one is given."""
 
     def __init__(self) -> None:
         self._numbers = Numbers(1 << 30)
@@ -108,7 +108,7 @@ def drifting(rng: random.Random, seconds: float) -> Iterator[Arrival]:
 
 
 def until(seconds: float, times: Iterator[float]) -> Iterator[float]:
-    """Those times; clients that ask in turn have no times, and end with the simulation."""
+    """Arrival times up to a limit; clients of a closed loop have no times, and end with the simulation."""
     for now in times:
         if now > seconds:
             return
@@ -142,7 +142,7 @@ def run(load: Load, settings: dict[str, Any], costs: CostFile, seconds: float, s
 
 
 class Stopped:
-    """No retry comes after that time."""
+    """Later times are not retried."""
 
     def __init__(self, inner: Workload, seconds: float) -> None:
         self._inner, self._seconds, self.total = inner, seconds, 0

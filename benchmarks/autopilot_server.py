@@ -1,7 +1,7 @@
 """The autopilot on a real server, from bad settings: ``python -m benchmarks.autopilot_server [options]``.
 
 For each bad start one server without and one with `--autopilot`, and one server with the settings of its flags. The
-same clients ask in turn; requests count that end after `--settle` seconds.
+same clients send requests in a closed loop; requests that end after `--settle` seconds are counted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Random checkpoints of a chosen shape, for benchmarks: ``python -m benchmarks.checkpoints [SHAPE] [--directory D]``.
 
 Writes (once; later calls reuse it) config.json, a byte-level tokenizer and bf16 safetensors with the hub's tensor
-names, one expert per tensor, one shard per layer, so that memory holds one layer at a time. The default ``moe-390m``
-has the V3 architecture (90 M of its 390 M parameters are active per token); ``dense-101m`` is Llama's; ``moe-tiny`` and
-``dense-tiny`` are for smoke tests. Any field of config.json can be changed: ``--set num_hidden_layers=3``. With ``--set
-num_nextn_predict_layers=1`` a V3 shape gets an MTP layer, whose drafts nearly never agree with the model
-(`agreeing_checkpoint` writes one with agreeing drafts).
+names, one expert per tensor, one shard per layer, so that only one layer is in memory at a time. The default
+``moe-390m`` has the V3 architecture (90 M of its 390 M parameters are active per token); ``dense-101m`` is Llama's;
+``moe-tiny`` and ``dense-tiny`` are for smoke tests. Any field of config.json can be changed: ``--set
+num_hidden_layers=3``. With ``--set num_nextn_predict_layers=1`` a V3 shape gets an MTP layer, whose drafts nearly never
+agree with the model (`agreeing_checkpoint` writes one with agreeing drafts).
 
 The weights are random with realistic statistics: every linear keeps the scale of its input, norm weights differ from 1
 and the router's bias from 0, the logits are spread enough that greedy decoding does not loop, and experts are chosen
@@ -157,7 +157,7 @@ def write_once(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # thousands of small copies: waking threads costs more than it saves
+    torch.set_num_threads(1)  # thousands of small copies: starting threads costs more than it saves
     try:
         write_weights(partial, make_shards(config, seed), num_shards(config))
     finally:
@@ -183,8 +183,8 @@ _POOL_MARGIN = 1 << 20
 class _Random:
     """Random tensors of one seed: matrices that keep the scale of their input, and norms around 1.
 
-    A draw is a copy of a window, at a random offset, of one pool of normal values: much faster than fresh random values
-    for every weight, and statistically sufficient.
+    A tensor is a copy of a window, at a random offset, of one pool of normal values: much faster than fresh random
+    values for every weight, and statistically sufficient.
     """
 
     def __init__(self, seed: int, largest: int) -> None:
@@ -356,7 +356,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench checkpoints", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(SHAPES))
-    parser.add_argument("--directory", help="where to write it (default: the cache)")
+    parser.add_argument("--directory", help="output folder (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="changes to config.json")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """Benchmark clients: one coroutine per backend, all returning an `Answer`.
 
-No command of its own. Times are the client's: the first chunk with a token, then the gaps between chunks; a chunk of k
-tokens counts as k gaps of 1/k each (the first chunk as none), as in bench_serving.
+No command. Times are the client's: the first chunk with a token, then the gaps between chunks; a chunk of k tokens
+counts as k gaps of 1/k each (the first chunk has no gap), as in bench_serving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_engine.tuning.datasets import BenchRequest
 
 REQUEST_TIMEOUT_SECONDS = 6 * 3600
 TIERS = ("device", "host", "storage")
-"""Of the KV cache, as ``cached_tokens_details`` names them."""
+"""KV cache tiers, as named in ``cached_tokens_details``."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ async def ask_native(request: BenchRequest, options: CallOptions) -> Answer:
         ids, total = chunk.get("output_ids") or [], meta.get("completion_tokens", 0)
         if len(ids) >= total:
             answer.output_ids = ids
-        else:  # --incremental-streaming-output: those of the chunk
+        else:  # --incremental-streaming-output: tokens of the chunk
             answer.output_ids.extend(ids)
         answer.retractions = meta.get("num_retractions", 0)
         answer.prompt_len = meta.get("prompt_tokens", answer.prompt_len)

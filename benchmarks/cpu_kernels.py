@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_kernels [--json FILE] [--quick] [--threads N] [--only linear,experts,attention,ops]
 
-Weights rotate over more memory than the caches hold, as in a decode step. Repetitions of all candidates of a line are
+Weights rotate over more memory than the cache sizes, as in a decode step. Repetitions of all candidates of a line are
 interleaved; a value is the lower quartile of its times, which is least sensitive to other load. `limit` is the minimum
 time for the line's bytes or its arithmetic, whichever is longer, and `of limit` the share reached. With one thread the
 clock is that thread's CPU time, so a busy machine hardly affects the results.
@@ -288,7 +288,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-engine bench cpu_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time per line")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families, separated by commas")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")

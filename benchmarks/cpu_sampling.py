@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-engine bench cpu_sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time per line")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--vocab", default="1280,32000,129280", help="vocabulary sizes, separated by commas")

@@ -1,8 +1,8 @@
 """Time to first token of prefill and decode servers against one server: ``python -m benchmarks.disaggregation``.
 
 One server, and a prefill and a decode server for each transport, all on this machine with the same flags. Each round
-sends one new prompt to each of them in turn, without other load; an idle server uses no processor time. What the pair
-adds is the part of the transfer that does not overlap with the prefill, and the last token's step.
+sends one new prompt to each of them in turn, without other load; an idle server uses no processor time. The pair's
+additional time is the part of the transfer that does not overlap with the prefill, and the last token's step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.server_process import ServerProcess, free_port
 from moe_engine.tuning.stats import median, spread
 
 FIRST_ID = 100
-"""Of a prompt: special tokens are before it."""
+"""Smallest token id of a prompt: special tokens have lower ids."""
 TARGET = 1.15
 
 
@@ -57,7 +57,7 @@ def first_token(client: httpx.Client, url: str, body: dict[str, Any]) -> tuple[f
     """Seconds to the first token, and the last event.
 
     Args:
-        client: has been made before, which takes longer than a request.
+        client: created in advance, because its creation takes longer than a request.
     """
     began, first, last = time.perf_counter(), 0.0, ""
     with client.stream("POST", url + "/generate", json=body | {"stream": True}) as answer:

@@ -5,9 +5,10 @@
 `ours` is dispatch + combine with no-op experts. `plain` is a direct implementation without a library: rows copied for
 every (token, choice), sorted by expert, sent by all_to_all_single and back, weighted and summed at the source; in
 normal mode with an exchange of sizes, in low latency with fixed buffers for every (source rank, expert). `wire` is only
-two all_to_all_single calls with the bytes that ours sends, without gather, sort or sum. Times are medians of rank 0
-over several consecutive calls, as in consecutive layers. `of needed` is the bytes sent by a rank over the minimum: one
-row for each (token, other rank with an expert of it) out and back, and 8 bytes per choice. Finally, the error added by
+two all_to_all_single calls with the same number of bytes as `ours`, without gather, sort or sum. Times are medians of
+rank 0 over several consecutive calls, as in consecutive layers. `of needed` is the bytes sent by a rank over the
+minimum: one row for each (token, other rank with an expert of it) out and back, and 8 bytes per choice. Finally, the
+error added by
 FP8 dispatch: of the sums of random SwiGLU experts against float64.
 """
 

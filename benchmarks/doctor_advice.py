@@ -1,9 +1,9 @@
 """The advice of `moe-engine doctor --log`, followed: ``python -m benchmarks.doctor_advice [--scenarios NAME ...]``.
 
-Each scenario starts a server of the embedded model with flags that provoke a rule, sends a load, and reads the server's
-own log. The flag that the doctor names is then changed, and the same load is sent to the new server. Both run in turn;
-the result is the ratio of the medians (above 1: better after following the advice), and whether the rule still holds.
-Rules of GPUs (CUDA graphs, free GPU memory, out of memory, JIT) cannot be provoked on a CPU, where the ledger refuses
+Each scenario starts a server of the embedded model with flags that trigger a rule, sends a load, and reads the server's
+own log. The flag that the doctor recommends is then changed, and the same load is sent to the new server. Both run in
+turn; the result is the ratio of the medians (above 1: better after the change), and whether the rule still holds. Rules
+of GPUs (CUDA graphs, free GPU memory, out of memory, JIT) cannot be triggered on a CPU, where the ledger refuses
 launches without memory.
 """
 
@@ -32,7 +32,7 @@ IDS = range(300, 1200)
 """Ordinary tokens of the embedded model."""
 Flags = dict[str, Any]
 RANDOM_WEIGHTS: Flags = {"--model-path": "moe_engine/demo/checkpoint", "--load-format": "dummy"}
-"""Sampled tokens are nearly uniform, and no draft is right."""
+"""Sampled tokens are nearly uniform, and no draft is accepted."""
 
 
 def ids(draw: random.Random, count: int) -> list[int]:
@@ -60,7 +60,7 @@ async def at_once(url: str, load: Sequence[BenchRequest], **more: Any) -> tuple[
 
 
 async def until_stopped(url: str, load: Sequence[BenchRequest]) -> tuple[list[Answer], float]:
-    """Sampled answers that end at one of a few tokens, long before the length that they ask room for."""
+    """Sampled answers that end at one of a few stop tokens, long before max_new_tokens."""
     stops = random.Random(3).sample(IDS, 30)
     sampling = {"temperature": 1.0, "max_new_tokens": load[0].output_len, "stop_token_ids": stops}
     return await at_once(url, load, extra_body={"sampling_params": sampling})
@@ -98,13 +98,14 @@ def ttft(answers: list[Answer], took: float) -> float:
 
 
 def worst_gaps(answers: list[Answer], took: float) -> float:
-    """Mean over the requests of their longest time between tokens: a retracted or a stalled request stands still."""
+    """Mean over the requests of their longest time between tokens: a retracted or stalled request generates nothing in
+    that time."""
     return sum(max(answer.itl) for answer in answers) / len(answers)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`flags` provoke the rule; `metric` is in seconds, lower is better; `also` belongs to the change."""
+    """`flags` trigger the rule; `metric` is in seconds, lower is better; `also`: further flags of the change."""
 
     rule: str
     flags: Flags
@@ -217,9 +218,9 @@ def finding_of(found: dict[str, Any], rule: str) -> dict[str, Any] | None:
 
 
 def followed(flags: Flags, finding: dict[str, Any], scenario: Scenario) -> Flags:
-    """The flags after the advice."""
+    """The flags after the recommended change."""
     kept = {name: value for name, value in flags.items() if name != finding["flag"]}
-    if finding["flag"] == "--speculative-num-steps":  # the shape of the tree follows from it
+    if finding["flag"] == "--speculative-num-steps":  # it determines the shape of the tree
         kept = {name: value for name, value in kept.items() if "topk" not in name and "draft-tokens" not in name}
     changed = kept if finding["value"] is None else {**kept, finding["flag"]: finding["value"]}
     return scenario.also(changed)
@@ -261,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="moe-engine bench doctor_advice", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [scenario.rule for scenario in SCENARIOS]
-    parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="rules to provoke (all)")
+    parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="rules to trigger (all)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn (3)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (1)")
     report.add_result_options(parser)

@@ -59,7 +59,7 @@ class _Port:
         return []
 
     def wake(self) -> None:
-        """`receive` never waits."""
+        """No effect: `receive` never waits."""
 
     def send(self, message: messages.Message) -> None:
         encoded = messages.encode(message)
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="decode steps measured in each run")
     parser.add_argument("--runs", type=int, default=3, help="runs with overlap; the median of their medians counts")
     parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--vocab-size", type=int, default=1024, help="sampling time grows with it; it is device work")
+    parser.add_argument("--vocab-size", type=int, default=1024, help="sampling time grows with it and is device work")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
     parser.add_argument("--no-cache", action="store_true", help="without the prefix cache")
     report.add_result_options(parser)

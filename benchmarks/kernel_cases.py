@@ -1,6 +1,6 @@
 """Kernel calls for benchmarks: the inputs of every named shape, and the call on a row of its family.
 
-No command of its own: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
+No command: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
 
 Legend: T tokens, D hidden, I expert width, E experts, K experts per token.
 """
@@ -154,7 +154,7 @@ def linear_case(shape: LinearShape) -> KernelCase:
 
 
 def experts_case(shape: ExpertShape) -> KernelCase:
-    """Routed experts on one rank; if a rank has some of the model's experts, other ids are ignored."""
+    """Routed experts on one rank; ids of experts on other ranks are ignored."""
     model, count = shape.model, shape.num_experts
 
     def prepare(kernel: Any, device: str) -> Call:

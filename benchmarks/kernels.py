@@ -3,8 +3,8 @@
     python -m benchmarks.kernels [--model-path DIR] [--only TEXT] [--tokens 1 128 4096] [--rows NAME ...] [--json FILE]
 
 Without --model-path: DeepSeek-V3 (FP8, one of 16 ranks' experts) and DeepSeek-V2-Lite (bf16). A floor is the larger of
-bytes over memory bandwidth and operations over the tensor cores' peak, of this GPU as measured, or of an H200 by its
-data sheet. `of floor` is the floor's share of a row's time: at most 1.00. Unavailable rows are listed with the reason.
+bytes over memory bandwidth and operations over the tensor cores' peak, measured on this GPU, or from the H200's data
+sheet. `of floor` is the floor's share of a row's time: at most 1.00. Unavailable rows are listed with the reason.
 `moe-engine bench kernels` is the same.
 """
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         lines = list(floors(cases, H200))
         print_floors(lines)
-        print("no CUDA device: floors of an H200 by its data sheet, nothing was timed", file=sys.stderr)
+        print("no CUDA device: floors are from the H200's data sheet, nothing was timed", file=sys.stderr)
         if options.json:
             write_result("kernels", {"floors": lines}, path=options.json)
         return 0

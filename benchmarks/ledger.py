@@ -39,7 +39,7 @@ TARGET = 0.02
 
 
 class PeakMemory:
-    """Largest sum of the resident memory of this process's children, while it is entered."""
+    """Context manager: largest sum of the resident memory of this process's children."""
 
     def __init__(self) -> None:
         self.peak = 0

@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench limits", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args(argv)
     limits = measure_limits(args.device, args.repeats)
     print(limits_table(limits))

@@ -1,9 +1,9 @@
 """Cost of LoRA adapters in a batch: ``python -m benchmarks.lora [--model moe-390m] [--adapters 8] [--batch-size 16]``.
 
-Three ways, interleaved in random order in every turn: an engine without LoRA; requests of the base model in an engine
-with LoRA; and a batch of the same engine in which every adapter has as many requests. Each way generates the same
-number of tokens from new random prompts. Reported are the medians of tokens per second, and the medians of each turn's
-ratio to the engine without LoRA. Target: adapters at 0.7 of the engine without LoRA on a CPU.
+Three variants, interleaved in random order in every turn: an engine without LoRA; requests of the base model in an
+engine with LoRA; and a batch of the same engine with the same number of requests for every adapter. Each variant
+generates the same number of tokens from new random prompts. Reported are the medians of tokens per second, and the
+medians of each turn's ratio to the engine without LoRA. Target: adapters at 0.7 of the engine without LoRA on a CPU.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="moe-390m")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--targets", nargs="*", help="adapted modules; left out: all that can have adapters")
+    parser.add_argument("--targets", nargs="*", help="adapted modules (default: all modules that can have adapters)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)

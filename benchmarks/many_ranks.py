@@ -2,9 +2,9 @@
 
     python -m benchmarks.many_ranks [--shape moe-390m] [--forms one tp2 ep2 ...] [--rounds 3]
 
-Each form runs the same greedy requests offline, interleaved; a form's threads add up to those of one rank. The DP sync
-is measured between schedulers in separate processes, without other load. Results are written after each measurement, so
-that an interrupted run keeps its results.
+Each form runs the same greedy requests offline, interleaved; the threads of a form's ranks sum to the threads of one
+rank. The DP sync is measured between schedulers in separate processes, without other load. Results are written after
+each measurement, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations

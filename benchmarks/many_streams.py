@@ -4,13 +4,13 @@ Each round measures in turn: the offline engine with all requests at once; the s
 the server again with a further client that reads its stream slowly. Both engines have the same flags and the embedded
 model; the idle one uses no processor time.
 
-What is compared: the offline engine has the machine to itself; beside the server run all clients (in this process, see
-`benchmarks.stream_clients`), on the same cores. `share_of_engine` contains their work, `client_cpu_seconds` is its
-size; it counts against the server. All requests arrive within some hundred milliseconds, and all gaps count, those
-between the first tokens of the first request and the first token of the last one (the ramp) included;
-`steady_p99_over_median` is without them. A gap is the time between two reads of a stream that end an event; a read may
-hold several tokens if they arrived together (`events_per_token`). Results until 2026-11-26 were measured with clients
-that took three times the processor time (asyncio, a line at a time).
+The comparison: the offline engine has the whole machine; the server shares its cores with all clients (in this process,
+see `benchmarks.stream_clients`). `share_of_engine` includes the clients' work, which counts against the server;
+`client_cpu_seconds` is its size. All requests arrive within some hundred milliseconds, and all gaps count, also during
+the ramp (from the first token of the first request to the first token of the last one); `steady_p99_over_median`
+excludes the ramp. A gap is the time between two reads of a stream that end an event; a read may contain several tokens
+if they arrived together (`events_per_token`). Results until 2026-11-26 were measured with clients that took three times
+the processor time (asyncio, a line at a time).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_engine.tuning.stats import median, percentile, spread
 PROMPT_TOKENS = 16
 VOCABULARY = range(100, 1200)
 SLOW_TOKENS = 900
-"""Of the slow client's answer: long, so that buffers fill."""
+"""Tokens of the slow client's answer: long, so that buffers fill."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +56,7 @@ def flags_of(streams: int, tokens: int) -> dict[str, Any]:
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """New ones each time: no prompt is in the prefix cache."""
+    """New prompts each time: no prompt is in the prefix cache."""
     return [rng.choices(VOCABULARY, k=PROMPT_TOKENS) for _ in range(count)]
 
 

@@ -1,6 +1,6 @@
 """The kernel shapes of any model, from its config.json: one layer of each kind on one GPU.
 
-No command of its own: `benchmarks.kernels --model-path` lists and times them.
+No command: `benchmarks.kernels --model-path` lists and times the shapes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Sessions of many turns at 0.5 to 4 times the KV cache: ``python -m benchmarks.multi_turn_load [--quick]``.
 
-Sessions in closed loop: each sends its history and a few new tokens, reads the answer, pauses, and begins a new
-conversation after some turns. Three ways, each load in turn with each of them:
+Sessions in a closed loop: each sends its history and a few new tokens, reads the answer, pauses, and begins a new
+conversation after some turns. Three variants, each measured in turn at every load:
 
 - recompute: no tier, and no KV is held for sessions (``--session-hold 0``)
 - hold: the KV of sessions that fit is held (the default)
 - tier: the default, and a host-RAM tier of `--ratio` times the KV cache
 
-Reported: output tokens per second; time to first token of returning turns; cached tokens by tier; the steps' gaps
-between tokens (p99, with the tier over without). Targets: the tier answers returning turns at least 5x sooner than
+Reported: output tokens per second; time to first token of returning turns; cached tokens by tier; gaps between tokens
+(p99, ratio of with the tier to without). Targets: the tier answers returning turns at least 5x sooner than
 recomputation at 2 and 4 times the KV cache; with hold and with the tier the throughput never falls below 0.95 of its
 peak at a larger load. ``--model-path moe-390m`` writes and measures the 390 M checkpoint.
 """
@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def footprint(self) -> float:
-        """Tokens of a session in the middle of its life."""
+        """Tokens of a session halfway through its turns."""
         return self.prompt + (self.turn + self.output) * (self.turns + 1) / 2
 
     def num_sessions(self, load: float) -> int:
@@ -62,11 +62,11 @@ LARGER = Shape(pool=8192, prompt=1200, turn=24, output=16, turns=6, pause=0.5)
 
 @dataclass
 class Measured:
-    """Of turns that ended in the measured interval."""
+    """Measurements of turns that ended in the measured interval."""
 
     num_tokens: int = 0
     first: list[float] = field(default_factory=list)
-    """Seconds to the first token: of first turns, and of returning ones."""
+    """Seconds to the first token, of first and of returning turns."""
     returning: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     tiers: dict[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Sessions:
     async def _session(self, number: int) -> None:
         shape = self._shape
         fits = number * shape.footprint <= shape.pool
-        begin = self._rng.randrange(shape.turns) if fits else 0  # those that fit are in the middle of their lives
+        begin = self._rng.randrange(shape.turns) if fits else 0  # sessions that fit start at a random turn
         await asyncio.sleep(self._rng.uniform(0, 2 * shape.pause))
         while True:
             text = self._tokens(shape.prompt + begin * (shape.turn + shape.output))
@@ -134,7 +134,7 @@ class Sessions:
 
 
 def point(way: str, load: float, shape: Shape, args: argparse.Namespace, model: str | None) -> dict[str, Any]:
-    """One way at one load, in an engine of its own."""
+    """One variant at one load, in a separate engine."""
     flags: dict[str, Any] = {
         "max_total_tokens": shape.pool,
         "max_running_requests": args.max_running_requests,
@@ -232,12 +232,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-path", metavar="DIR", help="a checkpoint or a shape of benchmarks.checkpoints")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1, 2, 4], metavar="TIMES")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, default=None, help="measured, for each point (20; --model-path: 60)")
-    parser.add_argument("--warm", type=float, default=None, help="seconds before (half of --seconds)")
-    parser.add_argument("--ratio", type=float, default=4.0, help="host tier over the KV cache")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="measured seconds of a point (20; --model-path: 60)"
+    )
+    parser.add_argument("--warm", type=float, default=None, help="warm-up seconds (half of --seconds)")
+    parser.add_argument("--ratio", type=float, default=4.0, help="size of the host tier over that of the KV cache")
     parser.add_argument("--max-running-requests", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="loads 1 and 2 for 2 seconds each: whether it runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test: loads 1 and 2 for 2 seconds each")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     report.add_result_options(parser)
     args = parser.parse_args(argv)

@@ -32,7 +32,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         prog="moe-engine bench offline_throughput",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All further options are the engine's: `moe-engine serve --help`.",
+        epilog="Further options are flags of the engine: `moe-engine serve --help`.",
         allow_abbrev=False,
     )
     parser.add_argument("--backend", default="engine", choices=["engine"])

@@ -2,8 +2,8 @@
 
 For each batch size, input and output length: the latency of the prefill and of every decode step, measured by the
 worker's caller. Takes every flag of the engine; options, lines and JSON keys are those of
-``sglang.bench_one_batch``. `--fraction-of-limits` measures this machine's limits first and adds the share of them that
-was reached.
+``sglang.bench_one_batch``. `--fraction-of-limits` measures this machine's limits first and adds the reached share of
+them.
 
     python -m benchmarks.one_batch --model-path M --batch-size 1 16 --input-len 128 --output-len 32
     python -m benchmarks.one_batch --model-path M --correctness-test
@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         prog="moe-engine bench one_batch",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All further options are the engine's: `moe-engine serve --help`.",
+        epilog="Further options are flags of the engine: `moe-engine serve --help`.",
         allow_abbrev=False,
     )
     parser.add_argument("--run-name", default="default")

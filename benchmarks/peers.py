@@ -1,6 +1,6 @@
 """The two sides of `side_by_side`: our engine, and transformers in its fastest mode.
 
-No command of its own; used by `benchmarks.side_by_side`. Both take token ids, decode greedily, ignore the end of
+No command; used by `benchmarks.side_by_side`. Both take token ids, decode greedily, ignore the end of
 sequence, and keep their weights in memory between runs.
 """
 
@@ -60,7 +60,7 @@ class EngineSide:
         return Run(seconds, median(first), outputs)
 
     def facts(self) -> dict[str, Any]:
-        """Its flags and sizes."""
+        """The engine's flags and sizes."""
         info = self._engine.get_server_info()
         keys = "dtype device context_len max_total_num_tokens chunked_prefill_size max_prefill_tokens attention_backend moe_runner_backend linear_backend ops_backend"  # noqa: E501
         return {key: info[key] for key in keys.split() if key in info}

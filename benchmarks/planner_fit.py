@@ -1,10 +1,11 @@
-"""Fits the planner's constants of each engine to measured points, and judges them on points left out.
+"""Fits the planner's constants of each engine to measured points, and evaluates them on held-out points.
 
     python -m benchmarks.planner_fit                 fit on all points of benchmarks/planner_points, write the constants
-    python -m benchmarks.planner_fit --halves 5      fit on random halves, judge on the others; writes nothing
-    python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups left out
+    python -m benchmarks.planner_fit --halves 5      fit on random halves, evaluate on the other halves; writes nothing
+    python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups held out
 
-Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP without a mark.
+Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP without a field
+for it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ SPREAD = 0.15
 
 TTFT_WEIGHT = 0.25
 SHRINK = (4.0, 3.0, 2.0)
-"""Points that a deviation needs for half of its size, coarse to fine."""
+"""Number of points at which a deviation is shrunk by half, coarse to fine."""
 
 Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTFT
 
 
 def share_of(engine: str, x: np.ndarray) -> Efficiency:
-    """The constants of logarithms beside the prior."""
+    """The constants from logarithms relative to the prior."""
     values: dict[str, Any] = {name: PRIOR[name][0] * math.exp(each) for name, each in zip(PRIOR, x)}
     values = {name: min(value, MOST.get(name, value)) for name, value in values.items()}
     return Efficiency(engine, kv=KV.get(engine, "bf16"), **values)
@@ -90,7 +91,7 @@ def _with(share: Efficiency, tpot: dict[str, float], ttft: dict[str, float]) -> 
 
 
 def _deviations(points: Sequence[Point], errors: np.ndarray) -> dict[str, float]:
-    """Factors by key, each of what the coarser ones leave: the median, shrunk by the number of points."""
+    """Factors by key, each from the residuals of the coarser ones: the median, shrunk by the number of points."""
     left, found = errors.copy(), {}
     for level, shrink in enumerate(SHRINK):
         members = defaultdict(list)
@@ -145,7 +146,8 @@ def summary(name: str, errors: Residuals) -> str:
 
 
 def judge(points: Sequence[Point], rounds: int, whole_groups: bool) -> list[str]:
-    """Fits on one part and judges on the other, `rounds` times with other draws; a report by model, GPU and engine."""
+    """Fits on one part and evaluates on the other, `rounds` times with new random splits; a report by model, GPU and
+    engine."""
     lines, groups = [], defaultdict(list)
     for seed in range(rounds):
         draw, everything = random.Random(seed), []
@@ -194,8 +196,8 @@ def main() -> None:
         prog="moe-engine bench planner_fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
-    parser.add_argument("--halves", type=int, default=0, help="number of random halves to judge on")
-    parser.add_argument("--groups", type=int, default=0, help="the same with whole groups left out")
+    parser.add_argument("--halves", type=int, default=0, help="number of random halves for the evaluation")
+    parser.add_argument("--groups", type=int, default=0, help="the same with whole groups held out")
     report.add_result_options(parser)
     args = parser.parse_args()
     points = read_points(args.points) if args.points else read_points()

@@ -28,7 +28,7 @@ NVL = Form(48, 48, 48, True, 32, False, True)
 
 @dataclass(frozen=True)
 class System:
-    """A published rate, and the step or the load that it is compared with."""
+    """A published rate, and the step or the load for the comparison."""
 
     name: str
     published: float
@@ -103,7 +103,7 @@ SYSTEMS = (
            remark="requests a GPU are not published: 128"),
     System("Ant 8xH20 prefill TP8 4K (2025-09-26)", 16_500 / 8, "sglang", "8xh20", Form(8), prompts(16384, 4096)),
     System("Ant 16xH20 decode EP16", 5_700 / 8, "sglang", "16xh20", Form(16, 16, 16, True, 16, False, True),
-           answers(48, 4864), remark="48 requests a GPU: as many as the KV of 96 GB holds"),
+           answers(48, 4864), remark="48 requests a GPU: the number that fits in the KV cache of 96 GB"),
     System("8xH200 DEP8 1K/1K offline (perf-overview)", 1_627, "trtllm", "8xh200", Form(8, 8, 8, True, 0, False, True),
            closed(1000, 1000, 8 * 256), Precision("fp8", "fp8", "fp8"), "requests are not published: 256 a GPU"),
     System("8xH200 DEP8 1K/8K offline", 1_218, "trtllm", "8xh200", Form(8, 8, 8, True, 0, False, True),

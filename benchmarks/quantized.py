@@ -1,8 +1,8 @@
 """Decodes and prompts of one checkpoint in bf16, int8 and int4, interleaved: ``python -m benchmarks.quantized``.
 
-One worker for each format of --quantization in this process; each round runs every format once, so that all meet the
-same machine. Prints seconds and the ratio to the first format: medians of the rounds, and of their ratios the least and
-the largest.
+One worker for each format of --quantization in this process; each round runs every format once, so that all run under
+the same conditions. Prints seconds and the ratio to the first format: medians of the rounds, and the least and largest
+ratio.
 
     python -m benchmarks.quantized --formats none int8 int4 --batch-size 1 16 --rounds 5
 """

@@ -1,8 +1,8 @@
 """Step stalls during EPLB rebalancing: ``python -m benchmarks.rebalancing [--models demo moe-390m]``.
 
-Two ranks with half of the experts each serve greedy requests with `--enable-eplb`, rebalancing at a fixed interval
-whatever the balance; rank 0 measures the time of the moves between two passes, relative to the time of the passes while
-experts move. Several rounds, each with a new engine: medians, and the shares of all rounds. Target: below 5 %.
+Two ranks with half of the experts each serve greedy requests with `--enable-eplb`, rebalancing at a fixed interval,
+independent of the balance; rank 0 measures the time of the moves between two passes, relative to the time of the passes
+while experts move. Several rounds, each with a new engine: medians, and the shares of all rounds. Target: below 5 %.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Overhead of the expert distribution recorder: ``python -m benchmarks.recording_cost [--models demo moe-390m]``.
 
 One batch, in this process, without scheduler and server. Variants are interleaved: a worker without a recorder; a
-second one, whose difference from the first is the noise between workers; one with a recorder attached and off; and the
-same worker while recording (`--mode`). Each turn restarts the batch, so that all variants compute the same steps. A
+second worker without one (the difference is the noise between workers); a worker with a recorder attached and off; and
+the same worker while recording (`--mode`). Each turn restarts the batch, so that all variants compute the same steps. A
 turn's ratio is its median step to that of the adjacent turn: *again* and *off* to the one without a recorder, *on* to
 its own worker while off. Reported is the median of the ratios, with its standard error.
 

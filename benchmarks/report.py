@@ -1,6 +1,6 @@
 """Metadata of benchmark results (machine, versions, date) and their output files.
 
-No command of its own: the benchmarks call `write_result`, which writes
+No command: the benchmarks call `write_result`, which writes
 ``benchmarks/results/<date>_<device>_<name>.json``.
 """
 

@@ -1,6 +1,6 @@
 """A server process of a benchmark: start, timed log lines, memory of its processes, stop.
 
-No command of its own; used by `benchmarks.startup`.
+No command; used by `benchmarks.startup`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ServerProcess:
         return memory_of(self._popen.pid)
 
     def stop(self) -> int:
-        """Terminates the server; kills it, and only it, after 30 s. Returns its exit code."""
+        """Terminates the server; kills the server process alone after 30 s. Returns its exit code."""
         if self._popen.poll() is None:
             self._popen.terminate()
             try:

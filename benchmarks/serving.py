@@ -9,7 +9,7 @@ limit. Options, table and JSON keys are those of ``python -m sglang.bench_servin
     python -m benchmarks.serving --port 30000 --dataset-name random --num-prompts 100 \\
         --random-input-len 64 --random-output-len 32 --request-rate 8 --goodput ttft:500 tpot:50
 
-`--dataset-name agentic` is a closed loop of sessions: the next turn follows the answer before it and a pause.
+`--dataset-name agentic` is a closed loop of sessions: the next turn follows the previous answer and a pause.
 `--max-concurrency` limits open sessions; several values measure a curve, with new text at each point.
 """
 
@@ -123,7 +123,8 @@ async def run_load(
     seed: int = 42,
     show_progress: bool = True,
 ) -> tuple[list[Answer], float]:
-    """Sends all; returns the answers in request order and the seconds from the first request to the last answer."""
+    """Sends all requests; returns the answers in request order and the seconds from the first request to the last
+    answer."""
     ask = BACKENDS[backend]
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     bar = None
@@ -183,7 +184,7 @@ async def _model_name(client: httpx.AsyncClient, base_url: str) -> str:
 
 @dataclass(frozen=True)
 class _Connection:
-    """A server, as the run found it."""
+    """The server's properties at the start of the run."""
 
     client: httpx.AsyncClient
     facts: dict[str, Any]
@@ -266,7 +267,7 @@ async def _values(
 async def agent_benchmark(
     args: argparse.Namespace, workload: Workload, concurrency: int | None
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """A run of sessions. Its text depends on `--seed` and concurrency, so that no point finds another one's KV."""
+    """A run of sessions. The text depends on `--seed` and concurrency, so that no point reuses the KV of another."""
     async with _connection(args) as server:
         ask, vocabulary = BACKENDS[args.backend], server.vocabulary
         warm_up = BenchRequest(vocabulary.plain_ids[:8], len(vocabulary.plain_ids[:8]), 8)
@@ -287,7 +288,7 @@ async def agent_benchmark(
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
-    """`benchmark` on the event loop that costs least."""
+    """`benchmark` on the event loop with the least overhead."""
     return uvloop.run(benchmark(args))
 
 
@@ -334,7 +335,7 @@ def _write(args: argparse.Namespace, values: dict[str, Any], answers: list[Answe
 
 
 def _agent_points(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
-    """A run for each concurrency. Raises ConfigError before the first request for what is wrong with the sessions."""
+    """A run for each concurrency. Raises ConfigError before the first request for invalid session options."""
     if args.apply_chat_template:
         raise ConfigError("--apply-chat-template needs prompts of text; --dataset-name agentic has token ids")
     workload = workload_of(args)

@@ -3,9 +3,9 @@
 Four workloads on a generated checkpoint (390 M parameters, V3-shaped, bf16): W1 one stream, W2 sixteen, W3 thirty-two
 with a shared prefix, W4 one long prompt. The sides alternate in every round, with new prompts outside all caches;
 medians count. A shared machine's speed can vary by a factor of two within minutes, so its limits are measured
-immediately before and after each of the engine's runs, and a fraction is one run's, of the better of the two. For
-transformers the fastest of its modes is searched per workload, and named. About 15 to 40
-minutes; needs a quiet machine. Further options are flags of the engine.
+immediately before and after each of the engine's runs, and a fraction is of the better of both limits of one run. For
+transformers the fastest mode is searched per workload, and reported. About 15 to 40 minutes; needs a quiet machine.
+Further options are flags of the engine.
 
     python -m benchmarks.side_by_side                     everything; JSON in benchmarks/results
     python -m benchmarks.side_by_side --peers none        the engine alone

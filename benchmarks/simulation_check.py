@@ -1,9 +1,9 @@
 """The simulator against the real server: ``python -m benchmarks.simulation_check [options]``.
 
 For each launch: `moe-engine calibrate`, then the same loads on the real server (`benchmarks.serving`) and in
-`moe-engine simulate`, at shares of the rate that the server reached with all requests at once. Every real run is
-repeated; a figure is the median of the repeats, and `noise` the largest distance of a repeat from it. `error` is the
-distance of the simulated figure from the median.
+`moe-engine simulate`, at shares of the server's rate with all requests at once. Every real run is repeated; a figure is
+the median of the repeats, and `noise` the largest distance of a repeat from it. `error` is the distance of the
+simulated figure from the median.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUNS: dict[str, dict[str, tuple[float, ...]]] = {
     "dp2": {"random": (0.4, 0.7, 0.95)},
     "small-pool": {"long": (0.7, 0.95)},
 }
-"""Shares of the rate that the server reaches with all requests at once, by launch and load."""
+"""Shares of the server's rate with all requests at once, by launch and load."""
 TARGETS = {
     "output_throughput": 0.05,
     "median_ttft_ms": 0.1,
@@ -54,7 +54,7 @@ TARGETS = {
     "total_cached_tokens": 0.02,
     "retractions": 0.02,
 }
-"""Largest error that is aimed at."""
+"""Target: the largest error."""
 
 
 def real(port: int, load: list[str], rate: float) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def simulated(flags: list[str], costs: Path, load: list[str], rate: float) -> di
 
 
 def compared(found: list[dict[str, Any]], ours: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of each figure: real, simulated, noise, error."""
+    """For each figure: real, simulated, noise, error."""
     figures = {}
     for key in TARGETS:
         runs = [values[key] for values in found]
@@ -119,7 +119,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each figure: runs within the target, and within the target or the noise of the real runs; median error."""
+    """For each figure: runs within the target, and within the target or the noise of the real runs; median error."""
     found = {}
     for key, target in TARGETS.items():
         errors = [row[key]["error"] for row in rows]
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
     parser.add_argument("--model-path", help="default: the embedded model")
     parser.add_argument("--num-prompts", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3, help="of each real run")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each real run")
     report.add_result_options(parser)
     args = parser.parse_args()
     report.wait_until_quiet(args)

@@ -28,7 +28,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Case:
-    """A load of so many ranks: requests per second, most tokens of a prompt and an answer, requests."""
+    """A load: number of ranks, requests per second, most tokens of a prompt and an answer, number of requests."""
 
     ranks: int
     rate: float
@@ -48,11 +48,11 @@ CASES = {
     "day-256-busy": Case(256, 40, 500, 250, 6000),
     "ranks-1024": Case(1024, 40, 500, 250, 2000, ("--ep-num-redundant-experts", "768")),
 }
-"""Prompts and answers have from half the length of the case to the whole."""
+"""Least length of prompts and answers, as a share of the case's length."""
 
 
 def arguments(case: Case, model: Path, output: Path) -> list[str]:
-    """Of `moe-engine simulate`."""
+    """Arguments of `moe-engine simulate`."""
     ranks = str(case.ranks)
     return [
         "simulate", "--model-path", str(model), "--hardware", f"{ranks}xH200", "--tp", ranks, "--attn-dp-size", ranks,

@@ -1,9 +1,9 @@
 """Speed-up of speculative decoding: ``python -m benchmarks.speculation [options]``.
 
-The same greedy requests on engines that differ only in their drafts: none, as many as the engine chooses for each step
-(``auto``), and fixed depths. All run at once, each with its own core process, which sleeps while another works, and
-alternate in every round; a ratio is one round's, and the median of these counts. Round 0 is a short warm-up (``auto``
-learns the cost of a draft) and is not counted. Needs a quiet machine. Further options are flags of the engine.
+The same greedy requests on engines that differ only in their drafts: none, automatic depth (``auto``), and fixed
+depths. All engines exist at once, each with its own core process, which sleeps while another runs, and alternate in
+every round; a ratio is one round's, and the median of the ratios counts. Round 0 is a short warm-up (``auto`` learns
+the cost of a draft) and is not counted. Needs a quiet machine. Further options are flags of the engine.
 
     python -m benchmarks.speculation                        the embedded model, and the 390 M checkpoint at 0.8
     python -m benchmarks.speculation --models random        drafts that are never correct: the overhead of speculation
@@ -38,8 +38,8 @@ TARGET_ONE, TARGET_FLOOR, TARGET_POINTS = 1.6, 0.98, 0.02
 
 @dataclass(frozen=True)
 class Run:
-    """One round of one engine. `steps` were verified; of their drafts at position i, `accepted[i]` of `proposed[i]`
-    were accepted together with all before them."""
+    """One round of one engine. `steps`: verified steps. At position i, `accepted[i]` of `proposed[i]` drafts were
+    accepted together with all earlier drafts."""
 
     seconds: float
     outputs: list[list[int]]
@@ -195,7 +195,7 @@ def verdicts(values: Figures, accepted: dict[str, tuple[list[float], list[float]
     """The targets that apply to these figures, and whether they are reached.
 
     Args:
-        gains: drafts are correct often enough for a speed-up.
+        gains: a speed-up is expected from the acceptance.
     """
     held: dict[str, bool] = {}
     autos = {concurrency: sides["auto"]["ratio"] for concurrency, sides in values.items() if "auto" in sides}

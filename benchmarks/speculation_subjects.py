@@ -1,6 +1,6 @@
 """Models of the speculation benchmark: with realistic draft agreement, at a chosen rate, or without.
 
-No command of its own; used by `benchmarks.speculation`.
+No command; used by `benchmarks.speculation`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def embedded(questions: int) -> Subject:
 
 def _embedded_offline(depth: int, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
     """Acceptance with the training model's drafts. The model's report drafts at every position, which gives higher
-    rates: here chains start after a wrong draft more often than elsewhere, where the text is harder."""
+    rates: chains here often start after a rejected draft, where the text is harder."""
     from moe_engine.demo import CHECKPOINT_DIR
     from moe_engine.demo.training.checkpoint import load_checkpoint
     from moe_engine.demo.training.evaluate import draft
@@ -106,7 +106,7 @@ def agreeing(shape: str, agreement: float, input_len: int, output_len: int) -> S
             chains.append([])
             for token in answer:
                 chain = [token]
-                for _ in range(depth):  # drafts after a wrong one do not matter
+                for _ in range(depth):  # drafts after a wrong draft are irrelevant
                     chain.append(drafted.get(chain[-1], -1))
                 chains[-1].append(chain[1:])
         return taken(depth, answers, chains)
@@ -156,7 +156,8 @@ def _with_random_prompts(
 
 
 def taken(depth: int, answers: list[list[int]], chains: list[list[list[int]]]) -> list[float]:
-    """Share correct at each position, with all before, of an engine's chains: each starts where the last one ended.
+    """Share correct at each position, with all before, of an engine's chains: each starts at the end of the previous
+    chain.
 
     Args:
         chains: chains[i][p] are the drafts after token p of answer i.

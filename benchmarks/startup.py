@@ -2,8 +2,8 @@
 
 Starts ``moe-engine serve`` (the embedded model unless `--model-path` is given) several times:
 seconds from starting the process to its READY line, then to the first token of a request sent immediately. The
-parts come from the log lines. The first run may also compile kernels that later runs find in the cache; it is shown
-separately, and the median is that of the others. Target: READY under 6 s.
+parts come from the log lines. The first run may also compile kernels that later runs load from the cache; it is shown
+separately, and the median is over the other runs. Target: READY under 6 s.
 """
 
 from __future__ import annotations

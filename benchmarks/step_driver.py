@@ -1,6 +1,6 @@
 """Drives a worker without scheduler, server or client: one batch of equal prompts, then one token per request and step.
 
-No command of its own; used by `benchmarks.one_batch`. Requests keep their rows and own consecutive KV slots.
+No command; used by `benchmarks.one_batch`. Requests keep their rows and own consecutive KV slots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def create_worker(config: ResolvedConfig) -> Worker:
 
 
 class BatchDriver:
-    """One batch, from its prompts on. `tokens[i]`: tokens sampled so far for request i.
+    """One batch, starting with its prompts. `tokens[i]`: tokens sampled so far for request i.
 
     Args:
         max_len: max tokens of a request; its KV slots are reserved up front.

@@ -1,8 +1,7 @@
 """Lower bounds of a step: bytes to read and operations to compute, from config.json.
 
-No command of its own. A step must read every weight used by one of its tokens once, and the KV of every sequence once;
-it must compute the model's products. Activations, launches and Python are not counted: the limits are those of a
-perfect engine.
+No command. A step must read every used weight once, and the KV of every sequence once; it must compute the model's
+products. Activations, launches and Python are not counted: the limits are those of a perfect engine.
 
 The experts used by a batch are an expectation: a token chooses `k` of `E` experts with equal probability, so T tokens
 leave an expert unused with probability (1 - k/E)^T. Callers with a measured count pass it.

@@ -1,6 +1,6 @@
-"""Many streaming clients in one thread, as cheap as Python allows: sockets and epoll, no HTTP library, no JSON.
+"""Many streaming clients in one thread, with little processor time: sockets and epoll, no HTTP library, no JSON.
 
-No command of its own; used by `benchmarks.many_streams`. A client library that parses every event takes more processor
+No command; used by `benchmarks.many_streams`. A client library that parses every event takes more processor
 time for a token than the server does, and clients usually run on other machines.
 """
 
@@ -18,12 +18,13 @@ RECEIVE_BYTES = 65536
 TAIL_BYTES = 1024
 TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 SLOW_BYTES, SLOW_PAUSE = 512, 0.1
-"""A slow client reads so many bytes, and waits so many seconds."""
+"""Bytes per read of a slow client, and seconds between its reads."""
 
 
 @dataclass
 class ReadStream:
-    """One stream. `moments`: seconds of each read with the end of an event, since all requests began to be sent."""
+    """One stream. `moments`: times in seconds of each read that completes an event, since the first request was
+    sent."""
 
     moments: list[float] = field(default_factory=list)
     num_events: int = 0
@@ -38,7 +39,7 @@ class ReadStream:
 
     @property
     def num_tokens(self) -> int:
-        """By the server's count, in the last event; 0 if the stream was cut."""
+        """The server's count in the last event; 0 if the stream was cut."""
         found = TOKENS.findall(self.tail)
         return int(found[-1]) if found and b"data: [DONE]" in self.tail else 0
 
@@ -48,11 +49,11 @@ class ReadStream:
 
 
 def read_streams(port: int, requests: list[bytes], slow: bytes | None = None) -> tuple[float, list[ReadStream]]:
-    """Sends all requests and reads the answers to their ends; seconds of the whole, and the streams.
+    """Sends all requests and reads all answers; returns the total seconds, and the streams.
 
     Args:
         requests: head and body of each, with ``Connection: close``.
-        slow: one more request, whose answer is read slowly, and not to its end.
+        slow: a further request, whose answer is read slowly and not completely.
     """
     poll, streams = select.epoll(), [ReadStream() for _ in requests]
     sockets: dict[int, tuple[socket.socket, ReadStream]] = {}

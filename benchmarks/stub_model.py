@@ -19,7 +19,8 @@ from moe_engine.worker.model_runner import ModelRunner
 
 
 class StubModel:
-    """Logits that favour `token`, whatever the input. They are shared, so not for requests that edit their logits."""
+    """Logits that favour `token` for any input. They are shared, so requests that edit their logits are not
+    supported."""
 
     def __init__(self, vocab_size: int, max_rows: int, max_tokens: int, token: int = 1) -> None:
         self._hidden = torch.zeros(max_tokens, 1)

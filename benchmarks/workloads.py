@@ -1,6 +1,6 @@
 """The four workloads of `side_by_side`, and the best peer's results on each: the targets.
 
-No command of its own. Targets are the peers' figures on the `moe-390m` checkpoint, as a fraction of the measuring
+No command. Targets are the peers' figures on the `moe-390m` checkpoint, as a fraction of the measuring
 machine's own limit and as a ratio to transformers on it; for `dense-101m` only fractions are available.
 """
 
@@ -23,7 +23,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Workload:
-    """`num_streams` greedy requests at once, each of `shared_len` common and `own_len` own prompt tokens."""
+    """`num_streams` greedy requests at once, each with `shared_len` common and `own_len` separate prompt tokens."""
 
     name: str
     num_streams: int

@@ -4,8 +4,8 @@
 : "${ROUTER:=$PYTHON -m sglang_router.launch_router}"
 : "${ROUTER_FLAGS:=--policy cache_aware --health-check-interval-secs 5}"
 
-# serve_replicas FLAGS...: runs until the router ends, all replicas have failed for good, or the job is stopped; the
-# exit code is in CODE. A replica that fails is started again on its nodes, at most MAX_RESTARTS times; the others serve.
+# serve_replicas FLAGS...: runs until the router ends, all replicas have failed for good, or the job is stopped; the exit
+# code is in CODE. A replica that fails is restarted on its nodes, at most MAX_RESTARTS times; the others keep serving.
 serve_replicas() {
   local nodes=() urls=() i own per=$((SLURM_JOB_NUM_NODES / REPLICAS))
   if ((SLURM_JOB_NUM_NODES % REPLICAS)); then
@@ -46,7 +46,7 @@ some_loop_runs() {
   return 1
 }
 
-# keep_replica NUMBER NODES COUNT FLAGS...: one server on these nodes, started again after failures.
+# keep_replica NUMBER NODES COUNT FLAGS...: one server on these nodes, restarted after failures.
 keep_replica() {
   local number=$1 list=$2 count=$3 restarts=0 code ranks layout=() step
   shift 3

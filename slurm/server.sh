@@ -8,8 +8,8 @@
 DEEPSEEK_LAYOUT=(--tp-size RANKS --attn-dp-size RANKS --ep-size RANKS --moe-a2a-backend auto
   --moe-dense-tp-size 1 --enable-dp-lm-head)
 
-# start_server FLAGS...: the layout of DeepSeek models over all ranks, then the user's flags, of which the last wins.
-# LAYOUT=flags: the user's flags alone, as `moe-engine plan --workload` prints them.
+# start_server FLAGS...: the layout of DeepSeek models over all ranks, then the user's flags; a later value overrides an
+# earlier one. LAYOUT=flags: the user's flags alone, as `moe-engine plan --workload` prints them.
 # `moe-engine serve` reads the node ranks from the step's environment.
 start_server() {
   local ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) layout=()

@@ -2,10 +2,10 @@
 # shellcheck shell=bash
 
 : "${MAX_RESTARTS:=3}"
-: "${STEP_GRACE:=10}"   # seconds for the rest of the step to exit after node 0's part
+: "${STEP_GRACE:=10}"   # seconds until the other tasks of the step must exit after node 0's part
 STOPPING=''
 
-# scancel sends SIGTERM to the program on all nodes and to this script, which only waits for the program.
+# scancel sends SIGTERM to the program on all nodes and to this script, which then waits for the program.
 trap 'STOPPING=1' TERM
 
 log() { echo "[$(date '+%F %T') $SLURMD_NODENAME] $*"; }
@@ -18,10 +18,9 @@ start_step() {
   export MOE_ENGINE_DIST_SECRET
   NODE0_CODE=$(mktemp)   # this script also runs on node 0
   export NODE0_CODE
-  # The shell around the command keeps the task alive on SIGTERM until the program has drained. It also maps the exit
-  # code of a program killed by SIGTERM after another node's failure to 0, so that it does not hide that node's exit
-  # code. No CPU binding: the program's ranks divide the node's cores among themselves.
-  # shellcheck disable=SC2016
+  # The shell around the command keeps the task alive on SIGTERM until the program has drained. The shell also maps the exit
+  # code of a program killed by SIGTERM after another node's failure to 0, so that this code does not hide the other node's.
+  # No CPU binding: the program's ranks divide the node's cores among themselves. shellcheck disable=SC2016
   srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit="${KILL_ON_BAD_EXIT:-1}" --wait=0 bash -c '
     trap "terminated=1" TERM
     "$@"
@@ -35,8 +34,8 @@ start_step() {
 # step_runs: whether node 0's part of the step still runs.
 step_runs() { kill -0 "$STEP" 2>/dev/null && [ ! -s "$NODE0_CODE" ]; }
 
-# wait_step: waits for the end of the step; its exit code is in CODE. srun waits for a dead node until SLURM detects it,
-# which takes SlurmdTimeout (300 s by default); the program detects it within seconds, so node 0's exit is sufficient.
+# wait_step: waits for the end of the step; its exit code is in CODE. srun waits until SLURM detects a dead node, which takes
+# SlurmdTimeout (300 s by default); the program detects it within seconds, so node 0's exit is sufficient.
 wait_step() {
   local late=0
   while kill -0 "$STEP" 2>/dev/null; do
@@ -56,8 +55,8 @@ wait_step() {
   rm -f "$NODE0_CODE"
 }
 
-# name_lost_nodes: logs the nodes of the job that do not respond. Probes SLURM's daemon on them, because a new step may
-# have to wait for the remains of the last one.
+# name_lost_nodes: logs the nodes of the job that do not respond. Probes SLURM's daemon on them, because a new step may wait
+# for processes of the previous step.
 name_lost_nodes() {
   local node address port asked=()
   port=$(scontrol show config | sed -n 's/^SlurmdPort *= *\([0-9]*\).*/\1/p')

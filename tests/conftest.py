@@ -1,5 +1,5 @@
-"""For all tests: one computing thread a process, because two test processes share the cores, and spinning threads that
-wait for each other on a busy machine are slower than one. Tests of threading set their own counts.
+"""Settings of all tests: one computing thread per process, because two test processes share the cores, and threads that
+spin while they wait for each other are slower than one on a busy machine. Tests of threading set their own counts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from tests.random_seed import (  # noqa: F401
 )
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: threads of an engine in this process sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: an engine's threads in this process sleep
 
 
-gc.disable()  # until the tests are collected: no garbage arises, and a million objects would be walked many times
+gc.disable()  # during the collection of tests: there is no garbage, but a million objects to scan
 
 
 def pytest_collection_finish() -> None:
-    """What the modules of all tests made lives to the end: later collections need not look at it."""
+    """Objects of all test modules exist until the end: later collections skip them."""
     gc.freeze()
     gc.enable()
 
 
 atexit.register(gc.unfreeze)
-"""Triton's bindings report what is left at the exit. Not before: pytest collects garbage several times at its end."""
+"""Triton's bindings report remaining objects at the exit. Not before: pytest collects garbage several times at its
+end."""
 
 
 LONG = (
@@ -62,11 +63,11 @@ LONG = (
     "speculation/test_memory_of_a_life.py",
     "distributed/models/test_sharded_models.py",
 )
-"""The longest files. Processes of pytest-xdist start them first, so that none of them runs alone at the end."""
+"""The longest files. Processes of pytest-xdist start them first, so that no long file runs alone at the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Orders the files. Tests marked `gpu` skip, with the reason, where there is no CUDA device."""
+    """Orders the files. Tests marked `gpu` are skipped, with the reason, without a CUDA device."""
     if leaving := left_out(items):
         items[:] = [item for item in items if item not in leaving]
         config.hook.pytest_deselected(items=list(leaving))

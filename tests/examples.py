@@ -1,5 +1,5 @@
-"""How much of what could be drawn or combined `make test` runs. ``MOE_TEST_EXAMPLES=5`` (`make test-exhaustive`) draws
-five times as many examples in property tests and runs all combinations of parameters.
+"""The share of examples and combinations that `make test` runs. ``MOE_TEST_EXAMPLES=5`` (`make test-exhaustive`)
+generates five times as many examples in property tests and runs all combinations of parameters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def examples(count: int) -> int:
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The tests that `make test` does not run: those marked `exhaustive`, and of functions marked `each_value` all
-    cases but so many that every value of every parameter occurs."""
+    """The tests that `make test` skips: tests marked `exhaustive`, and cases of functions marked `each_value` beyond a
+    set in which every value of every parameter occurs."""
     if FACTOR > 1:
         return set()
     found = {item for item in items if item.get_closest_marker("exhaustive")}
@@ -34,7 +34,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def covering(cases: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases in which every value of every parameter occurs: always the one with the most values that are missing.
+    """Cases in which every value of every parameter occurs, by repeatedly adding the case with the most missing values.
 
     The values are those of the calls of `parametrize`, each a tuple if its call has several arguments. pytest has no
     public list of their names, and `indices` counts the combinations.

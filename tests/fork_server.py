@@ -1,12 +1,12 @@
 """Engine processes forked from a server that has imported torch and the engine: 0.1 instead of 2.5 CPU seconds each.
 
-For tests of what an engine computes: ``pytestmark = pytest.mark.usefixtures("forked_processes")``. The fixture replaces
+For tests of an engine's results: ``pytestmark = pytest.mark.usefixtures("forked_processes")``. The fixture replaces
 `start_interpreter` of `moe_engine/processes/child.py`. The forked cores start their ranks in the same way, and
 `ServerProcess` forks the server. Tests of starts and process trees start interpreters, as the engine does.
 
 A forked process gets the environment, the working directory, the standard input, output and error of the process that
-starts it. A process whose environment differs in a variable that imports read is an interpreter. The server has one
-thread and never computes. Its processes share one seed of string hashes.
+starts it. A process whose environment differs in a variable that is read during imports is a new interpreter. The
+server has one thread and never computes. Its processes share one seed of string hashes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ PRELOADED = (
 READ_IN_IMPORTS = (
     "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "PYTHON",
 )  # fmt: skip
-"""First letters of variables."""
+"""Prefixes of variables that are read during imports."""
 SET_BY_SERVER = {"GOMP_SPINCOUNT": "1000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""What cores and ranks set before they import torch."""
+"""Variables that cores and ranks set before they import torch."""
 MAX_REQUEST = 128 << 10
 """Bytes of a request: a command and an environment."""
 COMMAND_ROOM = 2000
-"""Bytes of a command line that /proc shows of a forked process."""
+"""Bytes of a forked process's command line in /proc."""
 STARTED_BY = "--started-by=%d"
 """Last argument of such a command line."""
 
@@ -61,7 +61,8 @@ def read_in_imports(environ: dict[str, str]) -> dict[str, str]:
 
 
 class ForkedProcess:
-    """What `ChildProcess` uses of `subprocess.Popen`. The server waits for the process and sends its return code."""
+    """The part of `subprocess.Popen` that `ChildProcess` uses. The server waits for the process and sends its return
+    code."""
 
     def __init__(
         self, address: str, command: list[str], output: tuple[int, int] = (1, 2), environ: dict[str, str] | None = None
@@ -112,7 +113,7 @@ class ForkedProcess:
 
 
 def children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
-    """The processes that it started, as interpreters or by the fork server."""
+    """The child processes, started as interpreters or by the fork server."""
     found = process.children()
     shown = STARTED_BY % process.pid
     for other in psutil.process_iter():
@@ -134,7 +135,7 @@ class Starter:
         return ForkedProcess(self._address, [module])
 
     def start_program(self, command: list[str], log: BinaryIO) -> Any:
-        """``python -m`` command. Its output goes to `log`."""
+        """Starts a ``python -m`` command with its output in `log`."""
         if read_in_imports(dict(os.environ)) != self._read:
             return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT)
         return ForkedProcess(self._address, command, (log.fileno(), log.fileno()))
@@ -144,8 +145,8 @@ class ForkServer:
     """Runs until this process ends: the server's standard input is a pipe from it.
 
     Args:
-        environ: variables that differ from those of this process, in the server and in what `run` starts.
-        preloaded: modules imported beside `PRELOADED`.
+        environ: variables that differ from those of this process, in the server and in programs of `run`.
+        preloaded: modules imported in addition to `PRELOADED`.
     """
 
     def __init__(self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
@@ -162,12 +163,12 @@ class ForkServer:
             )  # fmt: skip
 
     def run(self, command: list[str], folder: Path, timeout_s: float, **environ: str) -> tuple[int, str, str]:
-        """``python -m`` command in a forked process: return code, standard output and error. It is killed when the
-        time is over.
+        """Runs a ``python -m`` command in a forked process: returns return code, standard output and error. The process
+        is killed at the time limit.
 
         Args:
-            folder: of the files with its output.
-            environ: further variables. Those that imports read come too late.
+            folder: folder of the output files.
+            environ: further variables, except those that are read during imports.
         """
         paths = folder / "stdout", folder / "stderr"
         with open(paths[0], "wb") as out, open(paths[1], "wb") as err:
@@ -194,7 +195,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def forked_processes(fork_server: ForkServer) -> Iterator[None]:
-    """Engines of this file start their processes by the fork server, from the first test that uses the fixture."""
+    """Engines in this file start their processes by the fork server, from the first test that uses the fixture."""
     from moe_engine.processes import child
 
     with pytest.MonkeyPatch.context() as patch:
@@ -238,7 +239,7 @@ def serve(listening: socket.socket) -> list[str]:
 
 
 def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None:
-    """Gives this process what an interpreter started by the other process would have."""
+    """Gives this process the state of an interpreter started by the other process."""
     os.setsid()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
@@ -249,7 +250,7 @@ def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None
 
 
 def show_command(command: list[str]) -> None:
-    """Overwrites the command line that /proc shows, as far as the old one has room."""
+    """Overwrites the command line in /proc, up to the length of the old one."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(number) for number in fields[45:47])  # arg_start and arg_end
     text = b"\0".join(part.encode() for part in command)[: end - start - 1]

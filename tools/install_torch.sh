@@ -1,11 +1,11 @@
 #!/bin/sh
 # Installs torch: sh tools/install_torch.sh PYTHON CONSTRAINTS [arguments of pip install]
 #
-# With arguments those are installed, for instance "torch" (what the package index has, on Linux the build for CUDA) or
+# With arguments pip installs them, for instance "torch" (the build of the package index, for CUDA on Linux) or
 # "torch==2.12.0 --index-url ADDRESS". Without:
 #   an NVIDIA driver, or a system other than Linux: torch from the package index
-#   Linux without an NVIDIA driver: the CPU build, from pip's own sources, else by uv, which knows PyTorch's index of CPU
-#     builds; where neither has it, torch from the package index, after a line that says how much that is
+#   Linux without an NVIDIA driver: the CPU build, from pip's own sources, else by uv, which has PyTorch's index of CPU
+#     builds; if neither has it, torch from the package index, after a line with the download size
 set -eu
 python=$1 constraints=$2
 shift 2
@@ -28,7 +28,7 @@ if [ $# != 0 ]; then
   exit
 fi
 installed=$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)
-[ "${installed%%+*}" != "$version" ] || exit 0  # of whatever build: it was chosen before
+[ "${installed%%+*}" != "$version" ] || exit 0  # any build of this version: it was chosen before
 if [ "$(uname -s)" != Linux ]; then
   pip install -q -c "$constraints" torch
 elif driver; then
@@ -36,7 +36,7 @@ elif driver; then
   pip install -q -c "$constraints" torch
 else
   echo "torch $version: no NVIDIA driver is here, so the CPU build (a download of some 200 MB)"
-  # its dependencies are left to the install of moe-engine, from the usual index
+  # the install of moe-engine installs the dependencies, from the usual index
   pip install -qq --no-deps --retries 1 --timeout 30 "torch==$version+cpu" 2>/dev/null || with_uv || {
     echo "torch $version: neither pip's own sources nor uv have a CPU build. Next is the build of the usual index, on Linux"
     echo "the one for CUDA, a download of some 3 GB. To avoid it, stop here and run make again with PIP_FIND_LINKS=FOLDER"

@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE")
     parser.add_argument("--run-part", choices=names, help="run one part in this process and write its result")
     parser.add_argument(
-        "--dry-run", nargs="?", choices=("cpu", "cuda"), const="cpu", help="everything in tiny sizes there (cpu)"
+        "--dry-run",
+        nargs="?",
+        choices=("cpu", "cuda"),
+        const="cpu",
+        help="all parts in tiny sizes on that device (cpu)",
     )
     options = parser.parse_args(argv)
     dry = options.dry_run

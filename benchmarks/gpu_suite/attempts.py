@@ -1,5 +1,5 @@
 """Result lines of a part, one per case and row, saved on disk: a kernel that crashes the process or the GPU context
-costs only its own line.
+loses only its own line.
 
 After an illegal address every call on the device fails until the process ends. So the part exits with `DEVICE_LOST`,
 its parent restarts it, and it continues after the failing line.
@@ -38,7 +38,7 @@ class Attempts:
         saved = setting.saved()
         self.lines: list[Line] = saved.get("lines", [])
         if at := saved.get("at"):
-            self.lines.append(at | {"failed": "the process ended here", "ok": False, "lost": True})
+            self.lines.append(at | {"failed": "the process ended during this line", "ok": False, "lost": True})
         self._setting, self._values = setting, values
         self._known = {(line["kernel"], line["row"]) for line in self.lines}
         self._losses = Counter((line["family"], line["row"]) for line in self.lines if "lost" in line)

@@ -1,5 +1,5 @@
-"""Compiles all kernels of the suite in advance on all cores, into the cache used by the other parts: compiled one
-by one at launch they would cost minutes of these parts.
+"""Compiles all kernels of the suite in advance on all cores, into the cache used by the other parts: compilation one by
+one at launch would take minutes of these parts.
 
 Every process makes all launches on an absent device, and compiles its share of the requested kernels.
 """
@@ -26,7 +26,7 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     from triton import knobs
 
     if knobs.runtime.interpret:
-        return {"skipped": "kernels are interpreted here"}
+        return {"skipped": "kernels are interpreted on this machine"}
     machine, count = _machine(setting), len(os.sched_getaffinity(0))
     reports: list[dict[str, Any]] = []
     failures: set[str] = set()

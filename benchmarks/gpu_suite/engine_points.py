@@ -106,7 +106,7 @@ def decode_points(
     receives the results so far after each.
 
     Raises:
-        RuntimeError: it failed; its earlier results were reported.
+        RuntimeError: one_batch failed; its earlier results were reported.
     """
     load, results = load_of(setting), folder / f"{model.name}.jsonl"
     command = [
@@ -198,7 +198,7 @@ def measure_offline(folder: Path, setting: Setting) -> dict[str, Any]:
 
 def measure_fp8_layers(folder: Path, setting: Setting) -> dict[str, Any]:
     """The FP8 layers of DeepSeek-V3: time per layer against the bytes that a step must read, at this GPU's copy rate.
-    (A fifth of the head counts to each layer, in both.)"""
+    (Both include a fifth of the head per layer.)"""
     load, model = load_of(setting), model_of(V3_LAYERS, folder, setting)
     rate, config = Clock(setting.kind, setting.dry).copy_bytes_per_s(), load_model_config(model)
     if setting.kind == "cuda":

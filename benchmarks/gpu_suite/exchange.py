@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.setting import Setting
 from moe_engine.kernels.symm_mem.regions import Regions
 
-if TYPE_CHECKING:  # it imports Triton, which is not needed to read results
+if TYPE_CHECKING:  # the module imports Triton, which is not needed to read results
     from moe_engine.kernels.symm_mem.exchange import Arrival, SymmMemExchange
 
 NUM_SLOTS = 2
@@ -45,16 +45,17 @@ class Load:
 
 V3_EP8 = Load(8, 32, 8, 7168, 128, torch.bfloat16, fp8=False)
 V3_BESIDE = replace(V3_EP8, num_local=4, tokens=4)
-"""Ranks on streams of one GPU: few programs, so that a waiting one never keeps those it waits for from starting."""
+"""Ranks on streams of one GPU: few programs, so that a waiting program never blocks the start of the programs it waits
+for."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
 TINY_BESIDE = replace(TINY, num_ranks=1, num_local=4)
-"""Only these: a dry run may use a device with serialised launches."""
+"""The phases to run: a dry run may use a device with serialised launches."""
 OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 
 class RanksHere:
     """All ranks of a load, in one process. Expert e multiplies by 1 + e / E. waits_apart: cooperative launches of one
-    device may run one after another, so that only launches of one program may wait for other ranks there."""
+    device may be serialised, so only launches of one program may wait for other ranks."""
 
     def __init__(self, load: Load, device: str, waits_apart: bool = False) -> None:
         from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
@@ -111,7 +112,7 @@ class RanksHere:
         """`run` with one stream per rank, whole dispatches and combines: kernels wait for each other.
 
         The host must not synchronise in between: kernels are loaded and streams have their memory after a `run` apart.
-        All waiting programs must be resident on the GPU next to those they wait for.
+        All waiting programs must be resident on the GPU together with the programs they wait for.
         """
         out = []
         torch.cuda.synchronize()
@@ -167,7 +168,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _error_beside(load: Load) -> float:
-    """Error of ranks on separate streams; infinite if one was lost."""
+    """Error of ranks on separate streams; infinite if a rank was lost."""
     ranks = RanksHere(load, "cuda", waits_apart=True)
     expected = ranks.expected()
     for number in range(NUM_SLOTS):

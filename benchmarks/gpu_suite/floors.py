@@ -11,12 +11,12 @@ from moe_engine.models.sizes import weight_bytes
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Weights once (of the experts those hit by B independent choices of K, of the embedding B rows), and the KV of B
+    """Weights once (only experts hit by B independent choices of K, and B rows of the embedding), and the KV of B
     requests with S tokens each, without activations."""
     read = weight_bytes(config, 2, format=config.weight_format) - 4 * config.context_length * config.rope.width
     read -= 2 * config.hidden_size * max(0, config.vocab_size - batch) * (not config.tie_word_embeddings)
     attention = config.attention
-    if isinstance(attention, MLAConfig):  # kv_b is kept in both forms, a decode reads one
+    if isinstance(attention, MLAConfig):  # both forms of kv_b are in memory, a decode reads one
         per_head = attention.qk_nope_head_dim + attention.v_head_dim
         read -= 2 * config.num_layers * attention.num_heads * per_head * attention.kv_lora_rank
     if config.moe is not None:

@@ -1,4 +1,4 @@
-"""Cases of launches that do the work of several operations: a row without the capability runs the operations.
+"""Cases of fused launches: a row without the capability runs the separate operations.
 
 Legend: T tokens, H heads, N qk_nope, C kv_lora_rank, R rotary width, V v_head, K experts per token, D hidden.
 """

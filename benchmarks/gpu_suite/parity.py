@@ -23,8 +23,8 @@ MOST_BYTES = 2 << 30
 
 
 def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[str, Any]:
-    """A line for each case that torch supports and each other row: the error, its bound, whether it holds; or the
-    failure. `wrong` counts violations, `left_out` lists cases skipped for lack of time.
+    """A line for each case that torch supports and each other row: the error, its bound, whether the bound holds; or
+    the failure. `wrong` counts violations, `left_out` lists cases skipped for lack of time.
 
     Raises:
         DeviceLost: see `attempts`.

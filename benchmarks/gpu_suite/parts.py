@@ -22,8 +22,8 @@ from benchmarks.gpu_suite.setting import Setting
 
 @dataclass(frozen=True)
 class Part:
-    """`run(folder, setting)` returns the part's result, and may use the folder. It gets at most `limit_s` seconds,
-    and at least `least_s` even if earlier parts use all their time."""
+    """`run(folder, setting)` returns the part's result, and may use the folder. The part gets at most `limit_s`
+    seconds, and at least `least_s` even if earlier parts use all their time."""
 
     name: str
     least_s: int
@@ -103,7 +103,8 @@ PARTS = (
     Part("fp8_layers", 65, 100, _fp8_layers),
     Part("offline", 100, 150, _offline),
 )
-"""Correctness before times, the fastest and most informative first: an external time limit cuts off the end."""
+"""Correctness before times, the fastest and most informative first: an external time limit then cuts the least
+important parts."""
 
 
 def shares(parts: Sequence[Part], seconds: float) -> float:
@@ -151,7 +152,7 @@ def _where(at: dict[str, Any] | None) -> str:
 
 
 def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Path) -> int | None:
-    """The exit code; None if the time limit came first."""
+    """The exit code; None after the time limit."""
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--run-part", part.name, "--output", str(output)]
     command += ["--seconds", str(seconds), *(["--dry-run", dry] if dry else [])]
     with log.open("w") as errors:
@@ -165,8 +166,8 @@ def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Pa
 
 
 def _end_group(process: subprocess.Popen[Any]) -> None:
-    """Also ends the engine's processes, which would keep the GPU's memory from the next part: they have separate
-    process groups, and exit by themselves only if they can."""
+    """Also ends the engine's processes, whose GPU memory the next part needs: they have separate process groups, and
+    may hang instead of exiting."""
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(process.pid).children(recursive=True)

@@ -11,7 +11,7 @@ from typing import Any
 from moe_engine.kernels.device import Device, probe
 
 RESERVE = 8.0
-"""Seconds before a part's time limit at which it starts nothing new, so that its results are written."""
+"""Seconds before a part's time limit at which it starts no further case, so that its results are written."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Setting:
         return True
 
     def save(self, values: dict[str, Any]) -> None:
-        """Saves the part's partial results, in case it does not finish."""
+        """Saves the part's partial results, for a part that does not finish."""
         if self.output is not None:
             partial = self.output.with_suffix(".partial")
             partial.write_text(json.dumps(values, default=str))

@@ -12,7 +12,7 @@ OURS = "triton"
 
 @dataclass(frozen=True)
 class Target:
-    """The worst of our rows whose shape matches `pattern` must reach `wanted`.
+    """The slowest of our rows whose shape matches `pattern` must reach `wanted`.
 
     kind: ``copy`` (share of the measured copy bandwidth), ``tflops``, or a row's name (that row's time over ours).
     """
@@ -47,7 +47,7 @@ and 1K out, offline."""
 
 
 def check(target: Target, lines: Sequence[dict[str, Any]], copy_bytes_per_s: float) -> dict[str, Any]:
-    """Target and worst reached value; None if nothing matching was measured."""
+    """Target and worst reached value; None if no matching case was measured."""
     times = {(line["kernel"], line["row"]): line for line in lines if "us" in line}
     found = []
     for (kernel, row), line in times.items():

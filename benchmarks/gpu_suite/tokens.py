@@ -1,5 +1,5 @@
-"""Greedy tokens of the embedded model on the GPU against the CPU: equal in float32, and in bfloat16 none that the CPU's
-float32 model ranks much below its best: an end-to-end check."""
+"""Greedy tokens of the embedded model on the GPU against the CPU: an end-to-end check. Tokens must be equal in float32;
+in bfloat16 each token must be near the best by the CPU's float32 model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ of 3 fraction bits, which changes logits of about 10 by a few percent."""
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Alone and all at once, in either order; `wrong` counts answers that differ anywhere in float32, or have a token
-    beyond `MOST_REGRET` in bfloat16."""
+    """Each prompt alone, and all at once, in either order; `wrong` counts answers that differ anywhere in float32, or
+    have a token beyond `MOST_REGRET` in bfloat16."""
     count, flags = (4, SMALL) if setting.dry else (TOKENS, {})
     expected, found = (greedy(device, count, "float32", flags) for device in ("cpu", setting.kind))
     lines: list[dict[str, Any]] = [
@@ -68,7 +68,7 @@ def regrets(answers: list[list[int]]) -> list[float]:
 
 
 def _agree(want: list[int], got: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Number of tokens before the first difference."""
     return next((place for place, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
 
 

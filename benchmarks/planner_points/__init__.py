@@ -21,7 +21,7 @@ ALIASES = {
     "nvidia/Qwen3-32B-NVFP4": "Qwen/Qwen3-32B",
 }
 UNIFORM = 0.9
-"""Mean of lengths drawn between 0.8 and 1.0 of the nominal length, as InferenceX does."""
+"""Mean of random lengths between 0.8 and 1.0 of the nominal length, as in InferenceX."""
 
 NODE_GPUS = 8
 
@@ -83,7 +83,7 @@ def _point(row: Mapping[str, Any]) -> Point:
 def form_of(tp: int, dp: int, moe_tp: int, ep: int, system: str) -> Form:
     """The ranks of a row.
 
-    16 ranks of 8-GPU nodes without a network are 4 ranks with EP 4, whose product the table has taken twice.
+    16 ranks of 8-GPU nodes without a network are 4 ranks with EP 4: the table contains their product twice.
     """
     ranks = max(tp * dp, moe_tp * ep)
     if ranks == 16 and system in GPUS:

@@ -1,19 +1,20 @@
-"""How far a step is from the roofline of its hardware, on a machine without a GPU.
+"""Distance of a step from the roofline of its hardware, on a machine without a GPU.
 
     python -m benchmarks.step_costs --model v3 --form dp8ep8 --batch 1 32 128
     python -m benchmarks.step_costs --all                 # every committed case; writes benchmarks/results/
-    python -m benchmarks.step_costs --update-expected     # after a change of launches: the values that CI holds
+    python -m benchmarks.step_costs --update-expected     # after a change of launches: the values that CI checks
 
-The production worker runs a step at the model's true sizes on a simulated device: weights have no content, nothing is
-computed, and every launch is recorded with the bytes that it reads and writes, its operations, its stream, whether a
-CUDA graph holds it, and what it sends to other ranks; so are the host's waits. Two layers of each kind run; the last
-stands for the others. Other ranks do not exist, and routing is uniform.
+The production worker runs a step at the model's true sizes on a simulated device: weights have no values, nothing is
+computed, and every launch is recorded with the bytes that it reads and writes, its operations, its stream, its CUDA
+graph if any, and its messages to other ranks; so are the host's waits. Two layers of each kind run; the last represents
+all further layers. There are no other ranks, and routing is uniform.
 
-A launch takes: gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages). Streams overlap, the host
-prepares the next step meanwhile unless it waits. Every constant stands with its source in step_costs/hardware.json.
+A launch takes: gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages). Streams overlap, and the
+host prepares the next step meanwhile unless it waits. Every constant is in step_costs/hardware.json, with its source.
 The roofline (step_costs/roofline.py) is a formula over config.json: weights used, KV and messages once at the device's
-rates. `of roofline` is its share of the step's time: an estimate, good for comparing builds; launches, bytes and waits
-are exact. --rows triton: no vendor library is installed; vendors: DeepGEMM, FlashAttention 3 and DeepEP are.
+rates. `of roofline` is the roofline's share of the step's time, an estimate for comparing builds; launches, bytes and
+waits are exact. --rows triton: no vendor library is installed; vendors: DeepGEMM, FlashAttention 3 and DeepEP are
+installed.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
     made.add_argument("--dispatch", default="deepep", choices=("deepep", "symm_mem"), help="of expert parallelism")
     made.add_argument("--lines", action="store_true", help="print every launch of the step")
-    made.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")
     made.add_argument("--all", action="store_true", help="every committed case; writes a result and a table beside it")
-    made.add_argument("--update-expected", action="store_true", help="write what CI holds")
+    made.add_argument("--update-expected", action="store_true", help="write the values that CI checks")
     return made
 
 
 def print_summary(summary: Any, lines: bool) -> None:
-    """The step by section, its dearest launches, and the host's waits."""
+    """The step by section, its most expensive launches, and the host's waits."""
     from benchmarks.step_costs.summary import kind_of
 
     case, least = summary.case, summary.least
@@ -138,7 +139,7 @@ def run_every_group(hardware: str) -> int:
         f"# Step costs on {hardware}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per layer, and "
         "outside the layers), bytes and waits are counted, times are computed from\n`step_costs/hardware.json`. No GPU "
         "was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
-        f"`python -m benchmarks.step_costs --all` writes both files; the dearest launches of each case are in "
+        f"`python -m benchmarks.step_costs --all` writes both files; the most expensive launches of each case are in "
         f"`{path.name}`.\n"
     )
     path.with_suffix(".md").write_text(f"{about}\n{as_table(cases)}\n")

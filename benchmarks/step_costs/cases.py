@@ -1,4 +1,4 @@
-"""The committed cases: each group is one worker in a process of its own, whose batches run one after the other."""
+"""The committed cases: each group is one worker in a separate process, whose batches run one after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = Path(__file__).with_name("expected.json")
-"""Values of `CHECKED` groups that CI holds."""
+"""Values of `CHECKED` groups that CI checks."""
 HELD = (
     "host_waits", "launches_a_dense_layer", "launches_a_moe_layer", "launches_outside", "bytes", "nvlink_bytes",
     "network_bytes",
@@ -67,7 +67,7 @@ CHECKED = (
     Group("v3", "dp8ep8", (128,), dispatch="symm_mem"),
     Group("v3", "dp8ep8", (1,), prefill=8192),
 )
-"""Groups that are cheap enough for every run of the tests."""
+"""Groups that are fast enough for every run of the tests."""
 
 
 class CaseFailed(RuntimeError):
@@ -75,7 +75,7 @@ class CaseFailed(RuntimeError):
 
 
 def run(group: Group, hardware: str = "H200x8") -> list[dict[str, Any]]:
-    """The values of a group's cases, from a process of its own."""
+    """The values of a group's cases, from a separate process."""
     with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:
         file = Path(folder) / "values.json"
         command = [sys.executable, "-m", "benchmarks.step_costs", *group.arguments(), "--hardware", hardware]
@@ -100,7 +100,7 @@ def run_all(groups: Sequence[Group], hardware: str = "H200x8") -> Iterator[tuple
 
 
 def held(values: dict[str, Any]) -> dict[str, Any]:
-    """The exact values of a case: what the engine does, and nothing of a device's constants."""
+    """The exact values of a case: those independent of a device's constants."""
     return {key: values[key] for key in HELD}
 
 
@@ -110,6 +110,6 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 def update_expected() -> None:
-    """Writes what the engine does today."""
+    """Writes the current values."""
     found = {values["case"]: held(values) for _, cases in run_all(CHECKED) for values in cases}
     EXPECTED.write_text(json.dumps(found, indent=1) + "\n")

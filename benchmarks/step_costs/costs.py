@@ -1,6 +1,8 @@
-"""What a launch does: `Cost`, and the registry of cost functions by kernel. A kernel without one is an error, not zero.
+"""Work of a launch: `Cost`, and the registry of cost functions by kernel. A kernel without a cost function is an error,
+not zero.
 
-A Triton kernel's function takes its arguments by name, as a namespace; a library's takes the call's own arguments.
+A Triton kernel's function takes the kernel's arguments by name, as a namespace; a library's takes the call's own
+arguments.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 class Cost:
     """Work of one launch. Bytes are of device memory; `flops` by dtype (``bf16``, ``fp8``, ``fp32``).
 
-    nvlink, network: bytes that this rank sends. link_us: latency of a message beside its bytes, or the whole time
-    where that was measured. launches: kernels that a library starts for the call.
+    nvlink, network: bytes that this rank sends. link_us: latency of a message in addition to its bytes, or the whole
+    time if it was measured. launches: kernels that a library starts for the call.
     """
 
     read: float = 0
@@ -48,8 +50,8 @@ class UnknownKernel(LookupError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on beside arguments: `context` tokens of a request, `assignments` of rows to experts, and
-    measured times of messages."""
+    """Inputs of cost functions besides the arguments: `context` tokens of a request, `assignments` of rows to experts,
+    and measured times of messages."""
 
     context: int
     routing: Routing
@@ -60,8 +62,8 @@ class Setting:
 class Routing:
     """Expected routing of a step's tokens, uniform: each token takes `top_k` of `num_experts` experts.
 
-    tokens: of all ranks that share the experts. local: experts of this rank. shared: shared experts behind them, which
-    every token has. target_ranks: ranks that a token may choose.
+    tokens: tokens of all ranks that share the experts. local: experts of this rank. shared: shared experts after them,
+    which every token uses. target_ranks: ranks that a token may choose.
     """
 
     tokens: int
@@ -88,7 +90,7 @@ class Routing:
         return self.local * share_touched(self.tokens, self.top_k, self.num_experts) + self.shared
 
     def check_slots(self, slots: int) -> None:
-        """Raises ValueError if a launch's experts are not those of this routing."""
+        """Raises ValueError if a launch has other numbers of experts than this routing."""
         if slots != self.local + self.shared:
             raise ValueError(f"a launch has {slots} experts, the case {self.local} and {self.shared} shared ones")
 
@@ -111,14 +113,14 @@ def cost_of(*names: str) -> Callable[[CostFunction], CostFunction]:
 
 
 def kernel_cost(name: str, arguments: Any, setting: Setting) -> Cost:
-    """Raises UnknownKernel: nothing is declared for it."""
+    """Raises UnknownKernel: no cost function is declared."""
     if name not in KERNELS:
         raise UnknownKernel(f"{name} has no cost function: declare one in benchmarks/step_costs (@cost_of('{name}'))")
     return KERNELS[name](arguments, setting)
 
 
 def size(*tensors: Tensor | None) -> int:
-    """Bytes of tensors, counting an element once however often a view repeats it."""
+    """Bytes of tensors; an element that a view repeats counts once."""
     total = 0
     for x in tensors:
         if x is None:

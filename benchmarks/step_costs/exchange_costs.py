@@ -1,7 +1,7 @@
 """Costs of dispatch and combine through symmetric memory, by their arguments.
 
-Rates and latencies of messages are DeepEP's measured ones: own kernels have not run. A token takes one row of each rank
-that has some of its experts; `Routing.target_ranks` are the ranks it may choose.
+Rates and latencies of messages are measurements of DeepEP, because this project's kernels have not run. A token takes
+one row to each rank that has some of its experts; `Routing.target_ranks` are the ranks it may choose.
 
 Legend: a argument namespace, s setting, R ranks, K experts per token.
 """
@@ -34,13 +34,13 @@ def _streamed_us(s: Setting, num_bytes: float) -> float:
 
 
 def _row_bytes(a: Any, x: Tensor) -> int:
-    """Of a row as sent."""
+    """Bytes of a row as sent."""
     return a.WIDTH + a.WIDTH // 128 * 4 if a.FP8 else a.WIDTH * x.element_size()
 
 
 @cost_of("send_kernel")
 def send(a: Any, s: Setting) -> Cost:
-    """As many rows arrive here, from other ranks."""
+    """The same number of rows arrives from other ranks."""
     rows = a.num_tokens * _rows_a_token(s) * _row_bytes(a, a.x)
     moved = rows + a.num_tokens * a.RANKS * a.TOP_K * CHOICE_BYTES
     sent = moved * (a.RANKS - 1) / a.RANKS
@@ -80,5 +80,5 @@ def sums(a: Any, s: Setting) -> Cost:
 
 @cost_of("wait_kernel")
 def waits(a: Any, s: Setting) -> Cost:
-    """For rows or for results: the mean of both latencies, of which a layer has one each."""
+    """Wait for rows or for results: the mean of both latencies, because a layer has one of each."""
     return Cost(8 * a.RANKS, 0, link_us=(_rate(s, "dispatch_us") + _rate(s, "combine_us")) / 2)

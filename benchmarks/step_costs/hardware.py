@@ -22,7 +22,7 @@ class Hardware:
     """GPUs of one kind.
 
     Attributes:
-        name: of a GPU, a key of the file. per_node: GPUs of a node, linked by NVLink.
+        name: name of the GPU, a key of the file. per_node: GPUs of a node, linked by NVLink.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Hardware:
         return _table()[self.name][key]["value"]
 
     def microseconds(self, kind: str, cost: Cost, graph: bool) -> float:
-        """Of one launch. kind: ``product``, ``attention`` or ``stream``, which have rates of their own."""
+        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates."""
         rates = self["product_flops"]
         if kind == "attention":
             compute = cost.total_flops / self["attention_flops"]
@@ -60,7 +60,7 @@ class Hardware:
         return _interpolated(self["nccl_us"][operation], num_bytes)
 
     def custom_all_reduce_us(self, num_bytes: int) -> float:
-        """Of a launch of the custom all-reduce without its gap, interpolated between measured sizes."""
+        """Time of a launch of the custom all-reduce without its gap, interpolated between measured sizes."""
         return _interpolated(self["custom_all_reduce_us"], num_bytes) - float(self["graph_node_us"])
 
 

@@ -1,6 +1,6 @@
 """Stand-ins for vendor libraries on a simulated device: results of the right shapes, and the cost of each call.
 
-Signatures are those that the engine's adapters call; `install` makes the modules importable. Legend: M rows,
+Signatures are those used by the engine's adapters; `install` makes the modules importable. Legend: M rows,
 N out-features, K in-features, G groups (experts), R ranks, H heads.
 """
 
@@ -19,11 +19,11 @@ from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.recorder import Recorder
 
 ALIGNMENT = 128
-"""Rows of DeepGEMM's groups."""
+"""Alignment of DeepGEMM's groups in rows."""
 TILE = 64
 """Rows of its smallest tile."""
 QUERY_ROWS, MOST_SPLITS = 64, 128
-"""Of FlashAttention 3: rows of a block of queries, all heads of a KV head together."""
+"""FlashAttention 3: rows of a query block, with all heads of a KV head together."""
 FP8 = torch.float8_e4m3fn
 PRODUCT, ATTENTION = "product", "attention"
 
@@ -33,7 +33,7 @@ class Libraries:
 
     Args:
         recorder: gets the cost of each call.
-        num_nodes: nodes of the expert-parallel group; target_ranks: those of its ranks that a token may choose.
+        num_nodes: nodes of the expert-parallel group; target_ranks: number of its ranks that a token may choose.
     """
 
     def __init__(self, recorder: Recorder, hardware: Hardware, num_nodes: int, target_ranks: float) -> None:
@@ -84,7 +84,7 @@ class Libraries:
         self.call("m_grouped_gemm_nt_masked", grouped_cost(a, b, d, self._recorder.setting.routing, 1))
 
     def _transpose(self, a: Any) -> None:
-        """Row-major scales are transposed by a kernel of the library, all of them."""
+        """A kernel of the library transposes all row-major scales."""
         if isinstance(a, Tensor) or a[1].shape[-2] == 1 or a[1].stride(-2) == 1:
             return
         self.call("transpose_fp32", Cost(size(a[1]), size(a[1])))
@@ -115,7 +115,7 @@ class Libraries:
         self.call("flash_attn_with_kvcache", paged_cost(q, qv, k_cache, v_cache, out, len(page_table), context))
         blocks = len(page_table) * -(-max_seqlen_q * q.shape[1] // (QUERY_ROWS * k_cache.shape[2]))
         splits = min(splits_of(blocks, self._hardware["multiprocessors"]), num_splits or MOST_SPLITS)
-        if num_splits != 1:  # launched with dynamic splits whatever their number
+        if num_splits != 1:  # launched with dynamic splits of any number
             self.call("flash_attn_combine", Cost(splits * out.numel() * 4 * (splits > 1), size(out) * (splits > 1)))
         elif scheduler_metadata is not None:
             self.call("zero_semaphore", Cost(0, 4))
@@ -257,10 +257,10 @@ def dense_cost(a: Any, b: Any, d: Tensor) -> Cost:
 
 
 def grouped_cost(a: Any, b: Any, d: Tensor, routing: Any, alignment: int) -> Cost:
-    """Weights of experts with a row; rows padded to `alignment` in each of them; products of whole tiles."""
+    """Weights of experts with a row; rows padded to `alignment` per expert; products of whole tiles."""
     x, weight = _data(a), _data(b)
     groups, n, k = weight.shape
-    if groups > 1:  # the adapter's test of a build has one
+    if groups > 1:  # the adapter's test of a build has one group
         routing.check_slots(groups)
     rows = max(routing.rows, routing.touched * alignment) if alignment > 1 else routing.rows
     computed = max(rows, routing.touched * TILE)
@@ -289,13 +289,13 @@ def varlen_cost(q: Tensor, k: Tensor, v: Tensor, out: Tensor, requests: int, cau
 
 
 def splits_of(blocks: int, multiprocessors: int) -> int:
-    """Parts of a context that FlashAttention computes apart where blocks of queries do not fill the device
-    (`num_splits_heuristic` in hopper/heuristics.h: none from 80 % on)."""
+    """Number of splits of a context in FlashAttention if query blocks do not fill the device
+    (`num_splits_heuristic` in hopper/heuristics.h: no split from 80 % on)."""
     return 1 if blocks >= 0.8 * multiprocessors else max(1, multiprocessors // blocks)
 
 
 def targets_of(top_k: int, ranks: float) -> float:
-    """Expected number of ranks that a token's experts lie on, drawn uniformly."""
+    """Expected number of ranks of a token's experts, under uniform routing."""
     return ranks * (1 - (1 - 1 / ranks) ** top_k)
 
 
@@ -303,8 +303,8 @@ def message_cost(
     hardware: Hardware, mode: str, operation: str, copies: float, row_bytes: int, ranks: int, nodes: int,
     tokens: int | None = None,
 ) -> Cost:  # fmt: skip
-    """Rows sent to other ranks: `copies` in all, of which 1 / ranks stay. Over the network normal mode sends a token
-    once to each other node (`tokens`)."""
+    """Rows sent to other ranks: `copies` in total, of which a share of 1 / ranks stays local. Over the network normal
+    mode sends a token once to each other node (`tokens`)."""
     per_node = ranks // nodes
     nvlink = copies * row_bytes * (per_node - 1) / ranks
     network = 0.0

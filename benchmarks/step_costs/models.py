@@ -1,4 +1,5 @@
-"""True shapes of models as config.json, and the same with two layers of each kind, the last of which counts often."""
+"""True shapes of models as config.json, and the same with two layers of each kind, the last of which represents all
+further layers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 2
-"""Layers of each kind that run: the last of them stands for all further ones."""
+"""Layers of each kind that run: the last represents all further layers."""
 
 _COMMON: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
@@ -52,7 +53,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def shortened(config: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """The config with at most `KEPT` layers of each kind, and how many layers each of them stands for."""
+    """The config with at most `KEPT` layers of each kind, and the number of layers that each represents."""
     layers = config["num_hidden_layers"]
     dense = config.get("first_k_dense_replace", 0) if config.get("n_routed_experts") else layers
     counts = [*_counts(dense), *_counts(layers - dense)]

@@ -1,6 +1,6 @@
-"""Rank 0 of many on a simulated device: the other ranks do not exist, so operations of groups move nothing.
+"""Rank 0 of many on a simulated device: the other ranks do not exist, so collectives move no data.
 
-Results of an operation are unwritten memory of the right shape, as those of every large launch.
+Results of an operation are uninitialized memory of the right shape, as for every large launch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OPERATIONS = {
     "allreduce": "all_reduce", "_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter",
     "alltoall_base": "alltoall",
 }  # fmt: skip
-"""torch's names, and those of the measured table."""
+"""torch's names, and the names in the measured table."""
 
 
 class AloneNCCL(nccl.ProcessGroupNCCL):
-    """A group of which this process is the only rank that runs."""
+    """A group in which only this process runs."""
 
     hardware: Hardware
 
@@ -37,13 +37,13 @@ class AloneNCCL(nccl.ProcessGroupNCCL):
         self._device: Any = None
 
     def _set_sequence_number_for_group(self) -> None:
-        """No other rank counts."""
+        """No effect: there are no other ranks."""
 
     def barrier(self, opts: Any = None) -> Any:
         return nccl._Done()
 
     def abort(self) -> None:
-        """Nothing runs."""
+        """No effect: nothing runs."""
 
     def _do(
         self, name: str, out: Sequence[Tensor], x: Sequence[Tensor], opts: Any, alone: Any, *rows: list[int],
@@ -62,10 +62,10 @@ class AloneNCCL(nccl.ProcessGroupNCCL):
 
 
 class AloneSymmetricMemory:
-    """`TorchSymmetricMemory` of which this rank's part alone exists."""
+    """`TorchSymmetricMemory` with this rank's memory only."""
 
     def __init__(self, process_group: Any) -> None:
-        """No other rank has memory."""
+        """The other ranks have no memory."""
 
     def allocate(self, group: Any, num_bytes: int) -> Any:
         from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
@@ -79,7 +79,7 @@ class AloneSymmetricMemory:
 
 @cost_of(*OPERATIONS, "broadcast")
 def collective(a: Any, s: Setting) -> Cost:
-    """a: out, given, group, and the operation's name. Time by the measured table, for 8 ranks of a node."""
+    """a: out, given, group, and the operation's name. Time from the measured table, for 8 ranks of a node."""
     ranks, operation = a.group.size(), OPERATIONS.get(a.name, "all_gather")
     moved = max(size(*a.out), size(*a.given))
     rounds = 2 if operation == "all_reduce" else 1
@@ -89,7 +89,7 @@ def collective(a: Any, s: Setting) -> Cost:
 
 
 def create_worker(config: Any, hardware: Hardware) -> Any:
-    """The worker of rank 0, by the engine's own code for a rank."""
+    """The worker of rank 0, created by the engine's own code for a rank."""
     from moe_engine.executor.sharded_worker import sharded_worker
     from moe_engine.parallel.dispatch.symm_mem import memory
 

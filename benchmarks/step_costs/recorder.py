@@ -26,7 +26,7 @@ SCATTERS = {
     "aten::scatter", "aten::scatter_",
 }  # fmt: skip
 OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
-"""Operators in place that do not read what they change."""
+"""In-place operators that do not read their destination."""
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32",
     torch.float64: "fp32",
@@ -39,21 +39,21 @@ class Line:
 
     name: str
     section: str
-    """``layer 3``, or where else in the step."""
+    """``layer 3``, or another section of the step."""
     place: str
     """The file of the engine that launched it, with its line."""
     stream: int
     graph: bool
     cost: Cost
     tick: int = 0
-    """Its number in its stream."""
+    """Index of the launch in its stream."""
     behind: Mapping[int, int] = field(default_factory=dict)
-    """The last launch of each other stream, by its tick, that is over before this one begins."""
+    """The last launch of each other stream, by its tick, that ends before this launch begins."""
 
 
 @dataclass(frozen=True)
 class HostWait:
-    """The host waited for the device. thread: that did; where: the innermost frames of the engine."""
+    """The host waited for the device. thread: the waiting thread; where: the innermost frames of the engine."""
 
     section: str
     what: str
@@ -66,9 +66,9 @@ class Recorder:
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         self.settings = settings
-        """By section; of others as outside."""
+        """By section; other layers count as outside."""
         self.lines: list[Line] | None = None
-        """Of the step that is recorded; None between steps."""
+        """Launches of the recorded step; None between steps."""
         self.section = OUTSIDE
         self.waits: list[HostWait] = []
         self._graphs: dict[int, list[Line]] = {}
@@ -78,7 +78,7 @@ class Recorder:
         return self.settings.get(self.section, self.settings[OUTSIDE])
 
     def forget_graphs(self) -> None:
-        """Before others are captured."""
+        """Called before other graphs are captured."""
         self._graphs.clear()
 
     # -- Observer
@@ -131,7 +131,7 @@ class Recorder:
 
 
 def choose_evenly(ids: Tensor, num_experts: int) -> None:
-    """ids [T, K]: different experts for each token, all of them equally often. Dispatchers check what they send."""
+    """ids [T, K]: different experts for each token, all equally often. Dispatchers check the ids that they send."""
     from tests.simulated_cuda.memory import MEMORY
 
     tokens, top_k = ids.shape
@@ -140,7 +140,7 @@ def choose_evenly(ids: Tensor, num_experts: int) -> None:
 
 
 def place() -> str:
-    """The innermost frame of the engine outside its kernels, else within."""
+    """The innermost frame of the engine outside its kernels, else inside them."""
     frame, inner = sys._getframe(2), ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -154,16 +154,16 @@ def place() -> str:
 
 
 def operator_cost(op: Any, given: list[Tensor], written: list[Tensor], results: list[Tensor]) -> Cost:
-    """Of an operator of torch, from its tensors: each input is read, each output written, once."""
+    """Cost of a torch operator, from its tensors: each input is read, each output written, once."""
     name, makes, reads = op._schema.name, [*written, *results], list(given)
     if not name.endswith("_") or name in OVERWRITES:
-        for x in written:  # the destination, once: it may be an input, too
+        for x in written:  # the destination counts once: it may be an input, too
             del reads[max(i for i, other in enumerate(reads) if other is x)]
     if name in PRODUCTS:
         a, b = reads[-2:]
         return Cost(size(*reads), size(*makes), {DTYPES[a.dtype]: 2.0 * a.numel() * b.shape[-1]})
-    if name in GATHERS:  # reads what it takes
+    if name in GATHERS:  # reads only the gathered elements
         return Cost(size(*reads[1:]) + size(*makes), size(*makes))
-    if name in SCATTERS:  # writes what it is given
+    if name in SCATTERS:  # writes only the given elements
         return Cost(size(*reads[1:]), size(reads[-1]))
     return Cost(size(*reads), size(*makes))

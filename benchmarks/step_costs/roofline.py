@@ -1,9 +1,9 @@
-"""The least time of a step on a device, by a formula over config.json that knows nothing of kernels.
+"""The minimum time of a step on a device, by a formula over config.json, independent of kernels.
 
     max(weights / bandwidth, products / rate) + attention: max(KV / bandwidth, operations / best rate) + messages
 
-Weights: each that one of the step's tokens uses, once (experts by expectation over uniform routing). The three parts
-come one after the other, as in a layer; launches, activations and padding are free. Legend: B requests of a rank.
+Weights: each used weight once (experts by expectation over uniform routing). The three parts run one after the other,
+as in a layer; launches, activations and padding take no time. Legend: B requests of a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class Form:
-    """How a model lies on ranks. tp: ranks that split attention, dense layers and, without `ep`, experts.
+    """Layout of a model on ranks. tp: ranks that split attention, dense layers and, without `ep`, experts.
 
     ep: ranks with different experts. dp: attention groups.
     """
@@ -46,7 +46,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least microseconds of a step of a rank, and what makes them; bytes and operations of that rank."""
+    """Minimum microseconds of a rank's step, and their parts; bytes and operations of that rank."""
 
     weight_bytes: float
     kv_bytes: float
@@ -66,7 +66,7 @@ class Roofline:
 def decode(
     config: Mapping[str, Any], form: Form, hardware: Hardware, batch: int, context: int, query_tokens: int = 1
 ) -> Roofline:
-    """A step of `batch` requests of a rank, or with `form.tp` of its group, each with `query_tokens` tokens."""
+    """A step of `batch` requests of a rank, or of its group with `form.tp`, each with `query_tokens` tokens."""
     tokens, tp = batch * query_tokens, form.tp
     sizes = _Sizes.of(config)
     touched = share_touched(tokens * form.dp, config.get("num_experts_per_tok", 0), sizes.experts)

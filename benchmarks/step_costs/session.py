@@ -1,6 +1,6 @@
 """A worker of a model's true shapes on a simulated device, and the launches of its steps.
 
-One process holds one worker: simulated devices are installed for a whole process.
+A process has one worker: simulated devices are installed for a whole process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed. `config`: config.json, whole. vendors: whether vendor libraries are installed.
+    """The step to run. `config`: the whole config.json. vendors: True if vendor libraries are installed.
 
     dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt;
     None: a decode step of `batch` requests after `context` tokens.
@@ -50,7 +50,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step. `repeats`: layers that each layer that ran stands for. waits: of the host, `recorder.HostWait`."""
+    """A recorded step. `repeats`: number of layers that each executed layer represents. waits: waits of the host,
+    `recorder.HostWait`."""
 
     lines: Sequence[Any]
     repeats: Sequence[int]
@@ -59,7 +60,7 @@ class Recorded:
 
 
 class Session:
-    """Runs steps of up to `case.batch` requests, all else as in `case`."""
+    """Runs steps of up to `case.batch` requests, with all other fields from `case`."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -67,7 +68,7 @@ class Session:
         self._recorder, self._config, self._worker = _start(case, short)
 
     def run(self, batch: int) -> tuple[Case, Recorded]:
-        """The case with `batch` requests, and its step."""
+        """Returns the case with `batch` requests, and its recorded step."""
         from benchmarks.step_costs.steps import Steps
 
         case, config = replace(self.case, batch=batch), self._config
@@ -81,7 +82,7 @@ class Session:
         else:
             steps.enter(drafts=bool(case.mtp))
             action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp)
-        action()  # what runs once, as the probe of a library, is not part of a step
+        action()  # one-time work, such as the probe of a library, is not part of a step
         recorder.waits.clear()
         recorder.lines = []
         action()
@@ -96,7 +97,7 @@ class Session:
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    """Of the model's sections, and of drafting, whose forwards have a token a request."""
+    """Settings of the model's sections, and of drafting, whose forwards have one token per request."""
     from benchmarks.step_costs.costs import Routing, Setting
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
@@ -119,7 +120,7 @@ def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     from tests.simulated_cuda import install, memory, observer
 
     if install.installed():
-        raise RuntimeError("this process has simulated devices already: a session takes a process of its own")
+        raise RuntimeError("this process has simulated devices already: a session needs a separate process")
     recorder = Recorder(_settings(case))
     os.environ[install.COUNT] = str(min(case.form.ranks, case.hardware.per_node))
     install.MULTIPROCESSORS = case.hardware["multiprocessors"]
@@ -146,7 +147,7 @@ def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _target_ranks(case: Case) -> float:
-    """Ranks that a token's experts may lie on: those of the groups of experts that it chooses."""
+    """Number of ranks of a token's experts: the ranks of its selected expert groups."""
     config = case.config
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     return case.form.ep * chosen / groups
@@ -181,7 +182,7 @@ def _flags(case: Case, folder: Path) -> list[Any]:
 
 
 def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
-    """The graph of this one size, by the engine's own capture."""
+    """Captures the graph of this size with the engine's own code."""
     if case.prefill is not None:
         return
     from moe_engine.step_settings import GraphSettings
@@ -195,7 +196,7 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
 
 
 def _without_compiling() -> None:
-    """Steps of other sizes are run before READY to compile their kernels: nothing is compiled here."""
+    """Skips steps that only compile kernels before READY, because no kernel is compiled here."""
     from moe_engine.worker import worker
 
     worker.warm_sizes = lambda runner, most: 0  # type: ignore[assignment]
@@ -211,7 +212,7 @@ def _watch_layers(recorder: Any) -> None:
     place = "_at_layer"
 
     def enter(self: Any, index: int) -> None:
-        if hasattr(self, place):  # else it is being built
+        if hasattr(self, place):  # otherwise it is under construction
             recorder.section = f"layer {index}"
         setattr(self, place, index)
 

@@ -1,6 +1,6 @@
 """Steps of equal requests at a fixed context, as plans for a worker: no prompt is computed, its slots are given.
 
-No command of its own. Legend: B requests of this rank, C context tokens of each before the step.
+No command. Legend: B requests of this rank, C context tokens of each before the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Steps:
-    """Runs steps of one batch on a worker whose rows are free.
+    """Runs steps of one batch on a worker with free rows.
 
     Args:
         spare: KV slots of a request beyond its context.
@@ -29,7 +29,7 @@ class Steps:
         self._done = context
 
     def enter(self, *, drafts: bool = False) -> None:
-        """The requests' last prompt tokens, behind a cached prefix: each gets a first token."""
+        """Computes the requests' last prompt tokens, after a cached prefix: each request gets a first token."""
         rows, last = list(range(self._batch)), self._context - 1
         prompt = random.Random(0).choices(range(1000), k=self._context)
         new = [

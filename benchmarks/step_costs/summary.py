@@ -21,7 +21,7 @@ LAYER = "layer "
 
 
 def kind_of(line: Line) -> str:
-    """Which of the device's rates a launch reaches."""
+    """The device's rate that applies to a launch."""
     if line.name in ATTENTION:
         return "attention"
     return "product" if line.cost.total_flops else "stream"
@@ -35,14 +35,14 @@ class Section:
     repeats: int
     lines: Sequence[Line]
     microseconds: float
-    """Of one run: launches of a stream follow each other, streams overlap between the events that they wait for."""
+    """Time of one run: launches of a stream are sequential, streams overlap between the events that they wait for."""
 
     @property
     def launches(self) -> int:
         return sum(line.cost.launches for line in self.lines)
 
     def total(self, value: str) -> float:
-        """``bytes``, ``total_flops``, ``nvlink`` or ``network``, of one run."""
+        """Sum of ``bytes``, ``total_flops``, ``nvlink`` or ``network``, of one run."""
         return float(sum(getattr(line.cost, value) for line in self.lines))
 
 
@@ -51,7 +51,7 @@ class Summary:
     case: Case
     sections: Sequence[Section]
     waits: Sequence[tuple[int, Any]]
-    """Times, and one `HostWait`."""
+    """Number of occurrences, and one `HostWait`."""
     rows: dict[str, str]
     least: roofline.Roofline
 
@@ -61,7 +61,7 @@ class Summary:
 
     @property
     def host_us(self) -> float:
-        """Of eager launches, and of waits: the host's work for a step whose layers are not captured."""
+        """Host time of eager launches and of waits: the host's work for a step whose layers are not captured."""
         hardware = self.case.hardware
         eager = sum(part.repeats * sum(not line.graph for line in part.lines) for part in self.sections)
         return float(eager * hardware["host_launch_us"] + self.num_waits * hardware["wait_us"])
@@ -72,20 +72,20 @@ class Summary:
 
     @property
     def microseconds(self) -> float:
-        """The host prepares a step while the one before runs; a wait keeps it from that."""
+        """The host prepares a step while the previous one runs; a wait prevents this overlap."""
         if not self.num_waits:
             return max(self.device_us, self.host_us)
         return max(self.device_us + self.num_waits * self.case.hardware["wait_us"], self.host_us)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a GPU; one token a request and step, whatever a draft may add."""
+        """Tokens per second of a GPU; one token per request and step, without accepted drafts."""
         tokens = self.case.prefill or self.case.batch
         return tokens / (self.case.form.tp * self.microseconds) * 1e6
 
     @property
     def fraction(self) -> float:
-        """Of the roofline."""
+        """The roofline's share of the time."""
         return self.least.microseconds / self.microseconds
 
     def launches_of(self, kind: str) -> int:
@@ -94,7 +94,7 @@ class Summary:
         return max(found, default=0)
 
     def dearest(self, count: int = 10) -> list[tuple[float, str]]:
-        """The launches with most time over the step, as (microseconds, name and place)."""
+        """The launches with the most time over the step, as (microseconds, name and place)."""
         times: dict[str, float] = defaultdict(float)
         for part in self.sections:
             for line in part.lines:
@@ -122,7 +122,7 @@ def summarize(case: Case, recorded: Recorded) -> Summary:
 
 
 def times_of(section: str, repeats: Sequence[int]) -> int:
-    """How often a section that ran once is in the model."""
+    """Number of occurrences in the model of a section that ran once."""
     return repeats[int(section.removeprefix(LAYER))] if section.startswith(LAYER) else 1
 
 
@@ -133,8 +133,8 @@ def least_of(case: Case) -> roofline.Roofline:
 
 
 def time_of(lines: Iterable[Line], hardware: Hardware) -> float:
-    """The longest chain of launches that wait for each other; a graph and what is launched around it one after the
-    other. Launches beside each other do not slow each other down."""
+    """The longest chain of launches that wait for each other; graphs and eager launches run one after the other.
+    Concurrent launches do not slow each other down."""
     ends: dict[bool, list[float]] = {True: [], False: []}
     streams: dict[tuple[bool, int], list[tuple[int, float]]] = defaultdict(list)  # ticks and ends, in order
     for line in lines:

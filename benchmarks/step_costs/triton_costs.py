@@ -1,7 +1,7 @@
 """Costs of this project's Triton kernels, by their arguments.
 
-A kernel reads each input and writes each output once; what programs of a launch read again is taken from L2. Rows of
-experts count as routing makes them on average, unless a kernel works on all rows of its buffers.
+A kernel reads each input and writes each output once; repeated reads by programs of a launch come from L2. Rows of
+experts are the average over routing, unless a kernel works on all rows of its buffers.
 
 Legend: a argument namespace, s setting.
 """
@@ -52,7 +52,7 @@ def silu_and_mul(a: Any, s: Setting) -> Cost:
 
 @cost_of("silu_mul_quantize_kernel")
 def silu_mul_quantize(a: Any, s: Setting) -> Cost:
-    """All rows of its input."""
+    """All rows of the input."""
     return Cost(size(a.gate_up), size(a.out, a.scales))
 
 
@@ -63,7 +63,7 @@ def quantize(a: Any, s: Setting) -> Cost:
 
 @cost_of("groups_kernel")
 def groups(a: Any, s: Setting) -> Cost:
-    """Only rows that have a token, in place with weights."""
+    """Only rows with a token, in place with weights."""
     share = min(1.0, s.routing.rows * a.WIDTH / a.out.numel())
     weights = size(given(a.weights)) if a.WEIGHTED else 0
     scales = size(given(a.scales)) if a.QUANTIZE else 0
@@ -79,7 +79,7 @@ def sum_parts(a: Any, s: Setting) -> Cost:
 
 
 def _all_reduce(a: Any, s: Setting, sent: float, received: float) -> Cost:
-    """sent: rows over NVLink, received: rows read from this rank's symmetric memory, both of each row given."""
+    """sent: rows over NVLink, received: rows read from this rank's symmetric memory, both per input row."""
     assert s.hardware is not None
     rows, residual = size(a.x), size(given(a.residual))
     results = size(given(a.out), given(a.quantized), given(a.scales))
@@ -126,8 +126,8 @@ def absorb(a: Any, s: Setting) -> Cost:
 
 @cost_of("latent_kernel")
 def latent(a: Any, s: Setting) -> Cost:
-    """The requests' records once; the scores are computed `SHARES` times. A block that is cut writes partial results in
-    float32: as many as requests and programs, at most."""
+    """The requests' records once; the scores are computed `SHARES` times. A split block writes partial results in
+    float32: at most one per request and program."""
     requests, rows = len(a.rows), len(a.q)
     width, context = a.LATENT + a.ROTARY, s.context
     record = a.cache.shape[-1] * a.cache.element_size()
@@ -200,7 +200,7 @@ def router_select(a: Any, s: Setting) -> Cost:
 
 @cost_of("route_kernel")
 def route(a: Any, s: Setting) -> Cost:
-    """Both in one launch; its programs wait for each other in between."""
+    """Both parts in one launch; its programs wait for each other in between."""
     assert s.hardware is not None
     first, then = router_logits(a, s), router_select(a, s)
     halves = [cost.bytes / s.hardware["stream_bytes_per_s"] * 1e6 for cost in (first, then)]
@@ -279,24 +279,24 @@ def greedy(a: Any, s: Setting) -> Cost:
 
 @cost_of("chain_inputs_kernel", "chain_accept_kernel")
 def chain(a: Any, s: Setting) -> Cost:
-    """A few numbers of each request."""
+    """Reads a few numbers of each request."""
     return Cost(size(a.ids), size(a.ids))
 
 
 @cost_of("chain_states_kernel")
 def chain_states(a: Any, s: Setting) -> Cost:
-    """A row of each request."""
+    """Reads a row of each request."""
     moved = len(a.rows) * a.WIDTH * a.states.element_size()
     return Cost(moved, moved)
 
 
 @cost_of("limits_kernel")
 def limits(a: Any, s: Setting) -> Cost:
-    """Of greedy rows, as all rows of a case are: the best token is found, nothing else is read."""
+    """Greedy rows only, as in all cases: finds the best token, reads nothing else."""
     return Cost(size(a.logits, a.temperature), size(a.best_out, a.limit_out, a.last_out, a.total_out))
 
 
 @cost_of("draw_kernel")
 def draw(a: Any, s: Setting) -> Cost:
-    """Of greedy rows: the limits."""
+    """Greedy rows only: reads the limits."""
     return Cost(size(a.best_in, a.limit_in, a.last_in, a.total_in), size(a.tokens))

@@ -1,1 +1,1 @@
-"""Structured output: correctness on drawn schemas and cost, ``python -m benchmarks.structured_output``."""
+"""Structured output: correctness on generated schemas and cost, ``python -m benchmarks.structured_output``."""

@@ -3,7 +3,7 @@
 *walks*: random texts that the masks of a backend allow, without a model. *battery*: the same schemas through the engine
 with the embedded model, greedy and sampled, with drafts, on several ranks, among free requests. Every finished output
 must be valid for the `jsonschema` package with its format checks; every schema is served or refused by name. Exits with
-1 if one is not. *performance*: cost of constraints, against targets.
+1 otherwise. *performance*: cost of constraints, against targets.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--walks", type=int, default=8, help="random texts of each schema")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=15, help="of the performance part")
-    parser.add_argument("--tokens", type=int, default=128, help="of each stream of the performance part")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of the performance part")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each stream of the performance part")
     report.add_result_options(parser)
     args = parser.parse_args(argv)
     if "performance" in args.parts:

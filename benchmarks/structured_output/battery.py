@@ -1,4 +1,5 @@
-"""Drawn schemas through an engine: is each refused by name or enforced, and do its neighbours keep their tokens?"""
+"""Generated schemas through an engine: each must be refused by name or enforced, and requests in the same batch must
+keep their tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 SUBSET = 60
 """Schemas of the forms with several ranks."""
 AT_ONCE = 128
-"""Constrained requests; the front end lets 256 new grammars wait."""
+"""Concurrent constrained requests; the front end queues up to 256 new grammars."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ def engine_of(name: str, backend: str, **flags: Any) -> Iterator[Engine]:
 
 
 def run_form(engine: Engine, form: str, schemas: Sequence[Drawn], temperature: float, max_new_tokens: int) -> Outcome:
-    """All schemas, among free requests whose greedy tokens are compared with those that they have alone."""
+    """Runs all schemas beside free requests, whose greedy tokens are compared with those of separate runs."""
     found = Outcome(form)
     greedy = {"temperature": 0, "max_new_tokens": 60}
     alone = [asyncio.run(_answer(engine, prompt, greedy)) for prompt in FREE]
@@ -74,7 +75,7 @@ def run_form(engine: Engine, form: str, schemas: Sequence[Drawn], temperature: f
 
         requests = []
         for i, drawn in enumerate(schemas):
-            source = json.dumps(drawn.schema, ensure_ascii=False)  # the text: False is a schema too
+            source = json.dumps(drawn.schema, ensure_ascii=False)  # as text: False is a schema too
             sampling = {"json_schema": source, "temperature": temperature, "sampling_seed": i}
             requests.append(constrained({**sampling, "max_new_tokens": max_new_tokens}))
         return await asyncio.gather(*requests, *[_answer(engine, prompt, greedy) for prompt in FREE])

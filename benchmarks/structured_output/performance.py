@@ -1,4 +1,4 @@
-"""What constraints cost: time to first token, gaps of neighbours while a grammar compiles, decode throughput."""
+"""Cost of constraints: time to first token, gaps of other streams while a grammar compiles, decode throughput."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SCHEMA = {
     },
     "minItems": 100,
 }
-"""No output of it ends before the benchmark's limit of tokens."""
+"""A schema whose outputs reach the benchmark's token limit."""
 CALLS = r"(<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>[a-z]{3}</arg_value>\n</tool_call>\n){100}"
-"""Texts of which most is fixed: jump-forward computes many tokens in one step."""
+"""Mostly fixed texts: jump-forward computes many tokens in one step."""
 
 
 def measure(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _ttft(engine: Engine, repeats: int) -> dict[str, Any]:
     rng = random.Random(1)
 
     def seconds(constraint: dict[str, Any]) -> float:
-        ids = rng.choices(range(300, 1200), k=64)  # no prefix of it is cached
+        ids = rng.choices(range(300, 1200), k=64)  # no cached prefix
         began = time.perf_counter()
         engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 1, **constraint})
         return time.perf_counter() - began
@@ -97,7 +97,7 @@ def _throughput(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
 
 
 def _interleaved(kinds: dict[str, Callable[[], float]], repeats: int, rng: random.Random) -> dict[str, list[float]]:
-    """Values of each kind, in random order within a round, after one round that is not counted."""
+    """Values of each kind, in random order within a round, after one warm-up round."""
     values: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(repeats + 1):
         for name in rng.sample(sorted(kinds), len(kinds)):
@@ -108,8 +108,8 @@ def _interleaved(kinds: dict[str, Callable[[], float]], repeats: int, rng: rando
 
 
 async def _gaps(engine: Engine, rounds: int) -> dict[str, Any]:
-    """The largest time between two tokens of four free streams while one more request arrives: a free one, or one with
-    a new grammar of a large enum."""
+    """The largest time between two tokens of four free streams while a further request arrives: a free request, or a
+    request with a new grammar of a large enum."""
     enums, rng = itertools.count(), random.Random(3)
     found: dict[str, list[float]] = {"free": [], "new enum": []}
     seconds: dict[str, list[float]] = {"free": [], "new enum": []}

@@ -1,4 +1,4 @@
-"""JSON schemas drawn from a seed. A generator per feature; containers nest what the others draw."""
+"""JSON schemas generated from a seed. One generator per feature; containers nest the schemas of other generators."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def annotated(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def impossible(rng: random.Random, depth: int = 2) -> Schema:
-    """No value matches, so there is nothing to generate: must be refused."""
+    """No value matches, so the schema must be refused."""
     return rng.choice(
         [
             {"type": "integer", "minimum": 5, "maximum": 4}, {"type": "string", "minLength": 3, "maxLength": 2}, False,
@@ -233,7 +233,7 @@ def impossible(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def seldom_enforced(rng: random.Random, depth: int = 2) -> Schema:
-    """Keywords that a backend may not know. It must refuse what it does not enforce."""
+    """Keywords that a backend may not know. It must refuse unenforced keywords."""
     return rng.choice(
         [
             {"not": {"type": "string"}}, {"type": "array", "items": integer(rng), "uniqueItems": True, "maxItems": 3},
@@ -279,7 +279,7 @@ ROOTS: dict[str, Generator] = {
 
 
 def draw(rng: random.Random, depth: int) -> Schema:
-    """Any feature that may stand inside another schema."""
+    """Any feature that may be nested in another schema."""
     leaf = depth <= 0 or rng.random() < 0.5
     return rng.choice(list((LEAVES if leaf else CONTAINERS).values()))(rng, depth)
 

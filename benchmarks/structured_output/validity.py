@@ -1,4 +1,4 @@
-"""Whether a text is valid JSON of a schema: the `jsonschema` package, with checks of the formats that it leaves out."""
+"""Validates a text against a JSON schema: the `jsonschema` package, with checks of the formats that it omits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DURATION = re.compile(rf"P({_DATE_OF_DURATION}({_TIME_OF_DURATION})?|{_TIME_OF_D
 
 
 def _is_time(value: str) -> bool:
-    """RFC 3339; a leap second is read as the second before."""
+    """RFC 3339; a leap second is read as the previous second."""
     if not TIME.fullmatch(value):
         return False
     if value[6:8] == "60":
@@ -31,7 +31,7 @@ def _is_time(value: str) -> bool:
 
 
 def _is_date(value: str) -> bool:
-    """RFC 3339, which has a year 0; it is a leap year, as 2000 is."""
+    """RFC 3339, which has a year 0, a leap year like 2000."""
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value, re.ASCII):
         return False
     return bool(datetime.date.fromisoformat(re.sub("^0000", "2000", value)))
@@ -56,7 +56,7 @@ FORMATS: dict[str, Callable[[str], bool]] = {
 
 
 def problem_of(text: str, schema: Any) -> str | None:
-    """What is wrong with a finished output; None if it is JSON that the schema allows."""
+    """The error of a finished output; None if it is JSON that the schema allows."""
     import jsonschema
 
     try:
@@ -71,7 +71,7 @@ def problem_of(text: str, schema: Any) -> str | None:
     try:
         with localcontext(prec=DIGITS):  # remainders of large numbers are exact too
             wrong = jsonschema.exceptions.best_match(kind(exact, format_checker=checker).iter_errors(value))
-    except Exception as error:  # a schema that is served although it is wrong is a fault, whatever the class
+    except Exception as error:  # an accepted invalid schema is a fault, with any exception class
         return f"not checked: {type(error).__name__}: {error}"
     return None if wrong is None else f"{wrong.json_path}: {wrong.message}"
 

@@ -1,7 +1,7 @@
 """Random texts that a backend's masks allow, without a model.
 
 A model's samples seldom contain escapes, numbers with exponents and repeated keys. A walk prefers tokens of one or two
-characters that have a meaning in JSON, so that strings end and escapes are spelled.
+characters with a meaning in JSON, so that strings end and escapes occur.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Walker:
         self._closing = {i for i, text in enumerate(texts) if text and set(text) <= set('"}],')}
 
     def walk(self, grammar: CompiledGrammar, rng: random.Random, limit: int = 400) -> str | None:
-        """A whole text; None if it did not end within `limit` tokens."""
+        """A complete text; None if it did not end within `limit` tokens."""
         state, ids = grammar.matcher(), list[int]()
         mask = np.empty(VOCAB_SIZE // 32, dtype=np.uint32)
         while len(ids) < limit:
@@ -45,7 +45,7 @@ class Walker:
             state.fill(mask)
             allowed = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
             if not allowed:
-                raise GrammarError(f"nothing is allowed behind {self.text(ids)!r}")
+                raise GrammarError(f"no token is allowed after {self.text(ids)!r}")
             if EOS in allowed and (allowed == {EOS} or rng.random() < 0.3):
                 return self.text(ids)
             some = allowed - {EOS}
@@ -63,7 +63,7 @@ class Walker:
 
 
 def run_walks(backend: str, schemas: Sequence[Drawn], seed: int, per_schema: int) -> Outcome:
-    """Each schema compiled by the backend, and random texts of it validated."""
+    """Compiles each schema with the backend, and validates random texts of it."""
     found, walker, rng = Outcome("walks"), Walker(backend), random.Random(seed)
     for drawn in schemas:
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class CannedServer:
-    """`async with`: listens on a free port.
+    """Listens on a free port within `async with`.
 
     Attributes:
         url: its address.

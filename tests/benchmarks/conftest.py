@@ -1,4 +1,4 @@
-"""Makes the benchmarks importable however pytest was started."""
+"""Makes the benchmarks importable for any way of starting pytest."""
 
 import sys
 from pathlib import Path

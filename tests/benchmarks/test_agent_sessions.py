@@ -25,7 +25,7 @@ SHAPE = AgentShape(turns=4, system_len=6, input_len=5, output_len=4, pause=2.0, 
 
 
 def sessions_of(shape: AgentShape, seed: int, order: random.Random, count: int = 5) -> dict[int, list]:
-    """The requests of each session, with answers that end in a drawn order, each after a second."""
+    """The requests of each session, with answers that end in random order, each after a second."""
     workload = Agents(shape, iter([0.0] * count), count, seed)
     running = list(workload.first())
     found: dict[int, list] = {arrival.conversation: [] for arrival in running}
@@ -76,7 +76,7 @@ def test_pauses_have_their_mean(name):
 
 
 class FakeServer:
-    """Answers after a second for each ten prompt tokens; notes who asked when."""
+    """Answers after one second per ten prompt tokens; records the time of each request."""
 
     def __init__(self, fail: int | None = None) -> None:
         self.seen: list[tuple[float, float, list[int]]] = []
@@ -113,7 +113,7 @@ def test_a_turn_is_sent_after_the_answer_and_its_pause():
         assert began == pytest.approx(ended + 7.0)
         assert later[: len(prompt)] == prompt
         output = turn.answer.output_ids
-        assert later[len(prompt) : len(prompt) + len(output)] == output  # what the server said
+        assert later[len(prompt) : len(prompt) + len(output)] == output  # the server's answer
 
 
 def test_sessions_are_limited_and_a_failure_ends_its_session():
@@ -124,7 +124,7 @@ def test_sessions_are_limited_and_a_failure_ends_its_session():
     for i, turn in enumerate(replay.turns):
         began.setdefault(turn.session, i)
     ended = {turn.session: i for i, turn in enumerate(replay.turns)}
-    assert began[2] > min(ended[0], ended[1])  # a pause keeps its session's place
+    assert began[2] > min(ended[0], ended[1])  # a paused session counts as open
     server = FakeServer(fail=1)
     replay, _ = replayed(Agents(SHAPE, iter([0.0] * 3), 3, seed=1), server, concurrency=1)
     assert replay.abandoned == 1 and len(replay.turns) == 1 + 2 * SHAPE.requests

@@ -1,4 +1,4 @@
-"""`moe-engine bench`: each benchmark is listed with a line, names its command and needs no further package."""
+"""`moe-engine bench`: each benchmark has one line in the list, names its command and needs no further package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random checkpoints, the judgement of results, and the plans of the one-batch driver."""
+"""The random checkpoints, the evaluation of results, and the plans of the one-batch driver."""
 
 import json
 import os
@@ -102,9 +102,9 @@ def test_judging_a_workload():
     assert result["limit_tokens_per_second"] == pytest.approx(81, rel=0.01)
     assert result["engine"]["tokens_per_second"] == pytest.approx(128 / 2.5)
     assert result["engine"]["spread"] == pytest.approx(0.8)
-    assert result["ratio"] == pytest.approx(10.0 / 2.0) and result["passed_ratio"]  # of the round both took part in
+    assert result["ratio"] == pytest.approx(10.0 / 2.0) and result["passed_ratio"]  # of the round with both sides
     assert side_by_side.missed({"W1": result}) == ["W1: 39% of the limit; llama.cpp had 63%"]
-    each = [64 / 162, 51.2 / 81, 32 / 81]  # a quick round on a machine that was twice as quick is no better one
+    each = [64 / 162, 51.2 / 81, 32 / 81]  # a fast round on a machine that was twice as fast is not a better round
     assert result["engine"]["fractions_of_limit"] == pytest.approx(each, rel=0.01)
     assert result["engine"]["fraction_of_limit"] == pytest.approx(32 / 81, rel=0.01) and not result["passed_fraction"]
     assert result["agreement"] == {"same_first_token": 1.0, "mean_common_tokens": 2.0}

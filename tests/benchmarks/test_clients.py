@@ -1,4 +1,4 @@
-"""The clients against canned servers: what they send, and the times and counts they take from a stream."""
+"""The clients against canned servers: their requests, and their times and counts of a stream."""
 
 import asyncio
 import json

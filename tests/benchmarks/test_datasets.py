@@ -45,7 +45,7 @@ def test_random_lengths(name):
     assert {len(r.prompt) for r in requests} == set(range(20, 41)) == {r.prompt_len for r in requests}
     assert {r.output_len for r in requests} == set(range(4, 9))
     assert all(10 <= token < 500 for r in requests for token in r.prompt)
-    assert datasets.make_dataset(args, vocabulary()) == requests  # the seed fixes everything
+    assert datasets.make_dataset(args, vocabulary()) == requests  # the seed determines all values
 
 
 def test_full_ratio_gives_exact_lengths_and_zero_at_least_one_token():

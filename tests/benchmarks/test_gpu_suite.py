@@ -1,4 +1,4 @@
-"""The GPU suite and `bench kernels` as far as they go without a GPU: comparison, targets, classes, failing parts."""
+"""The GPU suite and `bench kernels` without a GPU: comparison, targets, classes, failing parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_parity_compares_every_row_with_torch(small_cases):
         pytest.skip(rows.refused["ops.cpu"])
     lines = parity.compare(small_cases, rows, Setting.of("cpu", 60))["lines"]
     compared = {case.name for case in small_cases if case.family not in ("quantization", "permutation")}
-    assert {line["kernel"] for line in lines} == compared  # of these a CPU has one row
+    assert {line["kernel"] for line in lines} == compared  # a CPU has one row of these
     assert all(line["ok"] for line in lines), [line for line in lines if not line["ok"]]
 
 
@@ -81,7 +81,7 @@ def test_difference_sees_integers_and_what_is_not_finite():
 
 @pytest.mark.parametrize("name", ["mla", "gqa"])
 def test_attention_cases_read_only_pages_of_their_own(name):
-    """The slots of all requests are different, and results do not change when the torch row runs twice."""
+    """All requests have different slots, and a second run of the torch row gives the same results."""
     shape = LatentModel("m", 2).absorbed(3, 2, 70) if name == "mla" else GroupedModel("m", 4, 2, 16).paged(3, 2, 70)
     case, asked = attention_case(shape), queries(shape, "cpu")
     assert asked.slot_table.unique().numel() == asked.slot_table.numel() == 3 * 128
@@ -206,7 +206,7 @@ def test_without_a_gpu_it_says_so_and_parts_fail_alone(tmp_path):
 
 
 def test_a_dry_run_goes_through_parts_and_writes_all(tmp_path, capsys):
-    """Two of them here; `make` or a hand runs all nine. A part that cannot even begin leaves the others."""
+    """Two parts in this test; the command runs all nine. The other parts run if one cannot start."""
     output = tmp_path / "r.json"
     asked = ["--dry-run", "--parts", "parity", "kernels", "--output", str(output)]
     assert suite.main(asked) == 0
@@ -226,7 +226,7 @@ def test_parts_share_the_time_and_all_get_their_least():
     for place in range(len(PARTS)):
         limit = shares(PARTS[place:], left)
         assert PARTS[place].least_s <= limit <= PARTS[place].limit_s
-        left -= limit  # the worst: every part takes all it may
+        left -= limit  # the worst case: every part takes its whole limit
     assert left >= 0
     assert shares(PARTS[-1:], 20.0) == 20.0
 

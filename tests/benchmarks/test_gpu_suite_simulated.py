@@ -1,4 +1,4 @@
-"""The GPU suite on simulated devices: what it does with a GPU, and with one that is lost. In processes of their own."""
+"""The GPU suite on simulated devices, with a working and with a lost GPU. In separate processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
 
 @pytest.fixture
 def simulated() -> dict[str, str]:
-    """The environment of a process that has simulated devices."""
+    """The environment of a process with simulated devices."""
     require()
     return os.environ | {"PYTHONPATH": f"{ROOT / 'tests/simulated_cuda/site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
 
@@ -57,7 +57,7 @@ def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(simulated, tmp_path):
 
 
 def test_tests_for_a_gpu_run_on_a_simulated_one(simulated):
-    """Those that are quick there; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all that can."""
+    """The fast ones; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all possible ones."""
     asked = [
         "tests/worker/test_before_ready.py",
         "tests/kernels/vendors/test_on_gpu.py",
@@ -84,7 +84,7 @@ def test_a_process_that_died_at_a_line_goes_on_behind_it(tmp_path):
     with pytest.raises(ZeroDivisionError):  # stands for the end of the process
         attempts.run(first, "b", lambda: {"us": 1 / 0})
     again = Attempts(setting, values)
-    assert [line["failed"] for line in again.lines if "failed" in line] == ["the process ended here"]
+    assert [line["failed"] for line in again.lines if "failed" in line] == ["the process ended during this line"]
     assert again.rows(first, rows) == {} and set(again.rows(second, rows)) == {"a", "b"}
     again.run(second, "a", lambda: {"us": 2.0})
     assert setting.saved()["count"] == 2 and setting.saved()["at"]["kernel"] == second.name
@@ -138,7 +138,7 @@ def test_summary_names_what_was_missed_and_what_failed():
 
 
 def test_ranks_on_one_gpu_wait_in_launches_of_one_program(monkeypatch):
-    """Programs that wait for other ranks, 8, leave room for all others on 132 multiprocessors."""
+    """The 8 programs that wait for other ranks leave multiprocessors for all others, of 132."""
     made = []
 
     class Ranks(exchange.RanksHere):

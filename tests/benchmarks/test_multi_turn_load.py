@@ -1,4 +1,4 @@
-"""The benchmark of multi-turn load: sessions over an engine made up here, and its verdicts."""
+"""The benchmark of multi-turn load: sessions over a fake engine, and its verdicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = Shape(pool=400, prompt=80, turn=3, output=4, turns=5, pause=0.001)
 
 
 class MadeUpEngine:
-    """Answers with counted tokens; a prompt that continues an answered text is cached up to that."""
+    """Answers with counted tokens; a prompt that continues an answered text is cached up to the end of that text."""
 
     info = SimpleNamespace(vocab_size=1000)
 
@@ -60,7 +60,7 @@ def test_verdicts_and_plot(tmp_path: Path) -> None:
     points += [made("tier", 2, 10, 0.1), made("tier", 4, 9, 0.1)]
     found = multi_turn_load.verdicts(points)
     assert found["recompute: least throughput behind the peak"] == 0.4
-    assert found["tier: least throughput behind the peak"] == 0.9  # the rise before the peak is no fall
+    assert found["tier: least throughput behind the peak"] == 0.9  # the rise before the peak is not a fall
     assert abs(found["tier, load 1: time to first token of returning turns, better by"] - 6) < 1e-9
     assert abs(found["tier, load 1: p99 gap of tokens, ratio"] - 0.8) < 1e-9
     assert not any("load 4" in name for name in found)

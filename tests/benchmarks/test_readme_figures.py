@@ -1,4 +1,4 @@
-"""Every figure of README.md's tables is that of a result in benchmarks/results, with its qualification."""
+"""Every figure of README.md's tables is from a result in benchmarks/results, with its qualification."""
 
 from __future__ import annotations
 

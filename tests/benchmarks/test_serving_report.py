@@ -1,4 +1,4 @@
-"""Percentiles, figures and the table of the serving benchmark, against numbers worked out by hand."""
+"""Percentiles, figures and the table of the serving benchmark, against numbers computed by hand."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_single_token_answers_have_no_time_per_output_token():
 
 def test_peaks():
     answers = [answer(0.0, 0.1, [0.2] * 4), answer(0.5, 0.1, [0.2, 0.9])]
-    # first second: 5 tokens of the first answer, 2 of the second; its last comes at 1.7 s
+    # first second: 5 tokens of the first answer, 2 of the second; its last token is at 1.7 s
     assert serving_report.peak_output_throughput(answers) == 7
     assert serving_report.peak_concurrency(answers) == 2
     assert serving_report.peak_concurrency([answer(0.0, 0.1, []), answer(5.0, 0.1, [])]) == 1

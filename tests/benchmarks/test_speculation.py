@@ -1,4 +1,4 @@
-"""The speculation benchmark: which drafts count, what is compared with what, and a whole small run."""
+"""The speculation benchmark: counted drafts, compared figures, and a whole small run."""
 
 import json
 import random
@@ -18,7 +18,7 @@ def run(seconds, tokens, steps=0, proposed=(), accepted=()):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_chains_are_taken_as_an_engine_takes_them(seed):
-    """Against a plain walk over a script of right and wrong drafts."""
+    """Against a simple loop over a list of correct and wrong drafts."""
     rng = random.Random(seed)
     depth, answer = rng.randint(1, 4), [rng.randrange(50) for _ in range(60)]
     right = [[rng.random() < 0.7 for _ in range(depth)] for _ in answer]
@@ -45,14 +45,14 @@ def test_the_drafts_of_an_agreeing_checkpoint_are_known_from_its_matrices(tmp_pa
         drafts_by_token(
             ensure_agreeing_checkpoint(1.0, "moe-tiny", tmp_path / "right", seed=5, num_hidden_layers=2), tokens
         ),
-    )  # of the same seed: the same cycle, no token spoiled
+    )  # the same seed: the same cycle, no spoiled token
     share = sum(drafted[t] == following[t] for t in tokens) / len(tokens)
     assert share == pytest.approx(0.7, abs=0.01)
     assert measure(path, 1, 16, num_tokens=40).rates[0] == pytest.approx(share, abs=0.1)
 
 
 def test_ratios_are_those_within_a_round():
-    """The machine slowed down to half, which changes no ratio."""
+    """A machine of half the speed has the same ratios."""
     sides = {
         OFF: [run(1.0, 100), run(2.0, 100), run(1.0, 100)],
         "auto": [

@@ -1,4 +1,4 @@
-"""`benchmarks.step_costs`: what a step does today, its cost functions by hand, its roofline by another formula."""
+"""`benchmarks.step_costs`: expected counts of a step, cost functions by hand, the roofline by another formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("group", CHECKED, ids=lambda group: group.name)
 def test_a_step_launches_reads_and_waits_as_expected(group) -> None:
-    """Exact counts. A change that is meant is written to the file by the command named here."""
+    """Exact counts. The command above writes an intended change to the file."""
     require()
     known = expected()
     for values in run(group):
@@ -102,7 +102,7 @@ def test_operators_read_inputs_and_write_results_once() -> None:
 
 
 def test_latent_attention_reads_each_record_once() -> None:
-    """32 requests, 16 heads, 576 channels: 302 MB for 128 requests, as many operations as roofline's."""
+    """32 requests, 16 heads, 576 channels: 302 MB for 128 requests, and the operations of the roofline."""
     given = SimpleNamespace(
         rows=meta(128), q=meta(128 * 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
         partial=meta(64, 1, 16, 512, dtype=torch.float32), LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
@@ -149,7 +149,7 @@ def test_collectives_take_their_measured_time() -> None:
 
 
 def test_an_all_reduce_reads_the_rows_of_all_ranks() -> None:
-    """Four rows of V3 on eight ranks, with the norm behind them: its launch takes as long as the measured one."""
+    """Four rows of V3 on eight ranks, followed by the norm: its launch takes the measured time."""
     rows, setting = meta(4, 7168), Setting(2048, SETTING.routing, H200)
     given = SimpleNamespace(
         x=rows, residual=rows, weight=meta(7168, dtype=torch.float32), out=rows, quantized=None, scales=None, RANKS=8
@@ -173,7 +173,7 @@ def test_time_of_a_launch() -> None:
 
 
 def test_streams_overlap_between_the_events_that_they_wait_for() -> None:
-    """A dispatch on stream 2 behind the first launch of stream 1; the last launch of stream 1 behind the dispatch."""
+    """A dispatch on stream 2 after the first launch of stream 1; the last launch of stream 1 after the dispatch."""
 
     def line(stream: int, tick: int, us: float, graph: bool = True, **behind: int) -> Line:
         gap = H200["graph_node_us" if graph else "eager_gap_us"]

@@ -1,4 +1,4 @@
-"""The formulas of the limits against numbers worked out by hand, and against limits measured elsewhere."""
+"""The formulas of the limits against numbers computed by hand, and against limits measured elsewhere."""
 
 import pytest
 
@@ -79,7 +79,8 @@ def test_grouped_query_model():
     ],
 )  # fmt: skip
 def test_limits_of_the_workloads_as_the_targets_were_taken(shape, name, published):
-    """The peers' fractions were taken of these limits, at 15 GB/s and 1500 GFLOP/s: ours must mean the same."""
+    """The peers' fractions are relative to these limits, at 15 GB/s and 1500 GFLOP/s: ours must have the same
+    definition."""
     limit = WORKLOADS[name].limit(ModelWork.from_config(SHAPES[shape]), MachineLimits(15e9, 1500e9))
     assert limit == pytest.approx(published, rel=0.01)
 

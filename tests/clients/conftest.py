@@ -1,4 +1,4 @@
-"""One server of the embedded model for each file, with an API key as clients expect one."""
+"""One server of the embedded model for each file, with an API key, which clients expect."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def url(tmp_path_factory: pytest.TempPathFactory, forked_processes: None) -> Ite
 
 @pytest.fixture(scope="module")
 def vectors_url(tmp_path_factory: pytest.TempPathFactory, forked_processes: None) -> Iterator[str]:
-    """The same of an embedding server."""
+    """Base URL of an embedding server."""
     with ServerProcess(tmp_path_factory.mktemp("vectors"), *COMMON, "--is-embedding") as server:
         yield server.url + "/v1"

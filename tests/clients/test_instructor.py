@@ -1,4 +1,4 @@
-"""instructor against the embedded model, in each of its modes that constrain the answer."""
+"""instructor against the embedded model, in each mode that constrains the answer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.clients.conftest import KEY
 instructor = pytest.importorskip("instructor", reason="needs instructor: pip install instructor")
 
 MODES = ("TOOLS", "JSON_SCHEMA", "RESPONSES_TOOLS")
-"""Without `JSON`, which enforces no type: the embedded model does not know this one. `PARALLEL_TOOLS` does not enforce
-a call."""
+"""Without `JSON`, which enforces no type: the embedded model was not trained on this type. `PARALLEL_TOOLS` does not
+enforce a call."""
 QUESTION: Any = [{"role": "user", "content": "Describe Paris as JSON."}]
 
 
 class Place(BaseModel):
-    """A place. Closed, so that the embedded model cannot add properties without end."""
+    """A place. Without additional properties, so that the embedded model cannot add properties without end."""
 
     model_config = ConfigDict(extra="forbid")
     kind: Literal["city", "river"]

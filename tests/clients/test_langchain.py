@@ -17,7 +17,7 @@ FRANCE = "What is the capital of France?"
 
 
 class Place(BaseModel):
-    """A place. Closed, so that the embedded model cannot add properties without end."""
+    """A place. Without additional properties, so that the embedded model cannot add properties without end."""
 
     model_config = ConfigDict(extra="forbid")
     kind: Literal["city", "river"]

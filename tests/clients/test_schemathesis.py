@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from our own /openapi.json, valid and invalid: no 5xx, answers as described.
+"""Requests that schemathesis generates from our /openapi.json, valid and invalid: no 5xx, responses as described.
 
 The test runs a few per endpoint. The long run, of about 20,000 requests:
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "4"))
 LEFT_OUT = "pause_generation|start_profile|dump_expert|init_weights_update_group"
-"""A pause ends all further answers; a trainer's group is waited for; the others write files."""
+"""A pause blocks all further answers; a trainer's group waits for the trainer; the others write files."""
 CHECKS = (
     "not_a_server_error,response_schema_conformance,content_type_conformance,status_code_conformance,"
     "unsupported_method,allow_header_conformance"

@@ -1,4 +1,5 @@
-"""Workspaces of attention backends: computed by them, counted by the ledger; unusable backends are refused early."""
+"""Workspaces of attention backends: computed by the backends, counted by the ledger; unusable backends are refused
+early."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ V3_WIDTHS = HeadWidths(128, 1, 192, 128, 512, 64)
 
 @pytest.fixture
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ResolvedConfig]:
-    """A launch on a Hopper with every library installed."""
+    """A launch on a Hopper GPU with every library installed."""
     monkeypatch.setattr(probe, "_found", lambda name: True)
 
     def make(config: dict[str, Any] = V3, capability: tuple[int, int] = (9, 0), **flags: Any) -> ResolvedConfig:
@@ -70,7 +71,8 @@ def test_no_workspace_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
 def test_a_draft_model_has_a_workspace_of_its_own(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, name: str
 ) -> None:
-    """Its backend is another instance, also for draft extends of many tokens a request; its steps are not captured."""
+    """The draft model's backend is another instance, also for draft extends of many tokens per request; its steps are
+    not captured."""
     monkeypatch.setattr(probe, "_found", lambda name: True)
     folder, drafter = model_dir(SMALL), model_dir({**LLAMA, "head_dim": width}, name="draft")
     args = EngineArgs.from_kwargs(
@@ -119,7 +121,7 @@ def test_sizes_by_hand() -> None:
     assert workspaces.triton(recorded) == 2 * 4 * 160 * 256 * 513
     prompt = dataclasses.replace(eager, expanded=1000)  # keys of 192 channels, values of 128, of 128 heads in bf16
     keys, values = 1000 * 128 * 192 * 2, 1000 * 128 * 128 * 2
-    both = keys + values + 96 * MIB  # and plans of parts
+    both = keys + values + 96 * MIB  # and plans of the parts
     for states, copies in (
         (workspaces.flashinfer, both), (workspaces.flashmla, both), (workspaces.fa3, keys), (workspaces.triton, 0),
     ):  # fmt: skip

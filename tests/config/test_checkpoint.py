@@ -1,4 +1,4 @@
-"""Checkpoints are found and their files checked before anything is loaded."""
+"""Checkpoints are found and their files checked before weights are loaded."""
 
 from __future__ import annotations
 

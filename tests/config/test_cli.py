@@ -81,7 +81,7 @@ def test_verdicts_of_doctor_cannot_be_misread(capsys):
 
 
 def test_plan_for_gpus_that_are_not_here(capsys, model_dir):
-    """Every decision is that of such a machine; the shown CUDA graph sizes are those captured."""
+    """Every decision is that of such a machine; the printed CUDA graph sizes are the captured ones."""
     flags = ["plan", "--model-path", str(model_dir(V3)), "--load-format", "dummy", "--tp", "8", "--attn-dp-size", "8"]
     flags += ["--moe-a2a-backend", "all_to_all", "--speculative-algorithm", "NEXTN"]
     code, out, _ = run(capsys, *flags, "--hardware", "8xH200", "--json", "--max-dispatch-tokens-per-rank", "100")

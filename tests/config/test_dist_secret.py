@@ -1,4 +1,4 @@
-"""The secret shared by nodes: its sources, refusals, and that it is never shown."""
+"""The secret shared by nodes: its sources, refusals, and its absence from all output."""
 
 from __future__ import annotations
 

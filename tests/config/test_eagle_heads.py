@@ -1,4 +1,4 @@
-"""EAGLE heads before a weight is read: which checkpoints are heads, and heads of other models."""
+"""EAGLE heads before a weight is read: detection of heads, and heads of other models."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_names_are_unique():
 
 
 def test_names_of_absent_flags_abbreviate_no_accepted_flag():
-    """The command line takes an abbreviation of an accepted flag first."""
+    """The command line prefers an abbreviation of an accepted flag."""
     assert not [(name, option) for name in REFUSED for option in ACCEPTED if option.startswith(name)]
 
 
@@ -237,7 +237,7 @@ def misspellings(draw: st.DrawFn) -> str:
         else:
             letters[place] = draw(st.sampled_from("abcdefghijklmnopqrstuvwxyz-"))
     word = "".join(letters)
-    assume(not "help".startswith(word))  # which prints the help
+    assume(not "help".startswith(word))  # such a word prints the help
     return "--" + word
 
 
@@ -254,7 +254,7 @@ def test_suggestions_are_accepted_flags(word):
 
 
 def _any_accepted(word: str, pattern: str) -> bool:
-    """An ambiguous abbreviation that matches only refused flags may name these."""
+    """An ambiguous abbreviation that matches only refused flags may name those flags."""
     return "match" not in pattern or any(option.startswith(word) for option in ACCEPTED)
 
 
@@ -340,7 +340,7 @@ def test_help_holds_every_field_and_hides_the_rest():
 
 
 ONE_VALUE = {"disaggregation_transfer_backend"}
-"""Flags of which only one value is accepted today: validation is their only reader."""
+"""Flags with only one accepted value today: only the validation reads them."""
 
 
 def test_no_flag_is_ignored():

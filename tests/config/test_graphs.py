@@ -75,7 +75,7 @@ def test_the_ledger_counts_the_graphs_of_drafts(on_gpu, mtp_layers: int, small: 
 
 
 def test_large_graphs_have_no_logits(on_gpu) -> None:
-    """Their LM head runs outside the graph, with the rows that the ledger counts."""
+    """The LM head of large graphs runs outside the graph, with the rows that the ledger counts."""
     model, graphs = on_gpu().model, GraphSettings((512,), (1, 4))
     all_rows, some = (graph_row(graphs, model, 2, 1, 512, rows)[0].num_bytes for rows in (2048, 512))
     assert all_rows - some == 1536 * model.vocab_size * 2 * (4 + 2)
@@ -129,7 +129,7 @@ def test_dispatchers_whose_host_waits(on_gpu) -> None:
 
 
 def test_attention_that_cannot_be_replayed(on_gpu) -> None:
-    """The reason is remarked, and no memory is reserved."""
+    """A note has the reason, and no memory is reserved."""
     config = on_gpu(enable_deterministic_inference=True)
     assert any("no CUDA graphs: --enable-deterministic-inference cuts contexts" in note for note in config.notes)
     assert config.flat()["cuda_graph_backend_decode"] == "disabled"

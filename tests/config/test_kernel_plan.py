@@ -1,4 +1,4 @@
-"""The kernel plan of a launch: the best row x page size that can be captured, chosen once."""
+"""The kernel plan of a launch: the best combination of row and page size that can be captured, chosen once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).parents[2]
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ResolvedConfig]:
-    """A launch on a H200 with some vendor libraries; Triton is installed everywhere."""
+    """A launch on an H200 with some vendor libraries; Triton is always installed."""
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(triton, "version", lambda: triton.OLDEST_WITH_BLACKWELL_MLA)
 
@@ -103,7 +103,7 @@ def test_no_other_plan_is_better(
     deterministic: bool,
     captured: bool,
 ) -> None:
-    """Against all rows x page sizes, one by one."""
+    """Compared with every combination of row and page size."""
     widths = HeadWidths(heads, 1, 192, 128, 512, 64) if attention_kind == "mla" else HeadWidths(heads, 8, 128, 128)
     need = Need("bfloat16", kv_dtype, attention_kind, 1, widths, deterministic)
     device = Device("cuda", "GPU", capability)
@@ -127,7 +127,7 @@ def test_no_other_plan_is_better(
 
 
 def test_the_launch_chooses_once(launch: Callable[..., ResolvedConfig]) -> None:
-    """Only the resolution plans kernels; the plan travels to the ranks with the configuration."""
+    """Only the resolution plans kernels; the ranks get the plan with the configuration."""
     users = [path for path in (PACKAGE / "moe_engine").rglob("*.py") if "plan_kernels(" in path.read_text()]
     assert [path.name for path in users if "kernels" not in path.parent.parts[-1:]] == ["resolve_kernels.py"]
     config = launch(*LIBRARIES)
@@ -141,7 +141,7 @@ def test_flashmla_gets_another_row_for_the_expanded_form(launch: Callable[..., R
 
 
 class Built:
-    """A row that is built."""
+    """A row that has been built."""
 
 
 def _plan(rows: list[Row], captured: bool) -> KernelPlan:
@@ -180,7 +180,7 @@ def test_a_row_that_cannot_be_captured_does_not_replace_one_of_a_captured_launch
 
 
 def test_tokens_travel_as_the_experts_read_them(launch: Callable[..., ResolvedConfig], monkeypatch) -> None:
-    """Bytes of a dispatched token: 7,168 and 56 scales, it were 14,336."""
+    """Bytes of a dispatched token: 7,168 and 56 scales instead of 14,336."""
     monkeypatch.setitem(V3, "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]})
     monkeypatch.setitem(V3, "num_hidden_layers", 12)  # fits unquantized too
     travels: dict[str, Any] = {"ep_size": 8, "enable_dp_attention": True, "dp_size": 8, "moe_a2a_backend": "all_to_all"}

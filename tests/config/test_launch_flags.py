@@ -1,4 +1,4 @@
-"""The flags of /server_info: all resolved, and passed again they resolve to the same configuration."""
+"""The flags of /server_info: all are resolved, and a launch with them resolves to the same configuration."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.examples import examples
 MODES = {
     "deepep_mode", "eplb_algorithm", "tokenizer_mode", "moe_dispatch_dtype", "model_impl", "fp8_gemm_runner_backend",
 }  # fmt: skip
-"""Flags whose ``auto`` is a mode of its own, or belongs to an unsupported feature."""
+"""Flags whose ``auto`` is a separate mode, or belongs to an unsupported feature."""
 CHOSEN_AGAIN = ("args", "decisions", "notes", "ledger", "machine")
-"""Fields of the configuration that also depend on how it was given."""
+"""Fields of the configuration that also depend on the form of the flags."""
 
 CHOICES: dict[str, list[Any]] = {
     "tp_size": [1, 2, 4, 8],
@@ -120,7 +120,7 @@ def flags_of(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settled(config: ResolvedConfig, name: str) -> Any:
-    """A field; of kernels and the dispatcher only the chosen rows, not whether they were named."""
+    """A field; for kernels and the dispatcher only the chosen rows, not whether a flag named them."""
     if name == "kernels":
         return config.page_size, [choice.row.name for choice in config.kernels.model.choices]
     value, dispatch = getattr(config, name), config.parallel.dispatch
@@ -164,7 +164,7 @@ def test_many_random_launches_are_accepted(folders):
 def test_every_flag_of_sglang_is_shown(resolved):
     dump = shown(resolved())
     fields = {info.name for part in PARTS.values() for info in fields_of(part)}
-    fields |= {"cuda_graph_max_bs", "cuda_graph_bs", "stream_output"}  # names that SGLang has changed
+    fields |= {"cuda_graph_max_bs", "cuda_graph_bs", "stream_output"}  # names changed by SGLang
     absent = absent_flags()
     assert fields | set(absent.flags) | set(absent.no_effect) | set(FACTS) - {"speculation"} == set(dump)
     assert SERVER_ARGS.keys() - dump.keys() == set()

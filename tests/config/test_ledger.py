@@ -143,7 +143,7 @@ def test_whole_prompts_need_room_for_a_whole_context(resolved):
     whole = resolved(SMALL, chunked_prefill_size=-1).ledger
     assert whole.rows[1].num_bytes > chunked.rows[1].num_bytes and "16384 tokens" in whole.rows[1].detail
     mixed = resolved(SMALL, enable_mixed_chunk=True).ledger
-    assert "2048 tokens" in mixed.rows[1].detail  # mixed decodes count against the chunk
+    assert "2048 tokens" in mixed.rows[1].detail  # mixed decodes count toward the chunk
 
 
 def test_gpu_limit_keeps_a_reserve(resolved):

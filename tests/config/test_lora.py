@@ -1,4 +1,4 @@
-"""Flags of LoRA adapters: what follows from them, what they exclude, and the memory of their slots."""
+"""Flags of LoRA adapters: derived values, excluded flags, and the memory of adapter slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and cores, a container's limits included."""
+"""Memory and cores, including a container's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remarks and errors name the flag as typed, its effect here and the fix."""
+"""Notes and errors name the flag as typed, its effect and the fix."""
 
 from __future__ import annotations
 

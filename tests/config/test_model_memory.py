@@ -1,4 +1,4 @@
-"""The memory of published models in docs/models.md is what the engine plans."""
+"""The memory of published models in docs/models.md equals the engine's plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.config.model_memory import rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
 TOLERANCE = 0.05
-"""Of KV tokens: small changes of the ledger need no new table."""
+"""Relative tolerance of KV tokens: small changes of the ledger need no new table."""
 
 
 def numbers(row: str) -> tuple[float, int, float]:

@@ -1,4 +1,4 @@
-"""Parallelism flags: sizes that fit resolve, others are refused with the flags and the sizes that fit."""
+"""Parallelism flags: valid sizes resolve, others are refused with the flags and the valid sizes."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ def test_weights_of_all_ranks_cover_the_model_and_replicas(resolved, flags) -> N
 
 
 def test_kv_of_a_rank(resolved) -> None:
-    """Every rank of a group has MLA's latent; KV heads are divided, and replicated if there are more ranks."""
+    """Every rank of a group has MLA's latent; KV heads are divided, or replicated if there are more ranks."""
     per_token = lambda config, **flags: resolved(config, **flags).ledger.bytes_per_token  # noqa: E731
     assert per_token(SMALL) == per_token(SMALL, tp=4) == per_token(SMALL, tp=4, attn_dp_size=2)
     alone = per_token(LLAMA)
@@ -399,7 +399,7 @@ def test_attention_groups_share_a_chunk_and_conservativeness_is_lower(resolved) 
 
 
 def test_dispatch_buffers_are_counted(resolved) -> None:
-    """Low-latency buffers of devices have room for all tokens at every expert; those of CPUs have exact sizes."""
+    """Low-latency buffers of devices hold all tokens at every expert; buffers of CPUs have exact sizes."""
 
     def buffers(kind: str, **flags: Any) -> int:
         config = resolved(on=machine(100, 141, "cuda") if kind == "cuda" else None, tp=4, **flags)
@@ -418,7 +418,7 @@ def test_dispatch_buffers_are_counted(resolved) -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_the_own_exchange_is_counted(resolved, dtype: str) -> None:
-    """What each further token of a rank takes: its regions in symmetric memory, and rows of every expert."""
+    """Memory of each further token of a rank: its regions in symmetric memory, and rows of every expert."""
 
     def counted(tokens: int) -> tuple[int, int]:
         config = resolved(

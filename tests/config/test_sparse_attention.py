@@ -1,4 +1,4 @@
-"""What sparse attention excludes is refused before a weight is read; the ledger has the index keys."""
+"""Flags that sparse attention excludes are refused before a weight is read; the ledger has the index keys."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ def test_tables_hold_tokens_too(resolved):
 
 
 def test_the_draft_extend_of_a_draft_model_is_counted(standalone, model_dir):
-    """It covers the prompts of several steps at once, up to 4,096 tokens, even if the model's steps are small."""
+    """A draft extend covers the prompts of several steps at once, up to 4,096 tokens, even if the model's steps are
+    small."""
     small, large = (
         rows_of(standalone(chunked_prefill_size=chunk, max_running_requests=8))["activations"].num_bytes
         for chunk in (16, 4096)
@@ -257,7 +258,8 @@ def test_the_draft_extend_of_a_draft_model_is_counted(standalone, model_dir):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_of_prompt_lookup(resolved, device):
-    """On the host an index of each text and scratch memory for one; on an accelerator a fixed number of positions."""
+    """On the host an index of each text and scratch memory for one text; on an accelerator a fixed number of
+    positions."""
     on = machine(60, 80, device)
     few, many = (
         rows_of(resolved(on=on, max_running_requests=running, context_length=2048, **NGRAM))["n-gram search"]

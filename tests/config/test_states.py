@@ -1,4 +1,4 @@
-"""Layers with a state for each request in the configuration: memory, the radix cache, and flags that they exclude."""
+"""Layers with a state for each request in the configuration: memory, the radix cache, and excluded flags."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_decodes_are_not_captured(with_states) -> None:
 
 
 def test_a_model_without_attention(with_states) -> None:
-    """Its KV slots are numbers without memory: as many as the requests can use."""
+    """KV slots are numbers without memory: as many as the requests can use."""
     group = dataclasses.replace(GROUP, layers=(0, 1, 2, 3))
     for device in ("cpu", "cuda"):
         config = with_states(group, device, max_running_requests=3)

@@ -78,7 +78,7 @@ MANY = {"chunked_prefill_size": 64, "max_running_requests": 64}
 
 
 def test_windows_have_a_share_of_the_memory_where_those_of_all_requests_do_not_fit(resolved) -> None:
-    """`--swa-full-tokens-ratio` with layers of both kinds; all of the memory if every layer has a window."""
+    """`--swa-full-tokens-ratio` with layers of both kinds; all memory if every layer has a window."""
     asked = resolved(ALTERNATING, **MANY, max_total_tokens=20_000, swa_full_tokens_ratio=0.5)
     assert asked.num_window_slots == 10_000 and asked.max_total_num_tokens == 20_000
     many = {"on": machine(3, 16, "cuda"), "chunked_prefill_size": 64, "max_running_requests": 8192}

@@ -1,4 +1,4 @@
-"""Files of deploy/: every flag is accepted, every metric exists, linters of the formats where they are installed."""
+"""Files of deploy/: every flag is accepted, every metric exists, linters of the formats pass if they are installed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_router(pod: dict[str, Any]) -> bool:
 
 
 def commands() -> dict[str, list[str]]:
-    """The arguments of `moe-engine serve`, by the place in which they stand."""
+    """The arguments of `moe-engine serve`, by their place in the file."""
     found = {}
     for name, service in documents(DEPLOY / "compose.yaml")[0]["services"].items():
         found[f"compose {name}"] = service["command"]
@@ -79,7 +79,7 @@ def test_flags_are_accepted(place: str):
 
 
 def test_commands_in_comments_build_the_files():
-    """Paths and build arguments."""
+    """Paths and build arguments exist."""
     docker = (DEPLOY / "Dockerfile").read_text()
     arguments = set(re.findall(r"^ARG (\w+)", docker, re.MULTILINE))
     assert set(re.findall(r"--build-arg (\w+)=", docker)) <= arguments
@@ -133,7 +133,7 @@ def test_the_router_accepts_its_flags_and_finds_the_servers():
 
 
 def test_ranks_of_a_worker_set_fill_its_nodes():
-    """Eight GPUs a pod, and a rank for each."""
+    """Eight GPUs per pod, and one rank per GPU."""
     (worker_set,) = (
         d for d in documents(DEPLOY / "kubernetes/leader-worker-set.yaml") if d["kind"] == "LeaderWorkerSet"
     )

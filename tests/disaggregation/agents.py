@@ -1,6 +1,6 @@
-"""The transfer threads of two servers in this process, with rows of their own and without engines.
+"""The transfer threads of two servers in this process, with separate rows and without engines.
 
-Every rank of a side has a thread and rows. The test is the scheduler: it gives commands and takes reports.
+Every rank of a side has a thread and rows. The test acts as the scheduler: it sends commands and receives reports.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass
 class Side:
-    """A link, and the reports that were taken from it."""
+    """A link, and the reports received from it."""
 
     link: TransferLink = field(default_factory=TransferLink)
     seen: list[tuple[Any, ...]] = field(default_factory=list)
@@ -77,7 +77,7 @@ def until(found: Callable[[], Any]) -> Any:
 
 
 def nothing_is_held(pair: AgentPair) -> None:
-    """Neither rooms nor slots."""
+    """No rooms and no slots are in use."""
     sender, receiver = pair.sender, pair.receiver
     until(lambda: all(room.over is not None for room in sender._rooms.values()) and not receiver._rooms)
     for consumer in sender._peers.values():
@@ -87,7 +87,7 @@ def nothing_is_held(pair: AgentPair) -> None:
 
 
 class AgentPair:
-    """One rank a side.
+    """One rank per side.
 
     Args:
         row: tensors, heads, bytes of a head.
@@ -129,7 +129,7 @@ class AgentPair:
         self.decode.link.command("want", room, "127.0.0.1", self.port, digest, begin, limit, after, places)
 
     def send_all(self, room: int, places: list[int], pieces: int) -> None:
-        """What `PrefillTier` does once the transfer was granted; `places` of the tokens from there on."""
+        """The actions of `PrefillTier` after a transfer was granted; `places` of the tokens from there on."""
         _, _, begin, limit, *_ = self.prefill.wait(room, "granted")
         cuts = sorted({begin, limit, *(random.randint(begin, limit) for _ in range(pieces - 1))})
         for first, end in pairwise(cuts):

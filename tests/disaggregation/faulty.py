@@ -18,10 +18,10 @@ from moe_engine.core.kv_transfer.transports.protocol import Block, Memory, Trans
 
 
 class FaultyTransport:
-    """Implements `Transport` within a process, with one-sided writes: to memory that the receiver has released, too.
+    """Implements `Transport` within a process, with one-sided writes, also to memory that the receiver has released.
 
-    A write fails when it begins, or after a while, with all, part or none of its bytes written; it is slow; it damages
-    a byte; or it is right.
+    A write fails at its start, or later, with all, part or none of its bytes written; or it is slow; or it damages a
+    byte; or it succeeds.
     """
 
     memories: ClassVar[dict[int, np.ndarray]] = {}
@@ -90,8 +90,8 @@ class FaultyWrite:
 
 
 class Cable:
-    """A port that forwards to another one of this machine. `cut` closes its connections, `stop` forwards nothing.
-    `on_bytes` is called with the bytes forwarded so far, behind each part."""
+    """A port that forwards to another port of this machine. `cut` closes its connections, `stop` stops forwarding.
+    `on_bytes` is called with the bytes forwarded so far, after each part."""
 
     def __init__(self, port: int) -> None:
         self.num_bytes = 0

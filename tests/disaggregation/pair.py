@@ -1,4 +1,4 @@
-"""A prefill and a decode server, and what the router does with a request: the same body to both."""
+"""A prefill and a decode server, and a router's requests: the same body to both."""
 
 from __future__ import annotations
 

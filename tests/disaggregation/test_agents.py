@@ -1,4 +1,4 @@
-"""The transfer threads of both sides over each transport: right bytes, ends, nothing in use afterwards."""
+"""The transfer threads of both sides over each transport: correct bytes, ends, no resources in use afterwards."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_ends_of_either_side_are_messages() -> None:
 
 
 def test_the_core_plans_at_once_what_a_report_changes() -> None:
-    """Reports are applied before the core's wait, which would last 0.2 s."""
+    """Reports are applied before the core's wait of 0.2 s."""
     woken, applied = [], []
     tier = SimpleNamespace(link=TransferLink(), exchange=lambda step: applied.append(tier.link.reports.popleft()))
     scheduler = SimpleNamespace(kv_cache=SimpleNamespace(step=3))

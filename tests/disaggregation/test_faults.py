@@ -1,5 +1,5 @@
-"""Random faults of the transport and of the connection: each transfer ends on both sides, with right bytes or none, and
-nothing stays in use."""
+"""Random faults of the transport and of the connection: each transfer ends on both sides, with correct bytes or none,
+and no resources stay in use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTransport
 
 
 class Round:
-    """Several transfers at once, of which each may be ended by its scheduler at any time, or lacks a half."""
+    """Several transfers at once; the scheduler may end each at any time, and one half may be missing."""
 
     def __init__(self, pair: AgentPair, first_room: int) -> None:
         self.pair, self.rooms = pair, range(first_room, first_room + ROOMS)
@@ -101,13 +101,13 @@ class Round:
         return count
 
     def _rank(self, steps: list[tuple[int, str]], index: int) -> float:
-        """Keeps the steps of a room in order, and mixes the rooms."""
+        """Keeps the steps of a room in order, and interleaves the rooms."""
         room = steps[index][0]
         before = sum(other == room for other, _ in steps[:index])
         return before + (room % ROOMS) / ROOMS
 
     def check(self) -> int:
-        """Every half that began has ended; what is filled is right. Returns the number of filled transfers."""
+        """Every started half has ended; filled transfers have correct bytes. Returns their number."""
         pair, filled = self.pair, 0
         assert not pair.prefill.link.broken + pair.decode.link.broken
         for room in self.rooms:
@@ -129,7 +129,7 @@ class Round:
 
 
 def play(made: list[FaultyTransport], limit: int) -> tuple[int, int]:
-    """Rounds until there were so many faults. (faults, filled transfers)"""
+    """Runs rounds until this number of faults. Returns (faults, filled transfers)."""
     cuts = filled = room = 0
     with AgentPair("faulty", PLACES, cabled=True) as pair:
         while cuts + sum(transport.num_faults for transport in made) < limit:

@@ -1,4 +1,4 @@
-"""Flags that do not go with --disaggregation-mode, and fields of requests, are refused by name."""
+"""Flags that cannot be combined with --disaggregation-mode, and fields of requests, are refused by name."""
 
 from __future__ import annotations
 

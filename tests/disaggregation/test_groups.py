@@ -1,4 +1,5 @@
-"""Servers with several ranks: which ranks exchange what, joined reports, bytes between groups of different sizes."""
+"""Servers with several ranks: the parts that ranks exchange, joined reports, bytes between groups of different
+sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_unequal_shares_are_refused(wrong: tuple[int, int, int]) -> None:
 
 
 class Rank:
-    """A rank of a prefill server: reports what its thread may report, in any order that the protocol allows."""
+    """A rank of a prefill server: sends the reports of its thread, in any order that the protocol allows."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.state, self.sent, self.staged, self.all_staged = limit, "meeting", 0, 0, False
@@ -74,7 +75,7 @@ class Rank:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(SIZES), st.sampled_from(SIZES), st.sampled_from([0, 2, 4]), st.booleans())
 def test_reports_of_a_prefill_group_are_joined(data: Any, p: int, d: int, heads: int, fails: bool) -> None:
-    """One end for the scheduler, behind everything else; places are free only when every rank has read them."""
+    """One end for the scheduler, after all other reports; places are free only after every rank has read them."""
     mine, peers, limit = layout(p, heads), layout(d, heads), 8
     joint = JointTransfers(mine, sends=True)
     ranks = {rank: Rank(limit) for rank in range(p)}
@@ -150,7 +151,7 @@ def bootstrap(server: Server) -> PrefillAgent:
 
 
 class Server:
-    """The threads of all ranks of one attention group, and their rows; `side` is its scheduler."""
+    """The threads of all ranks of one attention group, and their rows; `side` is the group's scheduler."""
 
     def __init__(
         self, stack: ExitStack, made: Layout, sends: bool, values: np.ndarray, tmp: str, port: int = 0

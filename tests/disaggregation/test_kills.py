@@ -1,7 +1,7 @@
 """Real servers: a process killed or stopped, or the connection cut, at every phase of a transfer.
 
-Every request has its answer, or one error, within its deadline; afterwards nothing is in use on the servers that are
-left, and the next request is transferred again where both are there.
+Every request gets its answer, or one error, within its deadline. Afterwards no resources are in use on the remaining
+servers, and the next request is transferred again if both servers run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trial:
         prefill = threading.Thread(target=self._prefill, args=(ids, rooms))
         decode.start()
         if phase == "bootstrap":
-            time.sleep(0.2)  # the decode server asks first
+            time.sleep(0.2)  # the decode server's request arrives first
         prefill.start()
         decode.join(DEADLINE)
         prefill.join(DEADLINE)
@@ -96,7 +96,7 @@ class Trial:
 
 
 def is_transferred(pair: Pair) -> bool:
-    """Whether a further request is computed on the prefill server."""
+    """True if a further request is computed on the prefill server."""
     got = pair.post("/generate", body(prompt())).json()
     assert len(got["output_ids"]) == NEW
     return got["meta_info"]["cached_tokens"] >= TOKENS - 2
@@ -136,7 +136,7 @@ def test_a_killed_server(victim: str, phase: str, tmp_path: Path) -> None:
         trial.run(phase, lambda: [process.kill() for process in doomed])  # type: ignore[func-returns-value]
         assert trial.fired
         if victim == "decode":
-            assert not trial.is_answered  # the client sees its connection end
+            assert not trial.is_answered  # the client's connection ends
             assert isinstance(trial.prefill, httpx.Response) and trial.prefill.status_code == 200
             is_free(pair.prefill)
         else:
@@ -165,14 +165,14 @@ def test_a_cut_connection_and_a_stopped_process(fault: str, tmp_path: Path) -> N
             assert isinstance(trial.prefill, httpx.Response) and trial.prefill.status_code == 200
             for server in (pair.prefill, pair.decode):
                 is_free(server)
-            assert is_transferred(pair) or is_transferred(pair), phase  # the first one may find the old connection
+            assert is_transferred(pair) or is_transferred(pair), phase  # the first request may use the old connection
     finally:
         cable.close()
         pair.__exit__()
 
 
 def stop(fault: str, pair: Pair, cable: Cable) -> None:
-    """For 14 s: longer than the silence after which a peer is lost."""
+    """For 14 s: longer than the silence limit of a peer."""
     seconds = 14.0
     if fault == "stopped cable":
         cable.stop()

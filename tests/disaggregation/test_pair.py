@@ -1,4 +1,4 @@
-"""Prefill and decode on two servers: tokens of one server; faults end in an answer."""
+"""Prefill and decode on two servers: the tokens of one server; requests are answered after faults."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_prompt_logprobs_and_streams(tmp_path: Path) -> None:
         assert len(meta["output_token_logprobs"]) == 12 and meta["cached_tokens"] >= 149
         rooms = pair.rooms()
         seen = httpx.post(pair.decode.url + "/generate", json=body(ids, stream=True) | rooms, timeout=60)
-        assert seen.text.rstrip().endswith("data: [DONE]")  # no prefill server has the room: computed here
+        assert seen.text.rstrip().endswith("data: [DONE]")  # no prefill server has the room
         refused = httpx.post(pair.decode.url + "/generate", json=body([ids, ids]) | pair.rooms(), timeout=60)
         assert refused.status_code == 400 and "bootstrap_room" in refused.text
         idle_and_free(pair)
 
 
 def test_a_lost_prefill_server_is_replaced_by_prefill_on_the_decode_server(tmp_path: Path) -> None:
-    """Not there, killed in the middle of a transfer, and stopped without a word: each request has its answer."""
+    """Absent, killed during a transfer, and stopped: each request gets its answer."""
     asked = prompts(4, 400)
     with Pair(tmp_path) as pair:
         expected = [pair.post("/generate", body(ids)).json()["output_ids"] for ids in asked[:1]]

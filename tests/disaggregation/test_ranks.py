@@ -1,4 +1,5 @@
-"""Servers with several ranks, of different sizes on both sides: tokens of one server, fetched, not computed."""
+"""Servers with several ranks, of different sizes on both sides: the tokens of one server, with KV transferred instead
+of computed."""
 
 from __future__ import annotations
 
@@ -74,6 +75,6 @@ def test_heads_are_divided_and_joined(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_drafts_continue_between_servers_of_two_sizes(tmp_path: Path) -> None:
-    """The KV of MTP layers travels too."""
+    """The KV of MTP layers is transferred too."""
     drafts = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
     check_pair(tmp_path, "tp2 to dp attention", *drafts, "--speculative-num-draft-tokens", "3")

@@ -1,4 +1,4 @@
-"""Two real servers over each transport: tokens of one server, fetched, not computed."""
+"""Two real servers over each transport: the tokens of one server, with KV transferred instead of computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each row of the transports against its protocol, between two of them in this process."""
+"""Each transport against the protocol, between two instances in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 1 << 14
 
 
 class Both:
-    """A transport that writes, and one whose memory it writes to; the control connection delivers at once."""
+    """A transport that writes, and the transport of the target memory; the control connection delivers at once."""
 
     def __init__(self, name: str) -> None:
         self.target: Transport = open_transport(name, "127.0.0.1", lambda peer, frames: None)
@@ -64,7 +64,7 @@ def test_blocks_arrive_and_nothing_else_changes(both: Both) -> None:
     wait(both.source.write(PEER, own, blocks))
     assert np.array_equal(memory.array, expected)
     own.array[:] = np.frombuffer(random.randbytes(SIZE), np.uint8)
-    wait(both.source.write(PEER, own, [(0, 0, SIZE)]))  # a second write, of all
+    wait(both.source.write(PEER, own, [(0, 0, SIZE)]))  # a second write, of all blocks
     assert np.array_equal(memory.array, own.array)
 
 
@@ -90,7 +90,7 @@ def test_unknown_peers_and_descriptions_are_refused(both: Both) -> None:
 
 
 def test_a_peer_that_connects_again_has_new_memory(both: Both) -> None:
-    """And what is written to the old one does not reach it."""
+    """Writes to the old memory do not reach it."""
     own = both.source.register(SIZE)
     own.array[:] = 7
     old = both.target.register(SIZE)
@@ -113,7 +113,7 @@ def test_shared_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
     first, second = both.target.register(SIZE), both.target.register(SIZE)
     assert len(list(tmp_path.iterdir())) == 2
     both.source.open(PEER, first.description)
-    assert len(list(tmp_path.iterdir())) == 1  # the name is gone when it was opened
+    assert len(list(tmp_path.iterdir())) == 1  # the name is removed once opened
     with pytest.raises(TransportError, match="use tcp"):
         both.source.open(PEER, first.description)
     both.target.release(second)
@@ -121,7 +121,7 @@ def test_shared_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
     third = both.target.register(SIZE)
     both.close()
     assert third.array.nbytes == SIZE and not list(tmp_path.iterdir())
-    own = both.source.register(SIZE, is_target=False)  # of a sender, whose process may be killed
+    own = both.source.register(SIZE, is_target=False)  # of a sender whose process may be killed
     assert own.array.nbytes == SIZE and not list(tmp_path.iterdir())
     both.source.release(own)
     name, inode, size = wire.decode(third.description)

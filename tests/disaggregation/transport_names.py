@@ -1,4 +1,4 @@
-"""The transports that run here: those of libraries only where they load."""
+"""The available transports: those of libraries only if the library loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_engine.core.kv_transfer.transports.table import TRANSPORTS, open_transp
 
 @cache
 def why_absent(name: str) -> str:
-    """Empty if the transport starts here."""
+    """The reason why a transport cannot start; empty if it can."""
     try:
         open_transport(name, "127.0.0.1", lambda peer, frames: None).close()
     except TransportError as error:

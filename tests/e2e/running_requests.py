@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tests.e2e.server_process import ServerProcess
 
-LENGTH = 2000  # a second or more of a tiny model: all are running before the first one ends
+LENGTH = 2000  # a second or more of a tiny model: all requests run before the first one ends
 LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 

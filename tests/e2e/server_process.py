@@ -1,4 +1,4 @@
-"""A real server, started as a user starts it, on a free port of this machine."""
+"""A real server in its own process, on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_SECONDS = 90
 
 
 def start_server(log_path: Path, *arguments: str) -> subprocess.Popen[bytes] | ForkedProcess:
-    """``moe-engine serve``, forked with the fixture `forked_processes`, else an interpreter."""
+    """Starts ``moe-engine serve``: forked with the fixture `forked_processes`, else as a new interpreter."""
     start = child.start_interpreter
     with open(log_path, "wb") as log:
         if isinstance(start, Starter):
@@ -31,9 +31,9 @@ def start_server(log_path: Path, *arguments: str) -> subprocess.Popen[bytes] | F
 
 
 class ServerProcess:
-    """``python -m moe_engine.launch_server`` with its output in a file; leaves no process behind.
+    """``python -m moe_engine.launch_server`` with its output in a file; its processes end with it.
 
-    With the fixture `forked_processes` it is forked from a server that has imported what it needs."""
+    With the fixture `forked_processes` it is forked from a server that has imported its modules."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.port = free_port()
@@ -58,7 +58,7 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         for process in self.children():
-            with suppress(psutil.NoSuchProcess):  # some end with their parent
+            with suppress(psutil.NoSuchProcess):  # some processes end with their parent
                 process.kill()
         self.process.kill()
         self.process.wait()
@@ -75,7 +75,7 @@ class ServerProcess:
         return core
 
     def terminate(self, timeout: float = 60) -> int:
-        """SIGTERM; the exit code."""
+        """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
@@ -87,7 +87,7 @@ class ServerProcess:
             return client.get("/server_info").json()["internal_states"][0]
 
     def wait_idle(self, seconds: float = 20) -> dict:
-        """The scheduler's state once it is idle."""
+        """Waits until the scheduler is idle; returns its state."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             state = self.state()

@@ -1,4 +1,4 @@
-"""The doctor on the log of a real server that provokes a rule, and on the server after its advice was followed."""
+"""The doctor on the log of a real server that triggers a rule, and on the server after the recommended change."""
 
 from __future__ import annotations
 

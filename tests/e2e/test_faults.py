@@ -32,7 +32,7 @@ def test_killed_core_is_named_to_all_clients(checkpoint: Path, tmp_path: Path) -
         assert [a.status_code for a in answers] == [503] * 3  # type: ignore[attr-defined]
         expected = f"engine core (pid {core.pid}) was killed by SIGKILL"
         assert all(expected in a.text for a in answers)  # type: ignore[attr-defined]
-        assert server.process.wait(60) == 1  # so that a supervisor starts it anew
+        assert server.process.wait(60) == 1  # so that a supervisor restarts it
         assert expected in server.log
 
 
@@ -47,7 +47,7 @@ def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: 
         def is_sick() -> bool:
             try:
                 response = client.get("/health")
-            except httpx.TransportError:  # it reports the error for a second or two, then exits
+            except httpx.TransportError:  # the server reports the error for a second or two, then exits
                 return server.process.poll() is not None
             errors.extend([response.text] if response.status_code == 503 else [])
             return bool(errors)

@@ -51,7 +51,7 @@ def expected() -> dict[str, Any]:
 
 
 PARTS = ("one rank, chain", "dp2, chain")
-"""Forms whose ranks, groups and drafts are also those of others."""
+"""Forms whose ranks, groups and drafts also occur in other forms."""
 
 
 @pytest.fixture(

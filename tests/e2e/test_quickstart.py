@@ -1,4 +1,4 @@
-"""What the README promises: the embedded model, served as a newcomer serves it, asked with the official client."""
+"""The README's quick start: the embedded model with default flags, and requests of the official client."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_capital_of_france(client: openai.OpenAI) -> None:
 
 
 def test_the_curl_line(server: ServerProcess) -> None:
-    """As the server prints it, with the key put in."""
+    """The printed command, with the key inserted."""
     line = next(line for line in server.log.splitlines() if line.strip().startswith("curl"))
     found = subprocess.run(line, shell=True, env={"API_KEY": KEY, "PATH": "/usr/bin:/bin"}, capture_output=True)
     assert found.returncode == 0, found.stderr

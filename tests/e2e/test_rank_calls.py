@@ -41,7 +41,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """In block FP8; the folders with `-plain` have the dequantized weights, for the expected tokens."""
+    """Checkpoints in block FP8; the folders with `-plain` have the dequantized weights, for the expected tokens."""
     folder = tmp_path_factory.mktemp("rank-calls")
     for seed, name in enumerate(("old", "new")):
         path = agreeing_checkpoint("deepseek_v3", folder / name, 60 + seed, num_mtp_layers=1)
@@ -75,7 +75,7 @@ def expected(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 class Clients:
-    """Stream until the end of the block; `answers` has what they got."""
+    """Clients that stream until the end of the block; `answers` are their answers."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server, self._ending = server, threading.Event()

@@ -1,4 +1,4 @@
-"""How a server ends that is refused, gets SIGTERM or loses its front end: interpreters, as a user starts them."""
+"""The end of a server whose launch is refused, that gets SIGTERM or loses its front end; in separate interpreters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculation as a user sees it: `meta_info`, /server_info, /metrics, and the log line."""
+"""Speculation in `meta_info`, /server_info, /metrics, and the log line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def answers(server: ServerProcess) -> list[dict]:
-    """Of /generate, all at once, greedy and to the end."""
+    """Answers of /generate, all at once, greedy and complete."""
     with server.client() as client:
         body = {"text": QUESTIONS, "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
         return client.post("/generate", json=body).raise_for_status().json()

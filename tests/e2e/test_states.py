@@ -1,5 +1,5 @@
 """A model from outside the engine over HTTP: an installed package adds an architecture whose layers have a state for
-each request. Two replicas, more requests than rows, clients that leave."""
+each request. Two replicas, more requests than rows, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Installs the package: its entry point is found by the command and by the processes that it starts."""
+    """Installs the package: the command and its processes find the entry point."""
     installed = tmp_path_factory.mktemp("packages")
     package = installed / "ema-1.0.dist-info"
     package.mkdir()
@@ -50,7 +50,7 @@ def test_answers_of_two_replicas_equal_a_recomputation(checkpoint: Path, tmp_pat
                 body = {"input_ids": prompts[i], "sampling_params": sampling, "return_logprob": True}
                 if i % 4:
                     return client.post("/generate", json=body).json()
-                with client.stream("POST", "/generate", json={**body, "stream": True}) as answer:  # leaves early
+                with client.stream("POST", "/generate", json={**body, "stream": True}) as answer:  # disconnects early
                     return next(answer.iter_lines())
 
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""Storage below the host-RAM tier through HTTP: a restarted server finds its pages, on one rank and on several."""
+"""Storage below the host-RAM tier through HTTP: a restarted server reuses its pages, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRA = '{"prefetch_threshold": 16}'
 
 
 def written(folder: Path, atleast: int) -> int:
-    """Waits until the servers have written so many pages."""
+    """Waits until the servers have written `number` pages."""
     deadline = time.monotonic() + 30
     while (count := len(list(folder.rglob("*.kvpage")))) < atleast:
         assert time.monotonic() < deadline, count
@@ -52,7 +52,7 @@ def test_a_restarted_server_finds_its_storage(form: str, tmp_path: Path) -> None
 
 def check_clearing(client: httpx.Client, text: list[int], folder: Path) -> None:
     again = answer(client, text)["meta_info"]["cached_tokens_details"]
-    assert again["device"] + again["storage"] == 112  # another group may have to read it
+    assert again["device"] + again["storage"] == 112  # another group may have to load it
     assert "cleared" in client.post("/clear_hicache_storage_backend").raise_for_status().text
     assert not list(folder.rglob("*.kvpage"))
     flush(client)

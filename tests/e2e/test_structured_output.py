@@ -1,4 +1,5 @@
-"""Structured output through HTTP and the official client, on one rank and on several, with drafts, beside others."""
+"""Structured output through HTTP and the official client, on one rank and on several, with drafts, beside free
+requests."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_refusals(client: openai.OpenAI, fields: dict[str, Any], words: str) -> 
 
 
 def test_clients_that_leave_and_a_heavy_grammar(server: ServerProcess, client: openai.OpenAI) -> None:
-    """Nothing stays behind, and the grammar of one request stops no other."""
+    """No request remains, and the grammar of one request blocks no other."""
     enum = {"enum": [f"{i:x}-{i * 7919:x}" for i in range(20000)]}
     with server.client() as http, ThreadPoolExecutor(6) as pool:
         heavy = pool.submit(generate, http, "x", {"json_schema": enum, "max_new_tokens": 20})

@@ -1,4 +1,4 @@
-"""A core behind a real `CoreClient`, played by the test: a token a step for each request, endings a step late."""
+"""A fake core behind a real `CoreClient`: one token per step for each request, endings one step late."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STOP = " stop"
 
 
 def words_of(prompt: list[int]) -> str:
-    """What the core answers to a prompt: the prompt's number, a stop string, and more."""
+    """The core's answer to a prompt: the prompt's number, a stop string, and further text."""
     return f"This is request {prompt[0]}.{STOP} It goes on."
 
 
 class DelayedCore:
-    """Answers every request with the tokens of `words_of(prompt)`, one a step, over and over.
+    """Answers every request with the tokens of `words_of(prompt)`, one per step, repeatedly.
 
-    As a core with a step in flight, it ends an aborted request with the step after: that step's tokens still come.
+    Like a core with a step in flight, it ends an aborted request after the next step, whose tokens are still sent.
     """
 
     def __init__(self, core: FakeCore, groups: int = 1) -> None:

@@ -58,7 +58,8 @@ class Answer:
 
 
 class ScriptedPort:
-    """A `CoreTransport`: hands out messages by turn, gathers the answers, ends the loop when all have ended."""
+    """A `CoreTransport`: delivers messages by turn, collects the answers, ends the loop when all requests have
+    ended."""
 
     def __init__(self, script: list[Scripted]) -> None:
         self._script = script
@@ -68,7 +69,7 @@ class ScriptedPort:
 
     def receive(self, timeout: float) -> list[messages.Message]:
         self._turn += 1
-        if timeout and len(self._sent) < len(self._script):  # idle: bring the next arrival forward
+        if timeout and len(self._sent) < len(self._script):  # idle: the next arrival is delivered now
             self._turn = max(self._turn, min(i.arrives for i in self._script if i.rid not in self._sent))
         out: list[messages.Message] = []
         for item in self._script:
@@ -82,14 +83,14 @@ class ScriptedPort:
         return out
 
     def wake(self) -> None:
-        """`receive` never waits."""
+        """No effect: `receive` never waits."""
 
     def send(self, message: messages.Message) -> None:
-        message = messages.decode_from_core(messages.encode(message))  # as it would arrive
+        message = messages.decode_from_core(messages.encode(message))  # as received from a socket
         assert isinstance(message, messages.StepOutput)
         for delta in message.deltas:
             answer = self.answers[delta.rid]
-            assert answer.finish is None, f"{delta.rid} got something after its end"
+            assert answer.finish is None, f"{delta.rid} got an output after its end"
             answer.token_ids += delta.token_ids
             answer.logprobs += unpack(delta.logprobs)
             answer.prompt_logprobs += unpack(delta.prompt_logprobs)
@@ -113,11 +114,11 @@ def add_request(item: Scripted) -> messages.AddRequest:
 
 
 class InProcessEngine:
-    """A loaded model whose scheduler is made anew for each run, with other limits and switches.
+    """A loaded model with a new scheduler for each run, with other limits and switches.
 
     Args:
         path: checkpoint directory.
-        flags: as of the server; they fix what the worker allocates. One thread computes unless they say otherwise.
+        flags: server flags, which determine the worker's allocations. One thread computes by default.
     """
 
     def __init__(self, path: Path | str, status: Path, **flags: Any) -> None:
@@ -134,7 +135,8 @@ class InProcessEngine:
         clock: Callable[[], float] = time.monotonic,
         **scheduling: Any,
     ) -> dict[str, Answer]:
-        """Runs a script to its end. `clock`: of the scheduler. `scheduling` replaces fields of the SchedulerConfig."""
+        """Runs a script to its end. `clock`: the scheduler's clock. `scheduling` replaces fields of the
+        SchedulerConfig."""
         config = dataclasses.replace(scheduler_config(self.config), **scheduling)
         self.scheduler = Scheduler(config, clock)
         port = ScriptedPort(script)

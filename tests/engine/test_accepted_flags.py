@@ -1,6 +1,6 @@
-"""Flags drawn at random: a combination is refused at launch, or it serves the tokens of a plain launch.
+"""Random flags: a combination is refused at launch, or gives the tokens of a default launch.
 
-The draw is fresh in each run (`MOE_TEST_SEED` repeats it). Flags that change tokens by design are left out.
+Each run has new flags (`MOE_TEST_SEED` repeats them). Flags that change tokens by design are omitted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_accepted_flags_serve_the_tokens_of_a_plain_launch(checkpoint: Path, tmp
             answers = serve(checkpoint, tmp_path / f"board{served + refused}", requests, **flags)
         except ConfigError as error:
             refused += 1
-            assert "--" in str(error), (flags, error)  # names a flag
+            assert "--" in str(error), (flags, error)  # the message names a flag
             assert refused < 30 * NUM_DRAWS
             continue
         served += 1

@@ -1,5 +1,5 @@
 """The cache tensors that each model family declares (keys and values, latents, index keys, drafts' layers, eight bits)
-survive host tier and storage tier, bit for bit: device, host, file, and the host and device of another engine."""
+keep every bit in the host tier and the storage tier: device, host, file, and the host and device of another engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 def config_of(kind: str, folder: Path) -> ModelConfig:
-    """Of the family's tiny checkpoint; no weights are written."""
+    """The config of the family's tiny checkpoint; no weights are written."""
     fields = hub_fields(kind) | {"architectures": [f"{_FAMILY[kind][0]}ForCausalLM"], "model_type": kind}
     if kind == "deepseek_v2_lite":
         fields["model_type"] = "deepseek_v2"
@@ -33,7 +33,7 @@ def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> N
     config = config_of(kind, tmp_path)
     assert set(FORMATS) <= STORED.keys()
     for number, kv_dtype in enumerate(FORMATS):
-        mtp = number % 2  # a draft layer behind the model's own
+        mtp = number % 2  # a draft layer after the model's layers
         spec = kv_spec(config, kv_dtype, mtp)
         pool = KVPool(spec, 24, 4, DeviceStream("cpu"))
         layers = config.num_layers - len(config.state_layers) + mtp
@@ -44,7 +44,7 @@ def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> N
 
 
 def test_families_declare_different_tensors(tmp_path: Path) -> None:
-    """The cases above have one tensor a layer, keys beside values, a latent with an index key in some layers."""
+    """The cases above have one tensor per layer, keys and values, a latent with an index key in some layers."""
     schemas = {}
     for kind in ("deepseek_v3", "qwen3", "deepseek_v32"):
         pool = KVPool(kv_spec(config_of(kind, tmp_path), "bfloat16"), 4, 4, DeviceStream("cpu"))

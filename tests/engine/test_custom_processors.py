@@ -1,4 +1,5 @@
-"""Custom logit processors in an engine: every draft position sees its own tokens, and an error ends its own request."""
+"""Custom logit processors in an engine: every draft position gets its own tokens, and an error ends only its
+request."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 class Counting(CustomLogitProcessor):
-    """Allows the tokens below `limit` that the sum of all tokens before does not forbid."""
+    """Allows the tokens below `limit` except those that the sum of all earlier tokens forbids."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         assert custom_param_list is not None and len(custom_param_list) == len(logits)
@@ -54,7 +55,7 @@ def forbidden(prompt: list[int], outputs: list[int]) -> int:
 
 @pytest.fixture(autouse=True)
 def plain_pickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Classes of importable modules, which pickle and dill write alike."""
+    """Classes of importable modules, for which pickle and dill write the same bytes."""
     monkeypatch.setattr(custom_logit_processor, "_dill", lambda: pickle)
     load.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""EAGLE heads draft as an independent float64 reference does, and never change an answer."""
+"""EAGLE heads give the drafts of an independent float64 reference, and never change an answer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(
 ) -> None:
     pair = pairs(name)
     plain, _ = run(pair, tmp_path / "plain", script(pair), drafts=False)
-    # without a step in flight it is known which steps are the last
+    # without a step in flight the last steps are known
     drafted, engine = run(pair, tmp_path / "drafted", script(pair), overlap=False, **CHAIN)
     assert drafted == plain
     proposed, accepted = [0] * DEPTH, [0] * DEPTH
@@ -107,7 +107,7 @@ def test_answers_are_those_without_drafts(trained: Pair, tmp_path: Path, way: st
 
 
 def test_a_cached_prefix_has_the_heads_keys_and_values(trained: Pair, tmp_path: Path) -> None:
-    """A request behind an equal one reads the head's KV from the radix cache, and has as many drafts accepted."""
+    """A repeated request reads the head's KV from the radix cache, and has the same number of accepted drafts."""
     prompt = trained.prompts[-1] * 2
     items = [Scripted(f"r{i}", prompt, 20, arrives=200 * i, seed=1, logprob=True) for i in range(2)]
     answers: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(trained: Pair, tmp_path: 
 
 
 def test_the_host_tier_keeps_the_heads_keys_and_values(trained: Pair, tmp_path: Path) -> None:
-    """A prompt whose KV was evicted and loaded again has as many drafts accepted as one that is computed again."""
+    """A prompt whose KV was evicted and loaded again has the same number of accepted drafts as a recomputed one."""
     prompt = trained.prompts[-1] * 2
     fillers = [[token % 250 for token in range(7 * i, 7 * i + 70)] for i in range(1, 4)]
     sampling = {"temperature": 0.0, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Vectors and scores of pooled models equal those of transformers, however a prompt is computed."""
+"""Vectors and scores of pooled models equal those of transformers, for any computation of a prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ("llama", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Of different lengths; the last two share a prefix of three chunks."""
+    """Prompts of different lengths; the last two share a prefix of three chunks."""
     found = [[random.randrange(250) for _ in range(length)] for length in LENGTHS]
     return [*found, found[-1][:50] + [random.randrange(250) for _ in range(9)]]
 
@@ -144,7 +144,7 @@ def test_pooling_of_sentence_transformers_files(
     reduce = {"mean_tokens": lambda s: s.mean(0), "cls_token": lambda s: s[0], "lasttoken": lambda s: s[-1]}[mode]
     want = torch.stack([reduce(states(path, prompt)) for prompt in prompts])
     with Engine(model_path=str(path), **FLAGS) as engine:
-        for _ in range(2):  # the second time with a cached prefix, if there is any
+        for _ in range(2):  # the second time with a cached prefix, if possible
             assert_close(vectors(engine, prompts), F.normalize(want, dim=-1) if normalizes else want)
         cut = want[:, :24]
         assert_close(vectors(engine, prompts, dimensions=24), F.normalize(cut, dim=-1) if normalizes else cut)

@@ -1,4 +1,5 @@
-"""An MTP layer exported on its own (SGLang's NextN checkpoints) drafts as the checkpoint's own layer does."""
+"""An MTP layer in its own checkpoint (SGLang's NextN checkpoints) gives the drafts of the layer in the model's
+checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A real worker whose steps fail for some requests: these end with 500, and all others bring the tokens they bring
-without them, with the same log-probabilities, for any change that a failed step made to the worker before it raised."""
+"""A real worker whose steps fail for some requests: these end with 500, and all others get unchanged tokens and
+log-probabilities, for any change that a failed step made to the worker before it raised."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 class Poisoned:
-    """Stands before a runner's `_launch`. Steps raise that compute a position of a poisoned request; every second one
-    after it has run, when rows, KV and sampling have changed."""
+    """Wraps a runner's `_launch`. Steps that compute a position of a poisoned request raise; every second one after its
+    execution, when rows, KV and sampling have changed."""
 
     def __init__(self, runner: Any) -> None:
         self._launch, self._history = runner._launch, runner.rows.history
@@ -117,7 +117,7 @@ def test_other_requests_keep_their_tokens_after_a_failed_step(
     expected = engine.run(script, overlap=overlap)
     poison = Poisoned(engine.worker.runner)
     monkeypatch.setattr(engine.worker.runner, "_launch", poison)
-    for item in rng.sample(script, 3):  # drafts reach beyond the end, so that a position there may count or not
+    for item in rng.sample(script, 3):  # drafts extend beyond the end, so a position there may count or not
         prompt, last = len(item.prompt_ids), len(item.prompt_ids) + item.max_new_tokens - 2
         poison.positions[item.rid] = rng.choice([prompt - 1, min(prompt, last), rng.randint(prompt - 1, last)])
     found = engine.run(script, overlap=overlap)
@@ -144,7 +144,7 @@ def _numbers(entries: list[Any]) -> list[float]:
 
 
 class Broken:
-    """A worker none of whose steps works."""
+    """A worker whose steps all fail."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -166,7 +166,7 @@ def test_broken_device_stops_the_engine(engine: InProcessEngine, monkeypatch: py
 
 
 def test_a_plan_that_is_too_large_never_reaches_the_worker(engine: InProcessEngine, tmp_path: Path) -> None:
-    """It is refused before any rank begins it, and treated as a step that failed."""
+    """The plan is refused before any rank starts it, and treated as a failed step."""
     script = [Scripted(f"r{i}", [1 + i] * 40, 4, sampling={"temperature": 0.0}) for i in range(4)]
     expected = engine.run(script)
     port, seen = ScriptedPort(script), []

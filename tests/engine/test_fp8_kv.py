@@ -1,4 +1,5 @@
-"""The whole engine over an FP8 KV cache: the embedded model still answers, rows are smaller, invariance holds."""
+"""The whole engine with an FP8 KV cache: the embedded model's answers are correct, rows are smaller, invariance
+holds."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def _script(rng: random.Random) -> list[Scripted]:
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
-    """Bit for bit, in float32 with one form of attention: another last bit before a row is rounded to eight bits may be
-    another eighth bit after it."""
+    """Bit for bit, in float32 with one form of attention: a different last bit may change the rounding of a row to
+    eight bits."""
     seed = random.randrange(2**31)
     script = _script(random.Random(seed))
     flags = {

@@ -35,7 +35,7 @@ def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
 @given(st.lists(st.one_of(st.none(), st.lists(st.binary(max_size=40), min_size=1, max_size=4)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_valid_messages_pass_among_arbitrary_frames(script: list[list[bytes] | None]) -> None:
-    """None in the script is a true message."""
+    """None in the script is a valid message."""
     reader: FrameReader[messages.ToCore] = FrameReader("test", messages.decode_to_core)
     right = 0
     for item in script:
@@ -45,7 +45,7 @@ def test_valid_messages_pass_among_arbitrary_frames(script: list[list[bytes] | N
             right += 1
         elif len(item) != 1:
             assert message is None
-        else:  # random bytes may decode; if so they are a message
+        else:  # random bytes that can be decoded are a message
             assert message is None or isinstance(message, msgspec.Struct)
     assert right == script.count(None)
 
@@ -94,13 +94,13 @@ def test_warnings_are_rate_limited_and_contain_the_count(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = logging.getLogger("moe_engine")
-    monkeypatch.setattr(logger, "propagate", True)  # as other tests left it
+    monkeypatch.setattr(logger, "propagate", True)  # as set by other tests
     monkeypatch.setattr(logger, "handlers", [])
     now = 0.0
     reader = FrameReader("the reader of this test", messages.decode_to_core, lambda: now)
 
     def warnings() -> list[str]:
-        """Without those of readers that other tests left."""
+        """Warnings without those of readers of other tests."""
         return [text for text in caplog.messages if text.startswith("the reader of this test")]
 
     with caplog.at_level(logging.WARNING, "moe_engine"):

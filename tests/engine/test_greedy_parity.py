@@ -1,7 +1,7 @@
 """Greedy tokens of the whole engine equal transformers': 64 prompts of mixed lengths, 64 tokens each, in float32.
 
-Each answer is checked by one forward pass of transformers over prompt and answer: if its best token at every position
-is the engine's next one, its own greedy decoding would have written the same.
+Each answer is checked by one forward pass of transformers over prompt and answer: if the best token at every position
+is the engine's next token, greedy decoding by transformers gives the same answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.models.routing import num_clearly_routed
 NUM_PROMPTS = 64
 NUM_TOKENS = 64
 TIE = 1e-5
-"""Two best logits closer than this (relative) are a tie: either is right."""
+"""Two best logits closer than this (relative) are a tie: both tokens are correct."""
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "qwen2", "qwen3"])
@@ -59,7 +59,7 @@ def check_greedy(model: torch.nn.Module, prompt: list[int], tokens: list[int], w
         if token != int(best[position]):
             gap = float(logits[position].max() - logits[position, token])
             scale = float(logits[position].abs().max())
-            if gap > TIE * scale:  # else right as well; nor does a token count behind a tie of experts
+            if gap > TIE * scale:  # otherwise both are correct; tokens after a tie of experts do not count either
                 routed = num_clearly_routed(model, prompt + tokens[:-1]) - len(prompt) + 1
                 assert position >= routed, f"{where}: token {position} is {token}, not {int(best[position])}"
                 return

@@ -1,4 +1,4 @@
-"""The host-RAM tier with real kernels: sessions whose prefixes were evicted get the tokens of an engine without it."""
+"""The host-RAM tier with real kernels: sessions with evicted prefixes get the tokens of an engine without the tier."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The same tokens, bit for bit in float32, for any other requests and any division into steps.
 
-The reference is each request alone, prompt in one piece, without prefix cache or overlap. Log-probabilities are
+The reference runs each request alone, its prompt in one chunk, without prefix cache and overlap. Log-probabilities are
 compared bit for bit where one form of attention serves all phases (`--enable-deterministic-inference`).
 """
 
@@ -125,8 +125,8 @@ def test_outputs_do_not_depend_on_the_batch(
 
 @pytest.mark.parametrize("row", ["auto", "torch"])
 def test_tokens_with_both_forms_of_attention(tmp_path: Path, row: str) -> None:
-    """As launched by default, or without a compiler: prompts expanded, decodes absorbed. Rounding differs, tokens do
-    not."""
+    """With the default launch, or without a compiler: prompts expanded, decodes absorbed. Rounding differs, tokens are
+    equal."""
     rng = random.Random(19)
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=19)
     flags = {"dtype": "float32", "max_total_tokens": 1024, "max_running_requests": 16}
@@ -145,7 +145,7 @@ def test_tokens_with_both_forms_of_attention(tmp_path: Path, row: str) -> None:
 
 
 def test_retraction_changes_nothing(engine: InProcessEngine) -> None:
-    """A pool so small that running requests must step back, and do."""
+    """A pool so small that running requests are retracted."""
     rng = random.Random(7)
     script = [
         Scripted(f"r{i}-", [rng.randrange(VOCAB) for _ in range(20)], 40, sampling={"temperature": 0.0}, logprob=True)

@@ -1,4 +1,4 @@
-"""Jump-forward: the tokens are those without it, and forced tokens take no steps of their own."""
+"""Jump-forward: the tokens are those without jump-forward, and forced tokens need no separate steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grammars(engine: InProcessEngine, tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def compiled(grammars: GrammarCompiler, script: list[Scripted]) -> list[Scripted]:
-    """The script, whose grammars are ready: the turns of a run, which never wait, would starve the compilation."""
+    """The script, with compiled grammars: the turns of a run never wait and would starve the compilation."""
     for item in script:
         if item.resolved:
             grammars.get(Constraint(**item.resolved["constraint"])).exception()
@@ -100,13 +100,13 @@ def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, o
             assert (answer.token_ids, answer.finish) == (same.token_ids, same.finish), rid
             assert len(answer.logprobs) == len(same.logprobs)
     aborted = [*script, *(constrained(f"a{i}", "regex", FIXED, max_new_tokens=90, aborted_at=20 + i) for i in range(6))]
-    engine.run(aborted, overlap=overlap, grammars=grammars)  # which checks the pool
+    engine.run(aborted, overlap=overlap, grammars=grammars)  # the run checks the pool
 
 
 def test_failed_steps_with_jumps(
     engine: InProcessEngine, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that raise at a forced token: its request ends with 500, the others bring the tokens they bring alone."""
+    """Steps that raise at a forced token: its request ends with 500, the others get the tokens of a run without it."""
     script = [constrained(f"f{i}", "regex", FIXED, max_new_tokens=60, arrives=2 * i) for i in range(5)]
     expected = engine.run(compiled(grammars, script), grammars=grammars)
     poisoned = Poisoned(engine.worker.runner)

@@ -37,10 +37,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def forbidden(outputs: list[int], limit: int) -> list[bool]:
-    """Which tokens a pseudo-random function of all outputs forbids next: a third of those below the limit."""
+    """The next tokens that a pseudo-random function of all outputs forbids: a third of those below the limit."""
     rng = np.random.default_rng([len(outputs), *outputs[-3:], sum(outputs)])
     out = rng.random(VOCAB_SIZE) < 0.3
-    out[len(outputs) % limit] = False  # never all
+    out[len(outputs) % limit] = False  # never all tokens
     out[limit:] = True
     return out.tolist()
 
@@ -109,7 +109,7 @@ def make_script(seed: int, *, masked: int, count: int = 8) -> list[Scripted]:
 
 
 def check_masked(engine: InProcessEngine, item: Scripted, answer: Answer, limit: int = VOCAB_SIZE) -> None:
-    """Each token has the largest log-probability, up to rounding, of the tokens allowed behind the ones before it."""
+    """Each token has the largest log-probability, up to rounding, of the tokens allowed at its position."""
     outputs = answer.token_ids
     assert len(outputs) == item.max_new_tokens
     whole = Scripted(

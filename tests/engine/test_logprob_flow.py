@@ -1,4 +1,4 @@
-"""Log-probabilities from the worker to the front end: packed, so that every step costs few objects."""
+"""Log-probabilities from the worker to the front end: packed, so that every step creates few objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VOCAB = 3000
 
 
 def num_objects(value: Any) -> int:
-    """Python objects that a value holds, bytes counted as one."""
+    """Number of Python objects in a value; bytes count as one."""
     if isinstance(value, (list, tuple, set)):
         return 1 + sum(map(num_objects, value))
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def num_objects(value: Any) -> int:
 
 def entries(rng: random.Random, count: int, best: int, asked: int) -> list[Entry]:
     def value() -> float:
-        return -rng.randrange(1, 1 << 20) / 1024  # a float32 holds it exactly
+        return -rng.randrange(1, 1 << 20) / 1024  # exact in float32
 
     return [
         Entry(
@@ -86,7 +86,7 @@ def test_uncomputed_entries_survive_split_and_join() -> None:
 
 
 def step(best: int, asked: int, prompt: int) -> StepResult:
-    """A step's result of two requests, as the worker makes it: one has its prompt's log-probabilities too."""
+    """The worker's result of a step of two requests, one with its prompt's log-probabilities too."""
     generator = torch.Generator().manual_seed(best)
     spec = LogprobSpec(0, best, tuple(range(asked)))
     logits = torch.randn(2, VOCAB, generator=generator)
@@ -100,7 +100,7 @@ def step(best: int, asked: int, prompt: int) -> StepResult:
 
 
 def deltas_of(result: StepResult, prompt: int) -> list[messages.RequestDelta]:
-    """What the core sends of it."""
+    """The core's messages for this result."""
     scheduler = Scheduler(SchedulerConfig(num_slots=4096, context_len=4096, max_rows=2, max_prefill_tokens=4096))
     for rid in ("a", "b"):
         scheduler.add(Request(rid, list(range(prompt)), SamplingParams(), 9, logprobs=LogprobSpec(0, 1)))
@@ -124,7 +124,7 @@ def test_number_of_objects_per_step_is_constant(what: str) -> None:
         tokens = 2 + sized["prompt"]
         sizes.append(len(encoded) / (tokens * (8 + 8 * sized["best"] + 4 * sized["asked"])))
     assert counts[0] == counts[1] and max(counts[0]) < 70
-    assert sizes[1] < 1.1  # bytes on the wire: the numbers themselves
+    assert sizes[1] < 1.1  # bytes per number of a message: only the numbers
 
 
 # -- the front end's inbox
@@ -138,7 +138,7 @@ DELTAS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, 
 def test_inbox_returns_everything_in_order_and_in_bounded_parts(
     script: list[tuple[int, int]], limit: int, best: int, rng: random.Random
 ) -> None:
-    """Tokens and prompt positions of each delta; it is read now and then meanwhile."""
+    """Tokens and prompt positions of each delta; the inbox is read at random times."""
     request = messages.AddRequest("r-1", [1], {}, 8, seed=0, return_logprob=True, top_logprobs=best)
     before, inbox.MAX_ENTRIES = inbox.MAX_ENTRIES, limit * (1 + best)
 
@@ -200,7 +200,7 @@ def test_max_logprobs_bounds_what_a_request_may_ask(
     many = ask(FrontendSettings(max_logprobs=-1), return_logprob=True, **fields(1500))["meta_info"]
     name = where.removesuffix("_num").removesuffix("_logprob") + ("" if where.endswith("_num") else "_logprobs")
     assert len(many[f"output_{name}"][0]) == 1500
-    assert ask(limited, **fields(limit + 1))  # nothing is asked for without return_logprob
+    assert ask(limited, **fields(limit + 1))  # no effect without return_logprob
 
 
 def test_default_max_logprobs_is_vllms() -> None:

@@ -1,4 +1,4 @@
-"""The offline API: shapes of answers, streams, asyncio, errors, a model class of the user's own, a killed engine."""
+"""The offline API: shapes of answers, streams, asyncio, errors, a user's model class, a killed engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_asyncio(engine: Engine) -> None:
 
 
 def test_a_session_answers_as_the_whole_prompt_does(engine: Engine) -> None:
-    """Its second turn is found in the radix cache, and its tokens are those of a request with all tokens."""
+    """The second turn hits the radix cache, and its tokens are those of a request with all tokens."""
     session = engine.open_session(capacity_of_str_len=1000)
     first = engine.generate(
         input_ids=[5, 6, 7, 8], sampling_params={**GREEDY, "max_new_tokens": 24}, session_params={"id": session}
@@ -155,7 +155,7 @@ def test_killed_engine_is_named(checkpoint: Path) -> None:
 
 
 def test_outside_model(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of the user's own, registered without touching the source, is found by the engine's process too."""
+    """A user's class, registered without changes of the source, is also known in the engine's process."""
     source = "from moe_engine.models.deepseek import DeepseekModel\n\n\nclass Mine(DeepseekModel):\n    pass\n"
     (tmp_path / "my_model_module.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -180,7 +180,7 @@ def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_an_engine_that_is_dropped_leaves_no_process(checkpoint: Path) -> None:
-    """As a notebook does that runs the same cell again."""
+    """As in a notebook that runs the same cell again."""
     engine = Engine(str(checkpoint), load_format="dummy", skip_tokenizer_init=True)
     core, thread = psutil.Process(engine._cores[0].pid), engine._loop.thread
     del engine

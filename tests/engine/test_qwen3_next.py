@@ -23,7 +23,7 @@ from tests.models.checkpoints import make_checkpoint
 VOCAB, ROWS = 250, 5
 RETRACTIONS, CACHED = attrgetter("retractions"), attrgetter("cached_tokens")
 MOST_DRAWS = 4
-"""Scripts until one has both; few have not."""
+"""Max scripts until one has both; most have."""
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_total_tokens": 320, "max_running_requests": ROWS, "chunked_prefill_size": 32,
     "max_mamba_cache_size": 2 * ROWS, "mamba_track_interval": 8,
@@ -31,7 +31,7 @@ FLAGS: dict[str, Any] = {
 
 
 class KnownTexts:
-    """`Drafter.propose` of the texts of an earlier run, with wrong tokens among them."""
+    """`Drafter.propose` from the texts of an earlier run, with some wrong tokens."""
 
     def __init__(self, history: TokenBuffer, texts: list[list[int]], rng: random.Random) -> None:
         self.history, self.texts, self.rng = history, texts, rng
@@ -66,7 +66,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 def make_script(rng: random.Random, count: int) -> list[Scripted]:
-    """Conversations: a prompt begins with a head that others have too, or with the whole prompt of another request."""
+    """Conversations: a prompt begins with a common head, or with the whole prompt of another request."""
     heads = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
     script: list[Scripted] = []
     for i in range(count):
@@ -74,7 +74,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
         if script and i % 3 == 2:
             head = script[-1].prompt_ids[:120]
         prompt = head + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 5, 33, 50]))]
-        if i < ROWS:  # they do not fit into the pool together
+        if i < ROWS:  # these do not fit into the pool together
             prompt = [rng.randrange(VOCAB) for _ in range(31)]
         script.append(
             Scripted(
@@ -107,11 +107,11 @@ def test_answers_equal_transformers(served: Any, scheduling: dict[str, Any]) -> 
                 check(model, item.prompt_ids, got.token_ids, own, item.rid, tolerance=5e-4)
         if all(any(of(answer) for answer in answers.values()) for of in (RETRACTIONS, CACHED)):
             return
-    pytest.fail("no draw had both a retraction and a cached prefix")
+    pytest.fail("no script had both a retraction and a cached prefix")
 
 
 def test_accepted_and_rejected_drafts(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state after the last accepted draft is kept, also where none or all are accepted."""
+    """The state after the last accepted draft is kept, also if none or all are accepted."""
     engine, model = served
     speculation = engine.worker.runner.speculation
     if speculation is None:
@@ -141,7 +141,7 @@ def test_the_ledger_has_the_bytes_of_the_pools(served: Any) -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn.conv1d.weight", "model.layers.0.input_layernorm.weight"])
 def test_weights_by_name_are_those_of_the_checkpoint(served: Any, name: str) -> None:
-    """Taps are stored in another order, norms with 1 added."""
+    """Convolution taps are stored in another order, norms with 1 added."""
     engine, _ = served
     if engine.worker.runner.speculation is not None:
         pytest.skip("the same weights")

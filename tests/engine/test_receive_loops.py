@@ -1,5 +1,5 @@
-"""The receive loops of front end and core, fed with anything between true messages: every true request is answered
-rightly, and a loop that ends all the same ends its requests with the reason."""
+"""The receive loops of front end and core, with arbitrary frames between valid messages: every valid request is
+answered correctly, and if a loop ends, its requests end with the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def encoded(*impossible: messages.Message) -> st.SearchStrategy[Noise]:
 
 @st.composite
 def torn(draw: st.DrawFn, *true: messages.Message) -> Noise:
-    """A true message with bytes cut away, changed or added."""
+    """A valid message with bytes removed, changed or added."""
     data = bytearray(messages.encode(draw(st.sampled_from(true))))
     kind = draw(st.sampled_from(("cut", "change", "add")))
     place = draw(st.integers(0, len(data) - 1))
@@ -148,7 +148,7 @@ class SteppingWorker:
 
 
 class RunningCore:
-    """The real core and scheduler over a real port, on a thread of its own."""
+    """The real core and scheduler over a real port, on a separate thread."""
 
     def __init__(self, folder: Path) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -225,7 +225,7 @@ def test_failed_reader_fails_all_requests_with_the_reason(tmp_path: Path, monkey
             with monkeypatch.context() as broken:
                 broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
                 first.bring("r0", [5])
-                for waiting in (tasks[0], tasks[1], call):  # the other group's too: its messages are not read either
+                for waiting in (tasks[0], tasks[1], call):  # also of the other group
                     with pytest.raises(EngineDeadError, match=r"core0 failed: the front end .*ZeroDivisionError"):
                         await asyncio.wait_for(waiting, 20)
             healths = client.healths()
@@ -282,7 +282,7 @@ def test_backlog_of_steps_yields_to_other_tasks(tmp_path: Path, monkeypatch: pyt
             for _ in range(100):
                 core.send(messages.StepOutput([messages.RequestDelta("r", [1])] * 10))
             core.bring("r", [2], end=True)
-            time.sleep(0.1)  # the loop stands still meanwhile, and all arrives
+            time.sleep(0.1)  # the loop is blocked meanwhile, and all messages arrive
             while not task.done():
                 handled = 0
                 await asyncio.sleep(0)

@@ -39,7 +39,8 @@ async def answer(frontend: Frontend, request: GenerateInput) -> dict[str, Any]:
 
 
 async def one(frontend: Frontend, rid: str, number: int, kind: str, pause: int) -> None:
-    """A request of a sequential client, which checks its answer. `pause`: pieces until it leaves or aborts."""
+    """A request of a sequential client, which checks its answer. `pause`: pieces until the client disconnects or
+    aborts."""
     if kind == "stop":
         out = await answer(frontend, asking(rid, number, stop=STOP, max_new_tokens=100))
         assert out["text"] == words_of([number]).partition(STOP)[0]
@@ -76,7 +77,7 @@ def test_sequential_client_reuses_one_id_with_stop_strings(tmp_path: Path) -> No
 @given(st.lists(st.lists(st.tuples(KINDS, st.integers(1, 4)), max_size=8), min_size=1, max_size=4))
 @settings(max_examples=25, deadline=None)
 def test_retries_after_every_kind_of_ending_beside_others(clients: list[list[tuple[str, int]]]) -> None:
-    """Each client is sequential and uses its id again and again; two ids are beginnings of each other's."""
+    """Each client is sequential and reuses its id; one id is a prefix of another."""
 
     async def run(folder: Path) -> None:
         async with front_end(folder) as (frontend, client, core):
@@ -99,7 +100,7 @@ async def settled(core: DelayedCore, frontend: Frontend) -> None:
     async with asyncio.timeout(20):
         while core.live:
             await asyncio.sleep(0.001)
-        await frontend.client.call("internal_state")  # behind all that was sent before
+        await frontend.client.call("internal_state")  # after all messages sent before
 
 
 def test_an_id_that_is_still_running_is_refused_copies_and_batches_too(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_two_requests_with_one_id_at_the_same_moment_run_once(tmp_path: Path) ->
 
 
 def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
-    """Ids on the wire end in numbers that no client has chosen: "a-1" is none of the client's ids here."""
+    """Internal ids end in numbers that clients did not choose: "a-1" is not a client's id here."""
 
     async def run() -> None:
         async with front_end(tmp_path) as (frontend, _, core):
@@ -151,7 +152,7 @@ def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
                 asyncio.create_task(ask("b", input_ids=[[3], [4]], sampling_params={"max_new_tokens": 10000})),
             ]
             await asyncio.sleep(0)
-            frontend.abort("a_", reason="first")  # all three copies of "a", none of which was sent to the core
+            frontend.abort("a_", reason="first")  # all three copies of "a", before they are sent to the core
             await tasks[0]
             assert ends == {f"a_{copy}": ("first", 0) for copy in range(3)}
             while len(core.received) < 5:

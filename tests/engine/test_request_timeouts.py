@@ -1,4 +1,4 @@
-"""Time limits in a whole core: the scheduler's clock counts its readings, so that nothing depends on real time."""
+"""Time limits in a whole core: the scheduler's clock counts its readings, so the test does not depend on real time."""
 
 from __future__ import annotations
 

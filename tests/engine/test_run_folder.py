@@ -1,4 +1,4 @@
-"""Folders of killed front ends go at the next start; those of living ones, and other people's, stay."""
+"""Folders of killed front ends are removed at the next start; folders of running front ends and of other users stay."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def long_folder(tmp_path: Path, length: int = 120) -> Path:
 
 
 def socket_fits(folder: RuntimeDir) -> None:
-    """The longest name, of an attention group's socket, can be bound in it."""
+    """The longest socket name, of an attention group, can be bound in the folder."""
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(folder.path / LONGEST_NAME))
 
@@ -118,7 +118,7 @@ def test_a_long_temporary_folder_is_replaced(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("spare", [0, -1])
 def test_the_limit_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
-    """A name that just fits is taken, one byte more is not; bytes count, not characters."""
+    """A name of the maximum length is accepted, one byte more is not; bytes count, not characters."""
     longest = MAX_SOCKET_PATH - len(f"/{PREFIX}{'x' * RANDOM_CHARACTERS}/{LONGEST_NAME}")
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
         name = "ü" + "y" * (longest - len(parent) - 3 - spare)

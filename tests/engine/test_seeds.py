@@ -1,4 +1,4 @@
-"""Seeds: drawn once, in the front end, for every copy of a prompt, and the same copies differ wherever they run."""
+"""Seeds: drawn once, in the front end, for every copy of a prompt; copies differ on every scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLED = {"temperature": 1.5, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def seeds_of(random_seed: int, *requests: dict[str, Any]) -> list[int]:
-    """Seeds of the sequences of requests that come one after the other, by rid."""
+    """Seeds of the sequences of consecutive requests, by rid."""
     client = FakeClient()
 
     async def main() -> None:
@@ -46,7 +46,7 @@ def test_copies_differ_from_copies_of_nearby_seeds(seed: int, copy: int, distanc
 
 @given(SEEDS, COPIES.filter(bool), st.integers(0, 63))
 def test_copies_differ_in_about_half_of_their_bits(seed: int, copy: int, bit: int) -> None:
-    """The draws mix seeds again, but no structure of the clients' seeds is handed on."""
+    """Sampling mixes seeds again, but the structure of clients' seeds is already removed here."""
     differing = (seed_of_copy(seed, copy) ^ seed_of_copy((seed ^ (1 << bit)) % 2**64, copy)).bit_count()
     assert 8 < differing < 56
 
@@ -64,7 +64,7 @@ def test_client_seed_is_copy_0s_and_draws_none() -> None:
     plain = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
     seeded = {"text": ["a", "b"], "sampling_params": {"n": 2, "sampling_seed": 7, "max_new_tokens": 1}}
     mixed = seeds_of(5, seeded, plain)
-    assert mixed[:4] == [7, seed_of_copy(7, 1)] * 2  # each prompt of a batch is alone with it
+    assert mixed[:4] == [7, seed_of_copy(7, 1)] * 2  # each prompt of a batch has this seed
     assert mixed[4:] == seeds_of(5, plain)
 
 
@@ -90,7 +90,7 @@ def test_copies_on_several_schedulers_are_different_samples(checkpoint: Path, pa
         with Engine(str(checkpoint), skip_tokenizer_init=True, **options) as engine:
             outs: Any = engine.generate(input_ids=[5, 6, 7], sampling_params={**SAMPLED, "n": 8})
             outs += [engine.generate(input_ids=[5, 6, 7], sampling_params=SAMPLED) for _ in range(4)]
-            assert {out["meta_info"]["dp_rank"] for out in outs} == {0, 1}  # both have served
+            assert {out["meta_info"]["dp_rank"] for out in outs} == {0, 1}  # both groups have served
             answers.append([tuple(out["output_ids"]) for out in outs])
     assert len(set(answers[0])) == 12
     assert answers[0] == answers[1]

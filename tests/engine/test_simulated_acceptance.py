@@ -1,4 +1,4 @@
-"""--speculative-simulated-accept-length: steps yield as many tokens as asked, and every request still ends."""
+"""--speculative-simulated-accept-length: steps yield the requested number of tokens, and every request still ends."""
 
 from __future__ import annotations
 

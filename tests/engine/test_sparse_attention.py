@@ -50,8 +50,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make_script(rng: random.Random, count: int) -> list[Scripted]:
-    """Prompts below and beyond the top-k, some with equal beginnings. The first requests fill all rows, and grow beyond
-    the pool together."""
+    """Prompts below and beyond the top-k, some with common prefixes. The first requests fill all rows, and together
+    outgrow the pool."""
     shared = [rng.randrange(VOCAB) for _ in range(500)]
     script = []
     for i in range(count):
@@ -70,7 +70,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 
 
 def check(model: torch.nn.Module, script: list[Scripted], answers: dict[str, Answer], share: float = 0.5) -> None:
-    """Each token is transformers' best one, with its log-probability; not behind a choice that rounding decides."""
+    """Each token is transformers' best one, with its log-probability, up to the first choice decided by rounding."""
     checked = wanted = 0
     for item in script:
         tokens, logprobs = answers[item.rid].token_ids, answers[item.rid].logprobs
@@ -101,13 +101,14 @@ def test_tokens_and_logprobs_equal_transformers(served: tuple[InProcessEngine, t
 
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_and_tiers(form: str, tmp_path: Path) -> None:
-    """Sessions that return after their prefix was evicted, with drafts that are accepted at times."""
+    """Sessions that return after their prefix was evicted, with drafts that are sometimes accepted."""
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     kind, fields, flags = FORMS[form]
     path = agreeing_checkpoint(kind, tmp_path / "model", seed, num_mtp_layers=1, **fields)
     script = []
-    texts = [[rng.randrange(5, 60) for _ in range(rng.choice([12, 40, 70]))] for _ in range(4)]
+    lengths = rng.sample([12, 40, 70, 70], 4)  # more than the pool in all: the first turns are evicted
+    texts = [[rng.randrange(5, 60) for _ in range(length)] for length in lengths]
     for turn in range(2):
         for i, text in enumerate(texts):
             text += [rng.randrange(5, 60) for _ in range(6)]

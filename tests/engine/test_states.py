@@ -46,8 +46,8 @@ def served(
 
 
 def make_script(rng: random.Random, count: int) -> list[Scripted]:
-    """Prompts shorter and longer than a chunk, some with equal beginnings. The first requests fill all
-    rows and do not fit into the pool together. Some are aborted."""
+    """Prompts shorter and longer than a chunk, some with common prefixes. The first requests fill all rows and do not
+    fit into the pool together. Some are aborted."""
     shared = [rng.randrange(VOCAB) for _ in range(160)]
     script = []
     for i in range(count):
@@ -71,7 +71,7 @@ def check(
     model: torch.nn.Module, prompt: list[int], tokens: list[int], logprobs: list[float], where: str = "",
     tolerance: float = TOLERANCE,
 ) -> None:  # fmt: skip
-    """Each token is the best one of the reference, with its log-probability."""
+    """Each token is the reference's best one, with its log-probability."""
     ids = prompt + tokens[:-1]
     count = max(0, num_clearly_routed(model, ids) - len(prompt) + 1)
     with torch.inference_mode():
@@ -128,7 +128,7 @@ def test_a_request_alone(served: Any) -> None:
 
 
 def test_other_requests_keep_their_states_after_a_failed_step(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second failed step has stored its states before it fails."""
+    """Every second failed step has already stored its states."""
     engine, model = served
     seed = random.randrange(2**31)
     print(f"seed {seed}")

@@ -1,4 +1,4 @@
-"""Storage below the host tier with real kernels and files: the tokens of an engine without it, over restarts and
+"""Storage below the host tier with real kernels and files: the tokens of an engine without storage, over restarts and
 faults; round trips of all tensors of a pool."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run(engine: InProcessEngine, **changes: Any) -> dict[str, list[int]]:
 
 
 def test_restarted_engines_get_the_same_tokens(engine: InProcessEngine) -> None:
-    """Each run has a new scheduler, which knows nothing of the runs before."""
+    """Each run has a new scheduler without knowledge of earlier runs."""
     plain = run(engine, host_tier_tokens=0, storage=None)
     assert run(engine) == plain
     assert run(engine) == plain
@@ -197,7 +197,7 @@ def test_a_fetch_behind_a_failed_copy_reports_nothing(tmp_path: Path) -> None:
     assert copies.storage is not None
     copies.storage.start(KVOps(backups=[KVBackup(1, [b"k" * 20], [0])]), [failed])
     assert wait_for(reports, 1) == 0 and copies.storage.pages.exists([b"k" * 20]) == 0
-    copies.storage.start(KVOps(stops=[9]), [])  # of a plan that never began
+    copies.storage.start(KVOps(stops=[9]), [])  # of a plan that never started
     assert wait_for(reports, 9) == 0
     copies.storage.start(KVOps(fetches=[KVFetch(9, [b"k" * 20], [])]), [])
     assert [report.id for report in reports].count(9) == 1

@@ -96,7 +96,7 @@ def test_refusals_name_the_field(engine: Engine, fields: dict[str, Any], words: 
 
 
 def test_retracted_requests_keep_their_state() -> None:
-    """A pool too small for all: requests are retracted, and computed again behind the outputs they have."""
+    """A pool too small for all requests: some are retracted, and continue after their existing outputs."""
     schemas = draw_schemas(random.randrange(1 << 30), 12)
     sampling = [{"json_schema": schema, **GREEDY} for schema in schemas]
     sampling += [{"regex": "([a-z]{3}-){80}", **GREEDY}] * 6

@@ -117,7 +117,7 @@ def test_answers_equal_transformers(name: str, form: str, tmp_path: Path) -> Non
     "flags", [{}, {"page_size": 4, "disable_radix_cache": True}, NGRAM, {"disable_overlap_schedule": True}]
 )
 def test_a_window_pool_with_room_for_few_requests(flags: dict[str, Any], tmp_path: Path) -> None:
-    """Requests wait for room in the pool of windows, or are retracted."""
+    """Requests wait for free slots in the window pool, or are retracted."""
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     fields = {**ALTERNATING, "sliding_window": 60}
@@ -167,7 +167,7 @@ def test_tokens_are_those_of_one_pool_for_all_layers(flags: dict[str, Any], tmp_
 
 
 def test_long_conversations_in_a_small_pool(tmp_path: Path) -> None:
-    """Turns of growing conversations of 700 tokens together: a pool of 120 tokens holds their windows."""
+    """Turns of growing conversations with 700 tokens in total: a pool of 120 tokens holds their windows."""
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     path = make_checkpoint("mistral", tmp_path / "model", seed=seed, sliding_window=16)

@@ -1,8 +1,9 @@
-"""DeepEP by its documentation, over gloo: both generations; calls that the library refuses are refused.
+"""An emulator of DeepEP by its documentation, over gloo: both generations. It refuses the calls that the library
+refuses.
 
 Every rank shares all its data and takes its own part: slow, and independent of our dispatch code. Memory that the
-library leaves uninitialised is NaN here. Contracts: deep_ep/buffers/legacy.py and elastic.py, utils/comm.py and
-utils/envs.py, csrc/kernels/backend/nccl.cu, csrc/kernels/legacy/internode.cu. `Machine` is what they find.
+library leaves uninitialised is NaN. Contracts: deep_ep/buffers/legacy.py and elastic.py, utils/comm.py and
+utils/envs.py, csrc/kernels/backend/nccl.cu, csrc/kernels/legacy/internode.cu. `Machine` is the emulated environment.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 
 PRESETS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 NVLINK_RANKS = 8
-"""Normal mode among more ranks goes through the RDMA part of the buffer."""
+"""Normal mode with more ranks uses the RDMA part of the buffer."""
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 FP8 = torch.float8_e4m3fn
 
 
 class ContractBroken(Exception):
-    """The caller did what the real library forbids."""
+    """The caller violated the real library's contract."""
 
 
 def must(condition: bool, text: str) -> None:
@@ -54,7 +55,7 @@ def check_choices(topk_idx: Tensor, num_experts: int) -> None:
 
 @dataclass
 class Machine:
-    """What the library finds in this process's machine. `seconds`: of the collectives' time limit."""
+    """The environment that the library detects. `seconds`: time limit of the collectives."""
 
     gin: bool = False
     num_nodes: int = 1
@@ -67,7 +68,7 @@ MACHINE = Machine()
 
 
 class NcclGroup:
-    """torch's group over gloo, with the communicator that NCCL would have: by device, after its first collective."""
+    """torch's group over gloo, with a communicator as NCCL has it: one per device, after the first collective."""
 
     def __init__(self, group: Any, device: Any = None) -> None:
         self.gloo = group
@@ -92,7 +93,7 @@ class NcclGroup:
 
 
 class Ranks:
-    """Parts that every generation needs of its process group."""
+    """Parts of the process group that both generations need."""
 
     def __init__(self, group: Any) -> None:
         must(isinstance(group, NcclGroup) and group._comm_ptr() != 0, "null NCCL communicator: segmentation fault")
@@ -117,7 +118,7 @@ class SizeHints:
     """`Config` of the first generation."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return hidden_bytes * num_ranks * 10 + 77  # not rounded: the caller must
+        return hidden_bytes * num_ranks * 10 + 77  # not rounded: the caller must round
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return 0 if num_ranks <= 8 else hidden_bytes * num_ranks

@@ -12,7 +12,7 @@ from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
 from moe_engine.parallel.shared_segment import SharedSegment
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-"""The environment of ranks that run kernels; Triton looks at it while it is imported."""
+"""The environment of ranks that run kernels; Triton reads it during its import."""
 
 
 class HostSymmetricMemory:
@@ -24,7 +24,7 @@ class HostSymmetricMemory:
 
         interpreter.install()
         self.own: list[Tensor] = []
-        """What was given to this rank, so that tests can spoil it."""
+        """Memory allocated by this rank, which tests can overwrite."""
 
     def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
         size = -(-num_bytes // 4096) * 4096

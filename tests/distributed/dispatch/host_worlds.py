@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 def drawn(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The input of a rank; every rank can draw the inputs of the others."""
+    """The random input of a rank; every rank can generate the inputs of the others."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -75,12 +75,12 @@ def _all_to_all(group: HostGroup, rng: random.Random, seed: int, length: int, dt
 
 
 def fall_back(rank: int) -> tuple[str, float]:
-    """The group that ranks use if one of them finds no shared memory, and a sum through it."""
+    """The group that ranks use if one of them has no shared memory, and a sum through this group."""
 
     def refuse(num_bytes: int, reserve: bool) -> tuple[int, str]:
         raise OSError(28, "No space left on device")
 
-    if rank == 0:  # who makes the file
+    if rank == 0:  # the rank that creates the file
         shared_segment._new_file = refuse
     group = through_shared_memory(DistributedGroup(dist.group.WORLD, TIMEOUT_S))
     return type(group).__name__, float(group.all_reduce(torch.ones(1))[0])

@@ -1,7 +1,8 @@
-"""`nvshmem.core` of nvshmem4py 0.4.1 by its source, over gloo: calls that it refuses are refused.
+"""An emulator of `nvshmem.core` of nvshmem4py 0.4.1 by its source, over gloo. It refuses the calls that the library
+refuses.
 
 Contracts: core/init_fini.py (unique id), core/interop/torch.py (whole allocations only), core/collective.py (a stream,
-equal dtypes, memory of its own). Memory is not zeroed, and a call outside the world's order is refused.
+equal dtypes, separate memory). Memory is not zeroed, and a call outside the world's order is refused.
 """
 
 from __future__ import annotations

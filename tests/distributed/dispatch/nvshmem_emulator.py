@@ -1,8 +1,9 @@
-"""torch's shuffles over NVSHMEM by their source, over gloo: calls that NVSHMEM refuses or corrupts are refused.
+"""An emulator of torch's shuffles over NVSHMEM by their source, over gloo. It refuses calls that NVSHMEM refuses or
+corrupts.
 
-Contract: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, all_to_all_vdev_2d and its `_offset`. Nothing is
+Contract: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, all_to_all_vdev_2d and its `_offset`. Memory is not
 zeroed, rows that no rank sent keep their values, and a rank's input must stay unchanged until its next shuffle, because
-other ranks read it late. Loops over shared data, independent of our dispatch code.
+other ranks read the input late. Loops over shared data, independent of our dispatch code.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class EmulatedShuffles:
                 place = self._fetch(
                     out, place, source, source_sizes, source_offsets, self._rank * local + expert, found
                 )
-            place = max(place, begin + 1)  # aligned to 1 row, and an empty expert has one, too
+            place = max(place, begin + 1)  # aligned to 1 row, also for an empty expert
         out_splits_offsets.copy_(torch.tensor(found).t())
 
     def all_to_all_vdev_2d_offset(

@@ -1,8 +1,8 @@
 """Ranks for tests: processes joined by gloo over loopback, which always end.
 
-`run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns the results. `Ranks` keeps them
-for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch and
-dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` names the position of
+`run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns the results. `Ranks` reuses the
+processes for many calls, because their start takes time. They are forked from a server that has imported torch and
+dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` has the position of
 each.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a thread that waits for another gives up its core soon
+os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a waiting thread yields its core soon
 PRELOADED = ["torch", "torch.distributed", "tests.distributed.dispatch.ranks", "tests.distributed.dispatch.worlds"]
 GLOO_TIMEOUT_S = 20.0
 GRACE_S = 1.0  # between the request for a hung rank's stack and its end
@@ -40,8 +40,8 @@ class Ranks:
     """`n` ranks of one world: ``with Ranks(4) as ranks: ranks.call(function, ...)``.
 
     Args:
-        gloo_timeout_s: of the world's process group, which is torch's default group on each rank.
-        environment: set in the ranks alone.
+        gloo_timeout_s: timeout of the world's process group, torch's default group on each rank.
+        environment: variables set only in the ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Ranks:
         """function(rank, *args) on every rank; both must be picklable (a function of a module).
 
         Raises:
-            RanksFailed: with every traceback; afterwards no rank is left.
+            RanksFailed: with every traceback; all ranks have ended.
         """
         self.start(function, *args)
         return self.finish(timeout_s)
@@ -112,7 +112,7 @@ class Ranks:
         return results
 
     def _fail(self, failures: dict[int, str], pending: set[int], timeout_s: float) -> None:
-        if pending and failures:  # one raised: the errors of the others often name the cause
+        if pending and failures:  # one rank raised: the errors of the others often name the cause
             for pipe in connection.wait([self._pipes[rank] for rank in pending], GRACE_S):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -138,7 +138,7 @@ class Ranks:
         file = Path(self._folder.name, f"stack{rank}")
         for _ in range(50):
             if file.exists() and file.stat().st_size:
-                time.sleep(0.05)  # the rest of it
+                time.sleep(0.05)  # the rest of the output
                 return file.read_text()
             time.sleep(GRACE_S / 50)
         return ""
@@ -169,7 +169,7 @@ def _context() -> ForkServerContext:
     from moe_engine.kernels.cpu.library import LibraryError, load
 
     with contextlib.suppress(LibraryError):
-        load()  # compiled before a rank's call is timed, where this is the first time
+        load()  # compiled on first use, before a rank's call is timed
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -193,11 +193,11 @@ def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, env
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(_as_bytes(answer))
-    os._exit(0)  # a world that lost a rank would wait in its destructors
+    os._exit(0)  # the destructors of a world with a lost rank would wait
 
 
 def _as_bytes(answer: Any) -> bytes:
-    """Pickled, tensors by value: a pipe's `send` makes a file in shared memory per tensor, which is slower than most
+    """Pickled, tensors by value: a pipe's `send` creates a file in shared memory per tensor, which is slower than most
     calls."""
     import torch
 
@@ -220,7 +220,7 @@ def _tensor_of(content: bytearray, dtype: Any, shape: Any) -> Any:
 
 
 class World:
-    """Ranks that are started again after a failure, so that one bad case does not hide the others."""
+    """Ranks that are restarted after a failure, so that one failed case does not hide the others."""
 
     def __init__(self, n: int) -> None:
         self.n = n

@@ -1,6 +1,7 @@
 """Test routings, their experts, and the expected results: loops in float64, independent of our dispatch code.
 
-Toy expert e: y = (1 + e / 8) x + (e + 1) / 16 * roll(x, 1), so that each expert, channel and token has another value.
+Toy expert e: y = (1 + e / 8) x + (e + 1) / 16 * roll(x, 1), so that each expert, channel and token has a different
+value.
 Legend: T tokens, D hidden, K choices, E experts, R ranks.
 """
 
@@ -31,7 +32,7 @@ class Routing:
         """x [T, D], ids [T, K] int32, weights [T, K] float32 of a rank."""
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
         num_tokens = len(self.ids[rank])
-        size = torch.rand(num_tokens, 1, generator=generator) * 4  # rows of different size: FP8 scales matter
+        size = torch.rand(num_tokens, 1, generator=generator) * 4  # rows of different magnitude: FP8 scales matter
         x = (torch.randn(num_tokens, hidden, generator=generator) * size).to(dtype)
         weights = torch.rand(num_tokens, self.top_k, generator=generator)
         ids = torch.tensor(self.ids[rank], dtype=torch.int32).view(num_tokens, self.top_k)
@@ -77,7 +78,7 @@ def dense(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tens
 def draw_ids(
     kind: str, num_tokens: int, num_experts: int, top_k: int, num_ranks: int, generator: np.random.Generator
 ) -> tuple[tuple[int, ...], ...]:
-    """The choices of a rank's tokens; an expert at most once a token."""
+    """Random choices of a rank's tokens; an expert at most once per token."""
     ids = np.empty((num_tokens, top_k), dtype=int)
     for row in ids:
         row[:] = generator.permutation(num_experts)[:top_k]
@@ -97,7 +98,7 @@ def draw_ids(
 
 @st.composite
 def routings(draw: st.DrawFn, num_ranks: int, local_and_top_k: list[tuple[int, int]]) -> Routing:
-    """Any number of tokens on each rank, also none, and every kind of choice."""
+    """Any number of tokens on each rank, also 0, and every kind of choice."""
     local, top_k = draw(st.sampled_from(local_and_top_k))
     sizes = draw(st.lists(st.integers(0, MAX_TOKENS), min_size=num_ranks, max_size=num_ranks))
     seed = draw(st.integers(0, 2**20))

@@ -11,8 +11,8 @@ from torch import Tensor
 def check_row_sums(
     sums: Callable[[Tensor, Tensor, Tensor | None], Tensor], dtype: torch.dtype, hidden: int, top_k: int, weighted: bool
 ) -> None:
-    """One rounding, the weights (in rows that are not next to each other) lose nothing to the rows' dtype, and rows
-    that no token names are never read."""
+    """Sums are rounded once, weights (in non-adjacent rows) are not rounded to the rows' dtype, and rows that no token
+    names are never read."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(20, hidden, generator=generator).to(dtype)
     positions = torch.randint(-1, 19, (30, top_k), generator=generator, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Functions that ranks run in the tests of dispatch through peers' memory: a GPU's kernels, interpreted, on memory
-that the processes share. Memory that the kernels have not written since is NaN, and -1 in integers."""
+"""Functions that ranks run in the tests of dispatch through peers' memory: a GPU's kernels, interpreted, on memory that
+the processes share. Memory not yet written by the kernels is NaN, and -1 in integers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostSymmetricMem
 
 
 def spoil(memory: HostSymmetricMemory, group: DistributedGroup) -> None:
-    """Everything but flags becomes NaN and -1, on every rank, while no kernel uses it."""
+    """Sets all memory except flags to NaN and -1, on every rank, while no kernel uses it."""
     group.barrier()
     for own in memory.own:
         for slot in own.view(NUM_LIVE, -1):
@@ -74,7 +74,7 @@ FLAG_END = 2 * 256  # bytes of a slot: flags of two kinds, for up to 32 ranks
 
 
 def run_routings(rank: int, setup: Setup, routings: list[Routing], phase: Phase = "decode") -> list[Outcome]:
-    """Dispatch, toy experts, combine for each in turn."""
+    """Dispatch, toy experts and combine for each routing in turn."""
     outcomes = []
     for routing in routings:
         dispatcher, memory, group = dispatcher_of(setup, routing)
@@ -94,8 +94,8 @@ def run_live(rank: int, setup: Setup, first: Routing, second: Routing, newest_fi
 
 
 def replay(rank: int, setup: Setup, routings: list[Routing]) -> list[Outcome]:
-    """The same slot repeatedly, without the host's part, as in replays of a captured graph; no two barriers
-    in between, so that ranks run ahead of each other as far as the kernels let them."""
+    """The same slot repeatedly, without the host's part, as in replays of a captured graph; without barriers in
+    between, so that ranks run ahead of each other as far as the kernels allow."""
     dispatcher, _, _ = dispatcher_of(setup, routings[0])
     exchange = dispatcher._by_phase["decode"]._exchange
     outcomes = []
@@ -112,7 +112,7 @@ def replay(rank: int, setup: Setup, routings: list[Routing]) -> list[Outcome]:
 
 
 def overflow(rank: int, setup: Setup) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Every token names its expert several times, unchecked: more rows than the buffers hold."""
+    """Every token names its expert several times, without a check: more rows than the buffers can hold."""
     routing = Routing(5, 2 * dist.get_world_size(), 3, ((),) * dist.get_world_size())
     dispatcher, memory, group = dispatcher_of(setup, routing)
     spoil(memory, group)
@@ -125,7 +125,7 @@ def overflow(rank: int, setup: Setup) -> tuple[list[int], torch.Tensor, torch.Te
 
 
 def run_until_lost(rank: int, timeout_s: float, going: str) -> str:
-    """Endless dispatches; returns the error that ends it. Rank 0 makes the file `going` after some steps."""
+    """Endless dispatches; returns the error that ends them. Rank 0 creates the file `going` after some steps."""
     group = DistributedGroup(dist.new_group(timeout=timedelta(seconds=60)), timeout_s)
     routing = Routing(1, group.size, 1, ((),) * group.size)
     shape = shape_of(Setup("symm_mem", "low_latency", hidden=16), routing.num_experts, 1)

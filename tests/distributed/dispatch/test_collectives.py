@@ -1,4 +1,4 @@
-"""The group wrapper over gloo ranks, the group of one, and what is raised when a peer is lost."""
+"""The group wrapper over gloo ranks, the group of one, and the error after the loss of a peer."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_a_lost_peer_is_an_error_that_names_the_operation(backend: str, how: sig
         message, waited = results[rank]
         operation = "all_to_all" if backend == "all_to_all" else "through shared memory"
         assert operation in message and f"rank {rank}" in message, message
-        if backend == "shared_memory":  # it knows who, and whether it is dead or late
+        if backend == "shared_memory":  # this backend names the rank, and whether it is dead or late
             assert ("ranks [1] have died" if how == signal.SIGKILL else "ranks [1] did not arrive") in message, message
         assert waited < 20

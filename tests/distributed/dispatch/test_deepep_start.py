@@ -20,7 +20,7 @@ SHAPE = DispatchShape(256, 16, 8, 7168, 128, torch.bfloat16)
 
 
 class Gloo:
-    """A process group of `ranks`, seen from the first one."""
+    """A process group of `ranks`, on the first rank."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -69,7 +69,7 @@ def test_the_communicator_exists_only_after_a_collective_on_the_current_device(
         make_memory(group)
     startup.connect(group, torch.device("cpu"))
     make_memory(group)
-    group.current_device = 0  # a thread that has set no device
+    group.current_device = 0  # a thread without a set device
     with pytest.raises(emulator.ContractBroken, match="null NCCL communicator"):
         make_memory(group)
 
@@ -139,7 +139,7 @@ def test_queue_pairs_serve_both_modes(machine: emulator.Machine, ranks: int) -> 
 
 @pytest.mark.parametrize(("ranks", "cleaned"), [(2, 0), (8, 0), (16, 3)])
 def test_normal_mode_cleans_the_buffer_across_nodes_only(ranks: int, cleaned: int) -> None:
-    """Barriers of all ranks in a prefill of three layers: one a layer across nodes, none in a node."""
+    """Barriers of all ranks in a prefill of three layers: one per layer across nodes, none within a node."""
     calls: list[tuple[int, ...]] = []
 
     class Counted:

@@ -32,7 +32,7 @@ def setups_of(backends: tuple[str, ...], num_nodes: int = 1, as_device: bool = F
 
 
 def small_rooms() -> list[Setup]:
-    """Rooms that are too small for most routings, and rooms that are too small for some."""
+    """Buffers that are too small for most routings, and buffers that are too small for some."""
     return [Setup("all_to_all", "normal", "bfloat16", fp8, room_tokens=n) for n in (1, 3) for fp8 in (False, True)]
 
 
@@ -111,8 +111,7 @@ def test_any_routing(world: World) -> None:
 
 
 def test_any_routing_as_on_devices_and_beyond_rooms(world: World) -> None:
-    """Forms that serve GPUs, over ranks on CPUs; messages that are larger than their rooms; machines without a
-    compiler."""
+    """GPU forms over CPU ranks; messages larger than their buffers; machines without a compiler."""
 
     @settings(EXAMPLES, max_examples=examples(3 if world.n < 8 else 2))
     @given(routing=routings(world.n, LOCAL_AND_TOP_K))
@@ -156,7 +155,7 @@ def test_two_results_may_be_alive(two: World, first: Routing, second: Routing, e
 @EXAMPLES
 @given(routing=routings(2, [(2, 3)]))
 def test_phases_take_turns(two: World, routing: Routing) -> None:
-    """The modes of a backend do not disturb each other, nor what they share (DeepEP's first buffer)."""
+    """The modes of a backend disturb neither each other nor shared memory (DeepEP's first buffer)."""
     for setup in [*setups_of(OURS)[::8], *deepep_setups()[::4]]:
         of_ranks = two.ranks.call(run_phases, setup, routing)
         for turn in zip(*of_ranks):

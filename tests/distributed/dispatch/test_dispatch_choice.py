@@ -1,4 +1,4 @@
-"""Which backend is chosen and why not the others; which DeepEP is found; what its kernels refuse."""
+"""The chosen backend, the reasons for the others; the detected DeepEP; refusals of its kernels."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_adapters_say_what_the_library_cannot_do(why_not: object, changed: dict[
 
 
 def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same refusals as the adapter's, before anything is started."""
+    """The same refusals as the adapter's, before the start."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""One rank's part of dispatching: sums of rows, FP8, records, refusals, and a host that never waits in low latency."""
+"""One rank's part of dispatch: sums of rows, FP8, records, refusals, and no host waits in low latency."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_more_tokens_than_agreed_and_uneven_experts_are_refused() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("exchange", [StaticAllToAll, AllGather, VariableAllToAll])
 def test_the_host_never_waits_in_low_latency(exchange: type, fp8: bool) -> None:
-    """Fake tensors have no values: every read of a value raises. The normal mode does: the test can fail."""
+    """Fake tensors have no values: every read of a value raises. Normal mode raises, so the test can fail."""
     shape = replace(SHAPE, fp8=fp8)
     with FakeTensorMode():
         group = SingleRank()
@@ -142,7 +142,7 @@ def test_the_host_never_waits_in_low_latency(exchange: type, fp8: bool) -> None:
 
 
 def test_whoever_begins_with_no_result_alive_begins_alike() -> None:
-    """An odd number of layers before must not shift the slots: graphs of different sizes replay beside each other."""
+    """An odd number of earlier layers must not shift the slots: graphs of different sizes are replayed alternately."""
     slots = Slots()
     for _ in range(3):
         assert slots.take() == 0

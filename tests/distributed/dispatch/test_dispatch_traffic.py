@@ -51,7 +51,7 @@ def test_a_token_crosses_once_to_a_rank_in_one_message(four: Ranks, seed: int, m
     for source, operations in enumerate(of_ranks):
         out, back = [num_bytes for _, _, num_bytes in operations]
         wanted = pairs(routing, source, LOCAL)
-        assert out[source] == 0  # what stays here is not sent
+        assert out[source] == 0  # local rows are not sent
         for rank in set(range(N)) - {source}:
             rows = wanted.get(rank, 0)
             assert rows * ROW_BYTES + 16 <= out[rank] <= rows * ROW_BYTES * 1.05 + 16
@@ -81,7 +81,7 @@ def test_a_token_crosses_once_to_a_node_and_to_the_same_place_in_it(four: Ranks,
     between = 0
     for rank, operations in enumerate(four.call(run_counted, setup, routing)):
         node = rank // PER_NODE
-        # groups: `rails` joins the same places of all nodes, so nothing reaches another place of another node
+        # groups: `rails` joins equal positions of all nodes, so no message reaches another position of another node
         assert {name for name, _, _ in operations} == {"rails", "node"}
         out, back = [num_bytes for name, _, num_bytes in operations if name == "rails"]
         wanted = pairs(routing, rank, LOCAL * PER_NODE)

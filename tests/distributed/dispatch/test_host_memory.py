@@ -23,7 +23,7 @@ HIDDEN, TOP_K = 128, 3
 
 
 class Mirror(SingleRank):
-    """One of several ranks whose peers do the same: each rank returns what it received."""
+    """One of several ranks with identical peers: each operation returns its own data."""
 
     on_host = True
 
@@ -68,18 +68,18 @@ def load_of(shape: DispatchShape, room_tokens: int) -> HostLoad:
 def test_buffers_of_all_to_all(tokens: int, room: int, fp8: bool) -> None:
     shape = shape_of(3, tokens, fp8)
     exchange = HostAllToAll(Mirror(3), shape, room, permutation(shape.dtype))
-    ids = torch.tensor([0, 3, 6]).repeat(tokens, 1)  # an expert of each rank
+    ids = torch.tensor([0, 3, 6]).repeat(tokens, 1)  # one expert per rank
     sent = encode(torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), ids, torch.ones(tokens, TOP_K), fp8)
     arrived, handle = exchange.deliver(sent, 0)
     assert len(arrived.ids) == 3 * tokens
     exchange.collect(torch.ones(3 * tokens, HIDDEN, dtype=torch.bfloat16), handle)
     planned = host_memory.all_to_all(load_of(shape, room))
-    others = (2 * 3 - 1) * 16 + 3  # heads of messages, and who takes part
+    others = (2 * 3 - 1) * 16 + 3  # headers of messages, and the participants
     assert sum(held(exchange, set())) == planned + others
 
 
 def test_buffers_of_shared_memory() -> None:
-    """A group of one, whose share is the whole; with both slots in use each has half of the tokens."""
+    """A group of one rank, with the whole share; with both slots in use each has half of the tokens."""
     shape = shape_of(1, 32)
     exchange = SharedMemory(SingleRank(), shape, permutation(shape.dtype))
     ids = torch.tensor([0, 1, 2]).repeat(32, 1)

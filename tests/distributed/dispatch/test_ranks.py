@@ -1,4 +1,4 @@
-"""The harness itself: it returns results, and reports ranks that raise, die or hang within its limit."""
+"""The test harness: returns results, and reports ranks that raise, die or hang within its time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared expert is computed during dispatch by default where DeepEP or own kernels carry tokens between GPUs."""
+"""The shared expert is computed during dispatch by default with DeepEP or symmetric memory between GPUs."""
 
 from __future__ import annotations
 

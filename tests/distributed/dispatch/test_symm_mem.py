@@ -31,7 +31,7 @@ from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
-# more than a tile of numbers, and no power of two; FP8 in whole blocks
+# more than a tile of numbers, not a power of two; FP8 in whole blocks
 PLAIN = Setup("symm_mem", "low_latency", "float32", hidden=1040)
 SETUPS = (
     PLAIN,
@@ -133,7 +133,7 @@ def test_modes_take_turns(two: Ranks) -> None:
 
 
 def test_a_slot_is_used_again_and_again(two: Ranks) -> None:
-    """Epochs instead of resets: replays of one graph, with other choices and sometimes an idle rank."""
+    """Epochs instead of resets: replays of one graph, with new choices and sometimes an idle rank."""
     setup = replace(PLAIN, hidden=16)
     steps = [drawn(seed, sizes=((seed * 5) % 4, (seed * 3) % 4)) for seed in range(10)]
     of_ranks = two.call(worlds.replay, setup, steps, timeout_s=60)
@@ -146,11 +146,12 @@ def test_a_slot_is_used_again_and_again(two: Ranks) -> None:
 
 
 def test_what_does_not_fit_is_left_out(two: Ranks) -> None:
-    """Low latency does not check ids: an expert named several times gets its capacity, no byte beyond."""
+    """Low latency does not check ids: an expert named several times gets at most its capacity, and no byte beyond is
+    written."""
     room = 2 * MAX_TOKENS
     found = two.call(worlds.overflow, replace(PLAIN, hidden=16), timeout_s=60)
     assert [counts for counts, _, _ in found] == [[0, room], [0, 0]]
-    choices_sent = torch.cat([(out / x).round() for _, x, out in found])  # of every token, in each of its numbers
+    choices_sent = torch.cat([(out / x).round() for _, x, out in found])  # of every token, for each of its numbers
     assert choices_sent.sum(0).tolist() == [room] * 16
 
 
@@ -162,7 +163,7 @@ def test_a_peer_that_died_is_an_error_within_the_bound(tmp_path: Path) -> None:
         while not going.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(ranks.pid(1), signal.SIGKILL)
-        text = ranks.finish(30, expect_dead=(1,))[0]  # raises if it hangs
+        text = ranks.finish(30, expect_dead=(1,))[0]  # raises if a rank hangs
     assert "ranks [1] did not arrive within 1 s" in text
 
 
@@ -227,5 +228,5 @@ GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
 )
 def test_dispatchers_say_what_they_cannot_serve(two: Ranks, module: str, changed: dict, reason: str) -> None:
     shapes = [GOOD, replace(GOOD, **changed)]  # type: ignore[arg-type]
-    for found in two.call(worlds.refusals, module, shapes):  # there, because these modules bring Triton along
+    for found in two.call(worlds.refusals, module, shapes):  # on the ranks, because these modules import Triton
         assert found[0] is None and reason in found[1]

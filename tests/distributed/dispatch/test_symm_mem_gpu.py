@@ -1,4 +1,4 @@
-"""Dispatch and all-reduce through torch's symmetric memory on a real GPU: several ranks on one, eagerly and from a
+"""Dispatch and all-reduce through torch's symmetric memory on a real GPU: several ranks on one GPU, eagerly and from a
 captured graph."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKENS, TOP_K, HIDDEN, LOCAL = 8, 3, 1024, 4
 
 
 def brought(rank: int, step: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, ids, weights, and what must come back from experts that multiply by 1 + e / E."""
+    """x, ids, weights, and the expected result of experts that multiply by 1 + e / E."""
     generator = torch.Generator().manual_seed(100 * rank + step)
     x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
     ids = torch.rand(TOKENS, num_experts, generator=generator).topk(TOP_K).indices.int()
@@ -120,7 +120,7 @@ def sum_rows(rank: int, steps: int) -> list[float]:
             found = replayed
         torch.cuda.synchronize()
         total = sum(rows_of(r, step).double() for r in range(group.size))
-        stream = total[:1] * (1 if step < steps else 2)  # two sums of a replay
+        stream = total[:1] * (1 if step < steps else 2)  # two sums per replay
         normed = stream * stream.square().mean(1, keepdim=True).rsqrt()
         expected = torch.cat((normed, total))
         values = found.cpu()

@@ -41,9 +41,9 @@ TIMEOUT_S = 20.0
 @dataclass(frozen=True)
 class Setup:
     """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks; `as_device`
-    takes the forms of ranks on devices; `room_tokens` makes the rooms of all_to_all on the host so small;
-    `compiled` False: its rows are arranged as where no compiler is. `rows`: the experts read FP8, and tokens come
-    quantised where the dispatcher takes them so. `aligned`: the experts take aligned groups."""
+    uses the forms of ranks on devices; `room_tokens` is the buffer size of all_to_all on the host; `compiled` False:
+    rows are arranged as on a machine without a compiler. `rows`: the experts read FP8, and tokens arrive quantised if
+    the dispatcher accepts it. `aligned`: the experts take aligned groups."""
 
     backend: str
     mode: Mode
@@ -61,18 +61,18 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """One rank's result: combine's [T, D], and the rows that each of its experts got."""
+    """One rank's result: combine's [T, D], and the rows of each of its experts."""
 
     out: Tensor
     rows_of_experts: list[int]
 
 
-made: dict[Any, Any] = {}  # of this rank's process: groups and dispatchers, made once
+made: dict[Any, Any] = {}  # groups and dispatchers of this rank's process, created once
 sent: list[tuple[str, str, list[int]]] = []  # (group, operation, bytes to each of its ranks)
 
 
 def groups_of(num_nodes: int, library: str) -> Groups:
-    """This rank's groups, which note what they send. Collective over the world on the first call."""
+    """This rank's groups, which record the sent bytes. Collective over the world on the first call."""
     key = ("groups", num_nodes, library)
     if key in made:
         return made[key]
@@ -93,7 +93,7 @@ def groups_of(num_nodes: int, library: str) -> Groups:
 
 
 def made_group(library: str) -> Any:
-    """For libraries; DeepEP takes its NCCL communicator."""
+    """A group for libraries; DeepEP takes its NCCL communicator."""
     if library == "ElasticBuffer":
         startup.set_environment(1, os.environ)  # as `startup.load`
     return deepep_emulator.NcclGroup(dist.new_group()) if library else dist.new_group()
@@ -127,7 +127,7 @@ def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
 
 
 def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
-    """Toy experts on the rows that count; every other row, in and out, becomes NaN."""
+    """Toy experts on the valid rows; every other row, in and out, becomes NaN."""
     if batch.scales is not None:
         blocks = batch.x.float().unflatten(-1, (-1, 128)) * batch.scales.unsqueeze(-1)
         batch = replace(batch, x=blocks.flatten(-2).to(batch.dtype), scales=None)
@@ -146,7 +146,7 @@ def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
         for e, (start, stop) in enumerate(spans):
             out[start:stop] = toy_expert(batch.x[start:stop].float(), first + e).to(out.dtype)
         batch.x[spans[-1][1] :] = float("nan")
-        if batch.counts is not None:  # groups with room to spare
+        if batch.counts is not None:  # groups with unused capacity
             return out, batch.counts.tolist()
         return out, [stop - start for start, stop in spans]
     assert batch.counts is not None and batch.counts.dtype == torch.int32
@@ -158,7 +158,7 @@ def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
 
 
 def run_routing(rank: int, setups: list[Setup], routing: Routing) -> list[Outcome]:
-    """Dispatch, toy experts, combine: once through every setup."""
+    """Dispatch, toy experts and combine, once with every setup."""
     outcomes = []
     for setup in setups:
         dispatcher = dispatcher_of(setup, routing.num_experts, routing.top_k)
@@ -189,7 +189,7 @@ def dispatch(
 
 
 def run_phases(rank: int, setup: Setup, routing: Routing) -> list[Outcome]:
-    """Prefill and decode in turn on a dispatcher that has both modes; `setup.mode` does not matter."""
+    """Prefill and decode in turn on a dispatcher with both modes; `setup.mode` is ignored."""
     key = ("phases", setup, routing.num_experts, routing.top_k)
     if key not in made:
         choice = DispatchChoice(row_of(setup.backend), {"prefill": "normal", "decode": "low_latency"}, "a test's")
@@ -243,9 +243,9 @@ def run_counted(rank: int, setup: Setup, routing: Routing) -> list[tuple[str, st
 
 
 def run_until_broken(rank: int, backend: str, timeout_s: float, going: str) -> tuple[str, float]:
-    """Endless dispatches on a group of its own; returns the error that ends it, and the seconds of its last call.
+    """Endless dispatches on a separate group; returns the error that ends them, and the seconds of the last call.
 
-    Rank 0 makes the file `going` when all have dispatched a few times.
+    Rank 0 creates the file `going` once all ranks have dispatched a few times.
     """
     group = DistributedGroup(dist.new_group(timeout=timedelta(seconds=timeout_s)), timeout_s)
     shape = DispatchShape(2 * group.size, group.size, 2, 128, MAX_TOKENS, torch.float32)
@@ -281,7 +281,7 @@ def die(rank: int, culprit: int) -> None:
 
 
 def join_shared_segment(rank: int) -> list[int]:
-    """Each rank's data as this rank sees it; checks that no name is left."""
+    """Each rank's data, read by this rank; checks that no name remains."""
     group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
     segment = SharedSegment(group, 4096, num_flags=1)
     words = segment.bytes.view(torch.int64)
@@ -295,7 +295,7 @@ def join_shared_segment(rank: int) -> list[int]:
 
 
 def group_operations(rank: int, shared: bool) -> dict[str, Any]:
-    """One of each of `Group`'s operations."""
+    """Runs each operation of `Group` once."""
     group: Group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
     if shared:
         group = HostGroup(DistributedGroup(dist.group.WORLD, TIMEOUT_S))
@@ -305,7 +305,7 @@ def group_operations(rank: int, shared: bool) -> dict[str, Any]:
     received = [rank + 1] * size
     out = torch.empty(sum(received), 3, dtype=x.dtype)
     group.all_to_all(out, x[: sum(sent)], received, sent)
-    rooms = [rank if source == rank else size for source in range(size)]  # others send less than there is room for
+    rooms = [rank if source == rank else size for source in range(size)]  # others send less than the capacity
     shorter = torch.zeros(sum(rooms), 2, dtype=torch.uint8)
     group.all_to_all(shorter, torch.full((rank * size, 2), 7 + rank, dtype=torch.uint8), rooms, [rank] * size)
     return {

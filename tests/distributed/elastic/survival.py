@@ -23,7 +23,7 @@ from tests.fork_server import children
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
 TIE = 1e-4
-"""Difference of two log-probabilities that the order of float32 sums can reverse."""
+"""Difference of two log-probabilities whose order float32 rounding can reverse."""
 WAIT_SECONDS = 120.0
 """Time limit, far above the real duration."""
 
@@ -88,7 +88,7 @@ def draw(seed: int, count: int, num_tokens: int, ranks: Sequence[int], length: i
 
 
 class Struck:
-    """An engine of several ranks, each an attention group of its own."""
+    """An engine of several ranks, each a separate attention group."""
 
     def __init__(self, path: Path, num_ranks: int, redundant: int, **flags: Any) -> None:
         self.engine = Engine(
@@ -125,11 +125,11 @@ def struck(path: Path, num_ranks: int, redundant: int, **flags: Any) -> Iterator
         yield running
     finally:
         running.engine.shutdown()
-    until(lambda: all(map(ended, [running.supervisor, *running.ranks])), "a process was left behind")
+    until(lambda: all(map(ended, [running.supervisor, *running.ranks])), "a process remains")
 
 
 def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]]:
-    """The tokens of a single undisturbed rank. Sets `comparable` of the streams."""
+    """Computes the tokens on a single undisturbed rank. Sets `comparable` of the streams."""
     with Engine(str(path), **{**KERNELS, **flags}) as engine:
         answers: Any = engine.generate(
             input_ids=[stream.prompt for stream in streams],

@@ -1,4 +1,4 @@
-"""Groups of the surviving ranks: sizes stay, lost ranks send nothing, operations can be aborted."""
+"""Groups of the surviving ranks: sizes stay, lost ranks send no data, operations can be aborted."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_no_message_is_sent_after_a_failed_operation() -> None:
 
 @pytest.mark.parametrize("alive", [[True, True, True], [False, True, True], [True, False, False]])
 def test_balancedness_counts_surviving_ranks(alive: list[bool]) -> None:
-    physical = torch.randint(1, 50, (5, 6))  # of five layers, two slots a rank
+    physical = torch.randint(1, 50, (5, 6))  # five layers, two slots per rank
     physical[:, ~torch.tensor(alive).repeat_interleave(2)] = 0
     windows = BalanceWindows(3)
     windows.go_on(alive)

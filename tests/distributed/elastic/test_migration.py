@@ -26,7 +26,7 @@ def test_request_of_a_lost_group_migrates_with_its_tokens(tmp_path: Path) -> Non
                 [5, 6],
                 1,
             )
-            core.send(messages.StepOutput([messages.RequestDelta("r", [7])], group=1))  # came too late
+            core.send(messages.StepOutput([messages.RequestDelta("r", [7])], group=1))  # arrives too late
             core.send(messages.StepOutput([messages.RequestDelta("r", [7], None, cached_tokens=6)], group=0))
             core.send(messages.GroupsLost([0], "DP0 TP0 was killed by SIGKILL"))
             last = await core.got(2)
@@ -52,7 +52,7 @@ def test_aborted_request_of_a_lost_group_does_not_migrate(tmp_path: Path) -> Non
 
             task = asyncio.create_task(read())
             await core.got(1)
-            client.abort(["r"], reason="enough")  # its group dies before receiving it
+            client.abort(["r"], reason="enough")  # the group dies before it receives the abort
             info = asyncio.create_task(client.call("internal_state"))
             call = await core.got(0)
             assert isinstance(call, messages.Call)
@@ -63,7 +63,7 @@ def test_aborted_request_of_a_lost_group_does_not_migrate(tmp_path: Path) -> Non
             last = news[-1]
             assert last.finish is not None and last.finish["type"] == "abort" and last.finish["message"] == "enough"
             core.send(messages.Reply(call.id, value={"of": 0}))
-            assert await info == [{"of": 0}]  # of the surviving schedulers
+            assert await info == [{"of": 0}]  # from the surviving schedulers
             assert core.nothing_for(0)
 
     asyncio.run(run())

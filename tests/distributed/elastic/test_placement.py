@@ -1,4 +1,4 @@
-"""Placements on the surviving ranks: lost experts are named, and the moves reach the plan."""
+"""Placements on the surviving ranks: lost experts are listed, and the moves result in the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_survivors_hold_what_fits_and_the_rest_is_named(data):
         unplaced = [expert for at, expert in found.unplaced if at == layer]
         assert len(unplaced) == max(0, layout.num_experts - num_slots)
         placed = np.delete(counts[layer], unplaced)
-        assert not unplaced or counts[layer, unplaced].max() <= placed.min(), "a hot expert gave way to a cold one"
+        assert not unplaced or counts[layer, unplaced].max() <= placed.min(), "a hot expert was replaced by a cold one"
 
     kept = (left.num_valid > 0) & (found.placement.num_valid > 0)  # [L, E]
     present = [set(np.flatnonzero(row).tolist()) for row in kept]
@@ -54,7 +54,7 @@ def test_a_second_death_and_a_named_loss():
     counts = np.arange(8)[None] + 1
     first = plan_for_survivors(counts, layout, [True, False, True, True], previous)
     assert first.lost == ((0, 2), (0, 3))
-    assert first.unplaced == ((0, 0), (0, 1))  # six slots for eight experts: the coldest two go
+    assert first.unplaced == ((0, 0), (0, 1))  # six slots for eight experts: the coldest two are removed
     second = plan_for_survivors(counts, layout, [False, False, True, True], first.placement)
     assert len(second.unplaced) == 4 and {expert for _, expert in second.unplaced} == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="at least one of 4"):
@@ -62,7 +62,7 @@ def test_a_second_death_and_a_named_loss():
 
 
 def test_redundancy_survives_a_death_without_loss():
-    """Every expert twice, on ranks of different halves: half of the ranks may be lost."""
+    """Every expert has two copies, on ranks of different halves: half of the ranks may be lost."""
     layout = ExpertLayout(8, 4, 8)
     previous = ExpertPlacement.trivial(layout, 3)
     counts = np.random.default_rng(2).integers(1, 100, (3, 8))

@@ -1,4 +1,4 @@
-"""A core and its worker across a loss of other ranks."""
+"""A core and its worker after a loss of other ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_pause_of_a_loss_before_the_first_iteration_is_zero(
 
 
 class Regroups:
-    """Steps end at once; the new groups are `formed`."""
+    """Steps end at once; `formed` are the new groups."""
 
     def __init__(self, formed: Future[Any]) -> None:
         self.formed = formed

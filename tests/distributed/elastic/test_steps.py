@@ -16,8 +16,8 @@ def test_steps_restart_without_a_lost_group(tmp_path: Path) -> None:
     for exchange in exchanges:
         exchange.connect([other.address for other in exchanges])
     steps = [SurvivorSync(exchange, lambda: None) for exchange in exchanges[:2]]
-    exchanges[2].send(1, StepFacts(num_tokens=9))  # its last words
-    exchanges[0].send(1, StepFacts(num_tokens=8))  # of a step that never was
+    exchanges[2].send(1, StepFacts(num_tokens=9))  # its last message
+    exchanges[0].send(1, StepFacts(num_tokens=8))  # of a step that never ran
 
     def part(group: int) -> list[tuple[StepFacts, ...] | None]:
         steps[group].regroup(1, [True, True, False])
@@ -47,14 +47,14 @@ def check() -> None:
 
 
 def test_a_message_that_arrives_before_regroup_is_kept(tmp_path: Path) -> None:
-    """A peer that regroups first begins the new generation while this rank is still in the old one."""
+    """A peer that regroups first starts the new generation while this rank is still in the old one."""
     here, peer, third = exchanges_of(tmp_path, 3)
     alive = [True, True, False]
     peer.regroup(1, alive)
     peer.send(STEPS + 1, StepFacts(num_tokens=21))
     assert here.socket.poll(30_000)
-    assert not here.begun(1)  # reads the message: it belongs to no step of the old generation
-    steps = SurvivorSync(here, check)  # a wait for a message that was dropped ends at `check`
+    assert not here.begun(1)  # reads the message, which belongs to no step of the old generation
+    steps = SurvivorSync(here, check)  # a wait for a dropped message ends at `check`
     steps.regroup(1, alive)
     assert steps.is_due()
     expected = (StepFacts(num_tokens=11), StepFacts(num_tokens=21), LOST)
@@ -64,7 +64,7 @@ def test_a_message_that_arrives_before_regroup_is_kept(tmp_path: Path) -> None:
 
 
 def test_turns_of_prompts_count_the_groups_that_are_alive(tmp_path: Path) -> None:
-    """One of two groups alive is half of them, however many were lost."""
+    """One of two remaining groups is half of them, for any number of lost groups."""
     here, peer, *others = exchanges_of(tmp_path, 5)
     alive = [True, True, False, False, False]
     steps = SurvivorSync(here, lambda: None)
@@ -84,7 +84,7 @@ def test_turns_of_prompts_count_the_groups_that_are_alive(tmp_path: Path) -> Non
 def test_parts_of_impossible_generations_are_dropped(tmp_path: Path) -> None:
     first, second = exchanges_of(tmp_path, 2)
     for message in (
-        StepFactsMessage(2 * STEPS + 1, 1, StepFacts()),  # two generations of two groups: none would be left
+        StepFactsMessage(2 * STEPS + 1, 1, StepFacts()),  # two generations of two groups: no group would remain
         StepFactsMessage(99 * STEPS + 1, 1, StepFacts()),
         StepFactsMessage(STEPS, 1, StepFacts()),
         StepFactsMessage(STEPS + 3, 1, StepFacts()),
@@ -95,7 +95,7 @@ def test_parts_of_impossible_generations_are_dropped(tmp_path: Path) -> None:
         first._take(message)
     assert first.num_dropped == 7 and first._facts == {}
     first.regroup(1, [True, False])
-    first._take(StepFactsMessage(1, 1, StepFacts()))  # sent before the loss: no fault
+    first._take(StepFactsMessage(1, 1, StepFacts()))  # sent before the loss: not a fault
     assert first.num_dropped == 7 and first._facts == {}
     first._take(StepFactsMessage(STEPS + 1, 1, StepFacts()))
     assert first.num_dropped == 8 and first._facts == {}

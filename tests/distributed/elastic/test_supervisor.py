@@ -54,8 +54,8 @@ def test_simultaneous_losses_are_announced_together_and_later_failures_ignored()
     (survivors,) = ranks.announced
     assert survivors.alive == (False, True, True, False) and survivors.generation == 1
     assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
-    ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # its step in flight
-    ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
+    ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # the step in flight fails
+    ranks.run(8.0, silent=(0, 3))  # lost ranks are not reported again
     assert ranks.detector.failure is None and len(ranks.announced) == 1
     ranks.detector.failed(2, "step 9 failed", peer_lost=False, generation=1)
     assert "step 9 failed" in str(ranks.detector.failure)
@@ -85,7 +85,7 @@ def test_failure_names_all_simultaneous_losses() -> None:
 
 
 class SupervisedRanks:
-    """A supervisor whose ranks are links of this process."""
+    """A supervisor whose ranks are links in this process."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rank_supervisor, "LocalRanks", Mock())
@@ -129,7 +129,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
     ready = supervised.supervisor.start()
     assert ready == messages.CoreReady(replace(INFO, model_path="of 0"), ["core0", "core1", "core2"])
-    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anyone listens
+    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before a listener exists
     until(lambda: len(supervised.announced) == 2, "the ranks were not notified")
     reported: list[messages.GroupsLost] = []
 

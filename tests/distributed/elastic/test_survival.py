@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 SEED = int(random_seed.SEED) % 1_000_003
 NUM_EXPERTS, TOP_K = 16, 4
 LONG = 90
-"""Tokens of a request that is struck on its way."""
+"""Tokens of a request whose rank is lost while it runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def check(streams: list[Stream], expected: list[list[int]]) -> None:
 
 
 def test_kills_in_decode_and_prefill_until_experts_are_not_covered(checkpoint: Path) -> None:
-    """Four ranks of which any two have slots for all experts, over sockets."""
+    """Four ranks, of which any two have slots for all experts, over sockets."""
     decoding, late = draw(SEED, 8, LONG, [0, 1, 2, 3]), draw(SEED + 1, 3, 20, [1, 2, 3])
     prefilling = draw(SEED + 2, 24, 12, [1, 2, 3], length=300)
     expected = alone(checkpoint, [*decoding, *late, *prefilling])
@@ -87,13 +87,13 @@ def test_kills_in_decode_and_prefill_until_experts_are_not_covered(checkpoint: P
         finish(last)
         assert all("DP3 TP3" in stream.error and "SIGKILL" in stream.error for stream in last)
         assert all("--ep-num-redundant-experts 48 would have covered the loss" in stream.error for stream in last)
-        until(lambda: not running.supervisor.is_running(), "the supervisor did not leave")
+        until(lambda: not running.supervisor.is_running(), "the supervisor did not exit")
 
 
 def test_two_killed_at_once_while_experts_move(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In shared memory, with plans every few passes."""
+    """With shared memory and rebalancing every few passes."""
     streams = draw(SEED + 4, 8, LONG, [0, 1, 2, 3])
     expected = alone(checkpoint, streams)
     flags = {"moe_a2a_backend": "shared_memory", "page_size": 4}
@@ -159,7 +159,7 @@ def test_masked_requests_continue(tmp_path: Path, drafts: dict[str, Any]) -> Non
 
 
 def check_counts(running: Struck, folder: Path) -> None:
-    """The records have each computed token once, in passes with the same numbers on all ranks."""
+    """The records contain each computed token once, in passes with the same numbers on all ranks."""
     records = ExpertRecords(running.engine._frontend.client)
     running.engine._loop.run(records.start())
     streams = draw(SEED + 5, 6, 9, [1, 2])
@@ -193,7 +193,7 @@ def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
         assert running.alive == [1] and not running.problems()
         states = running.engine.get_server_info()["internal_states"]
         assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
-        assert ended(running.ranks[0]), "it must not come back"
+        assert ended(running.ranks[0]), "the rank must not return"
 
         running.supervisor.suspend()  # ranks stop without the supervisor: consecutive requests soon fail
         errors: list[str] = []
@@ -204,6 +204,6 @@ def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
             errors.append(stream.error)
             return bool(stream.error)
 
-        until(fails, "the ranks go on without a supervisor")
+        until(fails, "the ranks continue without a supervisor")
         assert f"the rank supervisor (pid {running.supervisor.pid}) silent for" in errors[-1]
         running.supervisor.kill()

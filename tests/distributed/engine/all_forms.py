@@ -1,10 +1,10 @@
 """A long correctness run: ``python -m tests.distributed.engine.all_forms`` compares all parallel forms with one rank.
 
 The cases combine the factors of `tests.distributed.engine.forms` on tiny random checkpoints: each attention form with
-each expert form at 2, 4 and 8 ranks, and every two settings of everything else (model, replicas, head, dense layers,
-drafts, chunks, pages, prefix cache, retraction, ...) meet. Tokens, greedy and sampled, must be equal, and
-log-probabilities of tokens and prompts equal to within 1e-4. The command prints a line a case, writes JSON after each
-case, exits with 1 on a difference, and continues an interrupted run with ``--resume FILE``.
+each expert form at 2, 4 and 8 ranks, and every pair of other settings (model, replicas, head, dense layers, drafts,
+chunks, pages, prefix cache, retraction, ...) occurs. Tokens, greedy and sampled, must be equal, and log-probabilities
+of tokens and prompts equal to within 1e-4. The command prints a line per case, writes JSON after each case, exits with
+1 on a difference, and continues an interrupted run with ``--resume FILE``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_wrong(result: dict[str, Any]) -> bool:
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """Agreeing cases out of those run, for each form by number of ranks."""
+    """Agreeing cases out of all run cases, for each form by number of ranks."""
     rows = []
     for attention in FACTORS["attention"]:
         for experts in FACTORS["experts"]:
@@ -101,11 +101,11 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.distributed.engine.all_forms", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--prompts", type=int, default=32, help="requests of a case (default: 32)")
-    parser.add_argument("--tokens", type=int, default=48, help="most tokens that a request brings (default: 48)")
-    parser.add_argument("--seed", type=int, default=0, help="of checkpoints, prompts and the choice of cases")
-    parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="cases with these values alone")
+    parser.add_argument("--tokens", type=int, default=48, help="most prompt tokens of a request (default: 48)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of checkpoints, prompts and the choice of cases")
+    parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="only cases with these values")
     parser.add_argument("--json", type=Path, default=Path("all_forms.json"), help="results (default: all_forms.json)")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with the run that wrote this, but was cut")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue the interrupted run that wrote this file")
     args = parser.parse_args(argv)
     wanted = dict(item.split("=", 1) for item in args.only)
     if unknown := wanted.keys() - FACTORS.keys():

@@ -22,9 +22,9 @@ Case = Mapping[str, Any]
 DISPATCHERS = ("allgather", "all_to_all", "shared_memory")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 4, 8),
-    "attention": ("tp", "dp", "groups of 2"),  # heads over all ranks; a group a rank; both
-    "experts": ("cut", "ep", "ep of 2", *DISPATCHERS),  # by width, over all ranks, both, and with tokens that travel
-    "overlapped": ("none", "two", "single"),  # batches, while tokens travel
+    "attention": ("tp", "dp", "groups of 2"),  # heads over all ranks; one group per rank; both
+    "experts": ("cut", "ep", "ep of 2", *DISPATCHERS),  # by width, over all ranks, both, and with dispatch
+    "overlapped": ("none", "two", "single"),  # batches, during dispatch
     "replicas": (1, 2),
     "model": ("deepseek_v3", "qwen3_moe", "qwen3", "llama"),
     "lm_head": ("all", "group"),
@@ -87,13 +87,13 @@ def flags_of(case: Case, tiny_pool: int) -> dict[str, Any]:
     chunk, page = case["chunk"], case["page"]
     flags |= {
         "enable_dp_lm_head": case["lm_head"] == "group" and groups > 1,
-        "chunked_prefill_size": chunk if chunk == -1 else chunk * groups,  # groups share it
+        "chunked_prefill_size": chunk if chunk == -1 else chunk * groups,  # shared by the groups
         "enable_mixed_chunk": case["mixed"],
         "page_size": page,
         "disable_radix_cache": not case["radix"],
         "disable_overlap_schedule": not case["overlap"],
     }
-    if case["pool"] == "tiny":  # and lets far too many in
+    if case["pool"] == "tiny":  # and admits far too many requests
         running = min(RUNNING, tiny_pool // page)
         flags |= {"max_total_tokens": tiny_pool, "schedule_conservativeness": 0.0, "max_running_requests": running}
     return flags
@@ -101,7 +101,8 @@ def flags_of(case: Case, tiny_pool: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request; `aborted_after` so many tokens have come. `late`: alone, when all others have ended."""
+    """A request; `aborted_after`: number of tokens before its abort. `late`: sent alone, after all others have
+    ended."""
 
     rid: str
     prompt: list[int]
@@ -113,7 +114,7 @@ class Wanted:
 
 @dataclass
 class Answer:
-    """Log-probabilities of the tokens, and of the prompt's but the first."""
+    """Log-probabilities of the tokens, and of the prompt's tokens except the first."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -138,17 +139,17 @@ class Outcome:
 
 
 class Forms:
-    """The checkpoints, the requests, and the answers of one rank, which cases share."""
+    """The checkpoints, the requests, and the answers of one rank, shared by cases."""
 
     def __init__(self, folder: Path, num_prompts: int, num_tokens: int, seed: int) -> None:
         self._folder, self._num_prompts, self._num_tokens, self._seed = folder, num_prompts, num_tokens, seed
-        a_request = num_tokens + LONGEST_PROMPT + 24  # the longest, and a little
+        a_request = num_tokens + LONGEST_PROMPT + 24  # the longest request, with a margin
         self._tiny_pool = round(max(1.5, num_prompts // 16) * a_request / 16) * 16
         self._expected: dict[str, dict[str, Answer]] = {}
         self._requests = make_requests(num_prompts, num_tokens, seed)
 
     def run(self, case: Case, **more: Any) -> Outcome:
-        """Args: more: flags of the engine."""
+        """Args: more: further flags of the engine."""
         model = case["model"]
         expected = self._alone(model)
         with self._engine(model, **flags_of(case, self._tiny_pool), **more) as engine:
@@ -178,7 +179,7 @@ class Forms:
     def _engine(self, model: str, **flags: Any) -> Engine:
         path = self._folder / model
         if not path.exists():
-            if model == "deepseek_v3":  # MTP drafts that the model often agrees with
+            if model == "deepseek_v3":  # MTP drafts that are often accepted
                 agreeing_checkpoint(model, path, self._seed, num_mtp_layers=1, num_key_value_heads=8, **HEADS)
             else:
                 make_checkpoint(model, path, self._seed, **HEADS)
@@ -187,13 +188,13 @@ class Forms:
 
 
 def make_requests(num_prompts: int, num_tokens: int, seed: int) -> list[Wanted]:
-    """Prompts of all lengths, some with a common prefix; greedy and sampled; some are cut off, one comes alone."""
+    """Prompts of all lengths, some with a common prefix; greedy and sampled; some are aborted, one runs alone."""
     rng = random.Random(seed)
     prefix = [rng.randrange(ORDINARY) for _ in range(LONGEST_PROMPT // 2)]
     requests = []
     for i in range(num_prompts):
         own = [rng.randrange(ORDINARY) for _ in range(rng.randint(1, LONGEST_PROMPT // 2))]
-        own = (own + own)[: LONGEST_PROMPT // 2]  # something to look up
+        own = (own + own)[: LONGEST_PROMPT // 2]  # a repetition for n-gram drafts
         sampling: dict[str, Any] = {
             "max_new_tokens": num_tokens if i % 4 else rng.randint(1, num_tokens), "ignore_eos": i % 4 > 0,
         }  # fmt: skip

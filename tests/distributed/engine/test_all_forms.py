@@ -1,4 +1,4 @@
-"""An interrupted run over all forms of parallelism: its results are kept, and the run continues after them."""
+"""An interrupted run over all forms of parallelism: its results are kept, and the next run continues after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.distributed.engine.forms import Case, Outcome
 
 
 class Forms:
-    """Runs nothing; is interrupted at the third case."""
+    """Runs no engine; is interrupted at the third case."""
 
     def __init__(self, *args: Any) -> None:
         self.ran: list[Case] = []

@@ -23,7 +23,7 @@ from tests.server.fake_engine import INFO
 
 
 class FakeCore:
-    """A core of `groups` schedulers played by the test: reads their messages and sends their replies."""
+    """A fake core of `groups` schedulers: reads their messages and sends their replies."""
 
     def __init__(self, folder: Path, name: str, groups: int) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class FakeCore:
     def expect_exit(self) -> None: ...
 
     def stop(self, grace: float) -> None:
-        """Returns as a process that ends on the message: behind its arrival. The client drops unsent messages then."""
+        """Returns after the message arrived, as a process that then ends. The client then drops unsent messages."""
         self.stopped = grace
         if self.dead is None:
             for inbox in self._inboxes:
@@ -166,7 +166,7 @@ def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
                 with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
                     await task
             with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
-                await calls  # it was asked too
+                await calls  # it got the call too
             second.bring("r2", [5], end=True)
             assert await tasks[2] == [5]
             assert client.cause_of_death() is None and client.health().alive
@@ -178,7 +178,7 @@ def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
             assert await again == [{"of": 2}]
             second.send(messages.CoreFailed("TP1 is lost"))
             with pytest.raises(EngineDeadError, match="core1 failed: TP1 is lost"):
-                await after  # though its process has not ended yet
+                await after  # before its process has ended
             cause = "core0 was killed by SIGKILL; core1 failed: TP1 is lost"
             assert client.cause_of_death() == cause and not client.health().alive
             for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
@@ -235,7 +235,7 @@ def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             call = asyncio.create_task(client.ask_ranks("dump_experts"))
-            await asyncio.sleep(0)  # it has chosen a scheduler and not called it yet
+            await asyncio.sleep(0)  # it has chosen a scheduler, without a call so far
             second.die("core1 was killed by SIGKILL")
             first.send(messages.Reply(id=(await first.got(0)).id, value=[RankAnswer(0, "a")]))
             found, lost = await call

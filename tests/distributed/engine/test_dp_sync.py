@@ -1,4 +1,4 @@
-"""Step sync of schedulers: all groups' facts, in order, for the right step; no scheduler blocks or falls behind."""
+"""Step sync of schedulers: all groups' facts, in order, for the correct step; no scheduler blocks or falls behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_message_of_a_later_step_is_kept(meshes: Callable[[int], list[StepExchan
     assert first.begun(2) and not first.begun(3)
     first.send(2, StepFacts(num_tokens=12))
     with pytest.raises(EngineDeadError):
-        first.gather(2, lost)  # the third has not come
+        first.gather(2, lost)  # the third message has not arrived
     third.send(2, StepFacts(num_tokens=32))
     assert [facts.num_tokens for facts in first.gather(2, lambda: None)] == [12, 22, 32]
 
@@ -132,7 +132,7 @@ def test_turns_of_prompts() -> None:
     turns.after((running, running, StepFacts(num_running=3, prefills=True)))
     assert not turns.open
     turns.after((running, waiting, waiting))
-    assert turns.open  # enough have some
+    assert turns.open  # enough groups have prompts
     turns.after((running, running, running))
     assert not turns.open  # no prompts wait while they decode
     turns.after((StepFacts(), StepFacts(num_waiting=2), StepFacts()))

@@ -1,4 +1,4 @@
-"""EAGLE heads on several ranks: tokens of one rank, and the acceptance of an offline count, in every form."""
+"""EAGLE heads on several ranks: the tokens of one rank, and the acceptance of an offline count, in every form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 20}
 DEPTH = 2
 FLAGS: dict[str, Any] = {
     "cpu_threads": 1, "skip_tokenizer_init": True, "chunked_prefill_size": 32, "max_running_requests": 16,
-    # without a step in flight it is known which steps are the last
+    # without a step in flight the last steps are known
     "disable_overlap_schedule": True, "speculative_num_steps": DEPTH, "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": DEPTH + 1,
 }  # fmt: skip
@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> list[tuple[list[int], int]]:
-    """The tokens of each prompt on one rank without drafts, and the drafts that the reference gets accepted."""
+    """The tokens of each prompt on one rank without drafts, and the accepted drafts of the reference."""
     with Engine(
         str(pair.path), dtype="float32", max_total_tokens=2048, cpu_threads=1, skip_tokenizer_init=True
     ) as engine:

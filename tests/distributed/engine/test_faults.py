@@ -35,8 +35,8 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Ask:
-    """A request and its result: HTTP status, received tokens, reason of the end. With `again` it is sent again when
-    it has all its tokens, so that a request runs when the rank is killed, however slow this process is."""
+    """A request and its result: HTTP status, received tokens, reason of the end. With `again` it is sent again after
+    its last token, so that a request runs at the kill even if this process is slow."""
 
     rank: int
     length: int
@@ -82,7 +82,7 @@ class Ask:
 
     def fate_within(self, seconds: float) -> str:
         self.thread.join(seconds)
-        assert not self.thread.is_alive(), f"a request of rank {self.rank} was left in silence"
+        assert not self.thread.is_alive(), f"a request of rank {self.rank} did not end"
         return self.fate
 
 
@@ -102,7 +102,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def until(condition: Callable[[], Any], server: ServerProcess, seconds: float = PATIENCE) -> float:
-    """Seconds that this took."""
+    """Returns the seconds until the condition holds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, server.log
@@ -119,8 +119,8 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[ServerProcess, list[psu
 
 
 def decoding(server: ServerProcess, again: tuple[int, ...] = (0, 1)) -> list[Ask]:
-    """Two streamed requests of each rank, every one of which has got some tokens, those of rank 1 just now; and one
-    more, not streamed. Those of the ranks `again` run until the strike."""
+    """Two streamed requests of each rank, all with some tokens, those of rank 1 just now; and one more, not streamed.
+    Requests of the ranks `again` run until the kill."""
     asked: list[Ask] = []
     for rank in (0, 1):
         more = [Ask(rank, 4 + i, LONG, stream=rank == 0 or i < 2, again=rank in again) for i in range(2 + rank)]
@@ -130,7 +130,7 @@ def decoding(server: ServerProcess, again: tuple[int, ...] = (0, 1)) -> list[Ask
 
 
 def prefilling(server: ServerProcess, ranks: tuple[int, ...]) -> list[Ask]:
-    """Requests with slow prompts; none has received a token."""
+    """Requests with slow prompts, without a token so far."""
     asked = [Ask(rank, LONG_PROMPT - i, 500).send(server) for rank in ranks for i in range(24)]
 
     def works() -> bool:
@@ -143,8 +143,8 @@ def prefilling(server: ServerProcess, ranks: tuple[int, ...]) -> list[Ask]:
 
 
 def strike(victim: psutil.Process, how: signal.Signals, asked: list[Ask], what: str) -> list[Ask]:
-    """Until all that were asked have their end. But where an answer was whole before the strike, it must be the same
-    sentence for all, which names the victim, as a 503 or after the tokens that came; returns those that it hit."""
+    """Waits until all requests have ended. Unless an answer was complete before the kill, all get the same message,
+    which names the lost rank, as a 503 or after the received tokens; returns these requests."""
     began = time.monotonic()
     victim.send_signal(how)
     fates = [ask.fate_within(PATIENCE) for ask in asked]
@@ -216,7 +216,7 @@ def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how:
     try:
         until(lambda: len(ranks_of(server)) == 2, server)
         ranks = ranks_of(server)
-        until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # it has sent Hello
+        until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # the rank has sent Hello
         assert "READY" not in server.log
         ranks[1].send_signal(how)
         expected = words.format(pid=ranks[1].pid)

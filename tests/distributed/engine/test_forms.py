@@ -1,4 +1,4 @@
-"""Engines of several ranks give the tokens of one rank: a few cases in which every two settings meet.
+"""Engines of several ranks give the tokens of one rank: a few cases that cover every pair of settings.
 
 All forms at 2, 4 and 8 ranks, with more requests: ``python -m tests.distributed.engine.all_forms``.
 """
@@ -114,8 +114,8 @@ def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Form
 
 
 def test_cases_retracted_and_aborted(seen: Seen) -> None:
-    """Else the cases would show little. One case alone may do without: that depends on when its requests arrive, and
-    two of its requests are aborted unless they end before."""
+    """Checks that the cases contain retractions and aborts. A single case may lack them, depending on the arrival and
+    the end of its requests."""
     if len(seen.aborted) < len(CASES):
         pytest.skip("needs all cases before it")
     assert sum(seen.retractions) > 0

@@ -1,4 +1,4 @@
-"""An FP8 KV cache on many ranks: the tokens of one rank with such a cache.
+"""An FP8 KV cache on several ranks: the tokens of one rank with such a cache.
 
 Ranks sum in another order. A different last bit may rarely round to another 8-bit value. Two greedy answers may
 therefore differ, but only where the two best tokens are nearly equal.
@@ -49,7 +49,7 @@ def same(found: Answer, right: Answer) -> bool:
         if abs(our_best - best) > EQUAL:
             return False
         if ours != theirs:
-            return True  # a tie; from here on they are different texts
+            return True  # a tie; the texts differ from here on
     return True
 
 

@@ -36,7 +36,7 @@ def described(path: Path, names: list[str]) -> tuple[list[str], list[str], list[
 
 
 def names_of(path: Path, form: str) -> list[str]:
-    """In a random order. Two replicas run without drafts."""
+    """Names in a random order. Two replicas run without drafts."""
     names = [name for name in weights(path) if form != "two replicas" or "layers.3." not in name]
     return random.sample(names, len(names))
 

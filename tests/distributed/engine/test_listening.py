@@ -1,4 +1,5 @@
-"""A server on two nodes of this machine: listening sockets, admitted peers, places where its secret must not appear."""
+"""A server on two nodes of this machine: listening sockets, admitted peers, and places where the secret must not
+appear."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "security.md"
 HOST = "127.0.0.3"
-"""Loopback, but no address that anything listens at by default."""
+"""A loopback address without default listeners."""
 FAMILIES = ("attention", "moe-runner", "linear", "ops", "sampling")
 QUICK = [part for family in FAMILIES for part in (f"--{family}-backend", "torch")]
 FLAGS = (
@@ -47,7 +48,7 @@ GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\3\0"
 
 
 def documented() -> dict[str, str]:
-    """Of the table in docs/security.md: authentication by name of the socket."""
+    """The table in docs/security.md: authentication by name of the socket."""
     rows = re.findall(r"^\| (`[a-z`, ]+`) \|.*\| ([^|]+) \|$", DOCS.read_text(), re.M)
     return {name: how for names, how in rows for name in re.findall("[a-z]+", names)}
 
@@ -59,11 +60,11 @@ class Listener:
     ip: str
     port: int
     mechanism: str
-    """Of ZeroMQ's sockets: ``NULL`` or ``CURVE``; empty for others."""
+    """Mechanism of ZeroMQ sockets: ``NULL`` or ``CURVE``; empty for others."""
 
 
 def mechanism(ip: str, port: int) -> str:
-    """The greeting of a socket, if it speaks ZMTP."""
+    """The mechanism in the greeting of a socket, if it uses ZMTP."""
     with socket.create_connection((ip, port), timeout=5) as raw:
         raw.settimeout(5)
         try:
@@ -89,7 +90,7 @@ def listeners(pids: list[int]) -> list[Listener]:
         for item in process.net_connections("tcp")
         if item.status == psutil.CONN_LISTEN
     ]
-    with ThreadPoolExecutor(len(sockets)) as threads:  # sockets of torch do not answer: each takes the whole time limit
+    with ThreadPoolExecutor(len(sockets)) as threads:  # torch's sockets run into the time limit
         kinds = list(threads.map(lambda found: mechanism(*found[1:]), sockets))
     return [Listener(process.pid, role(process), ip, port, kind) for (process, ip, port), kind in zip(sockets, kinds)]
 
@@ -136,11 +137,11 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
         lines = "\n".join(" ".join(process.cmdline()) for process in processes)
         logs = server.log + (tmp_path / "node1.log").read_text()
     print(*found, sep="\n")
-    assert {item.ip for item in found} <= {HOST, "127.0.0.1"}  # the way from this machine to HOST begins at 127.0.0.1
+    assert {item.ip for item in found} <= {HOST, "127.0.0.1"}  # the route from this machine to HOST starts at 127.0.0.1
     by_role: dict[tuple[str, str], list[Listener]] = {}
     for item in found:
         by_role.setdefault((item.role, "zmq" if item.mechanism else "other"), []).append(item)
-    names = {  # the rows of the table that this launch has
+    names = {  # the rows of the table for this launch
         ("launcher", "other"): ["http"],
         ("launcher", "zmq"): ["answers"],
         ("core_main", "zmq"): ["control", "plans", "steps"],
@@ -148,7 +149,7 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
     }
     for key, expected in names.items():
         assert len(by_role.pop(key)) == len(expected), (key, expected)
-    # the remaining ones are torch's: the store and gloo's groups
+    # the remaining sockets are torch's: the store and gloo's groups
     assert {role for role, _ in by_role} <= {"core_main", "rank_main"}
     table = documented()
     assert {name for expected in names.values() for name in expected} | {"store", "gloo"} <= set(table)
@@ -184,7 +185,7 @@ def test_node_with_another_secret_fails_and_node_0_logs_it(tmp_path: Path, monke
         while "connections were refused in their handshake: --dist-secret-file" not in logs[0].read_text():
             assert time.monotonic() < deadline, logs[0].read_text()
             time.sleep(0.1)
-        assert nodes[0].poll() is None  # it waits for the right one
+        assert nodes[0].poll() is None  # it waits for a node with the correct secret
     finally:
         for node in nodes:
             end(node)

@@ -1,4 +1,4 @@
-"""LoRA adapters on several ranks and with drafts: greedy tokens of transformers with merged weights; loading and
+"""LoRA adapters on several ranks and with drafts: the greedy tokens of transformers with merged weights; loading and
 unloading while requests run."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_forms(served: Served, form: str) -> None:
 
 
 def change_while_requests_run(served: Served, engine: Engine) -> None:
-    """No request of an adapter is lost when it is unloaded; afterwards its name may be another adapter's."""
+    """No request of an adapter is lost when the adapter is unloaded; another adapter may then have its name."""
     asked, outputs = prompts(3), []
     long = GREEDY | {"max_new_tokens": 60}
     stream = engine.generate(input_ids=asked[0], sampling_params=long, lora_path="a", stream=True)

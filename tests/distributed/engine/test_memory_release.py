@@ -1,4 +1,4 @@
-"""Memory that the processes of an engine give back and take again: measured by the system, tokens as before."""
+"""Memory that the processes of an engine release and allocate again: measured by the system, with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_training_loop(
     expected: dict[str, list[list[int]]],  # noqa: F811
     form: str,
 ) -> None:
-    """Weights come back, are replaced, and then the KV cache comes back; also below paused requests."""
+    """Weights are resumed, then replaced, then the KV cache is resumed; also with paused requests."""
     new = [pair for pair in weights(checkpoints["new"]).items() if form != "two replicas" or "layers.3." not in pair[0]]
     with open_engine(checkpoints["old"], enable_memory_saver=True, **FORMS[form]) as engine:
         assert tokens(engine) == expected["old"]

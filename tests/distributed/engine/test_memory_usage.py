@@ -1,4 +1,4 @@
-"""What each rank holds against the ledger."""
+"""Memory of each rank, compared with the ledger."""
 
 from __future__ import annotations
 

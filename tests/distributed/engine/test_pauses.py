@@ -1,5 +1,5 @@
-"""Pauses of generation: nothing is computed, nothing is lost, and a weight update may replace the weights in the middle
-of answers."""
+"""Pauses of generation: no computation, no lost requests, and a weight update may replace the weights in the middle of
+answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 PROMPTS = test_weight_updates.PROMPTS[1:4]
 MANY = 440
 STILL = 0.3
-"""Seconds in which an engine that is not paused makes many tokens."""
+"""Seconds in which an engine without a pause generates many tokens."""
 
 
 async def collect(engine: Engine, prompt: list[int], pieces: list[int], **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ async def call(engine: Engine, work: Any) -> Any:
 
 
 async def settled(pieces: list[list[int]]) -> list[int]:
-    """Tokens of each request, after the pieces on their way. An engine that continues settles when requests end."""
+    """Tokens of each request, including outputs in flight. A running engine settles when requests end."""
     before, now = [-1], [0]
     while now != before:
         await asyncio.sleep(0.05)
@@ -52,8 +52,8 @@ async def settled(pieces: list[list[int]]) -> list[int]:
 async def paused_in_the_middle(
     engine: Engine, mode: PauseMode, work: Any = None, many: int = MANY
 ) -> list[dict[str, Any]]:
-    """Outputs of requests of `many` tokens that a pause of generation finds running, and of one that arrives while it
-    lasts."""
+    """Outputs of requests of `many` tokens that run when generation pauses, and of one that arrives during the
+    pause."""
     for _ in range(20):  # on a busy machine requests may end before the pause arrives
         outputs = await attempt(engine, mode, work, many)
         if outputs is None:
@@ -72,7 +72,7 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list
     before = await settled(pieces)
     aborted = any(output["meta_info"]["finish_reason"]["type"] == "abort" for output in ended)
     if not aborted and (mode == "abort" or not any(0 < count < many for count in before)):
-        # every request had ended or had not begun: the front end counts those as waiting, too
+        # every request had ended or had not begun: the front end also counts these requests as waiting
         await call(engine, pausing.resume())
         await asyncio.gather(*tasks)
         return None
@@ -92,7 +92,7 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list
     ["one rank", "dp2", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("two replicas", "tp2"))],
 )
 def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Path]) -> None:  # noqa: F811
-    many = 120 if form == "dp2" else MANY  # a step of attention groups, which exchange facts, takes longer
+    many = 120 if form == "dp2" else MANY  # a step of several attention groups takes longer
     with open_engine(checkpoints["old"], **FORMS[form]) as engine:
         expected: Any = engine.generate(input_ids=PROMPTS, sampling_params={**SAMPLING, "max_new_tokens": many})
         for mode in ("in_place", "retract"):
@@ -105,7 +105,7 @@ def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Pat
         kinds = [output["meta_info"]["finish_reason"]["type"] for output in aborted]
         assert "abort" in kinds[:-1] and kinds[-1] == "length"
         assert engine.flush_cache()
-        engine.continue_generation()  # of an engine that runs
+        engine.continue_generation()  # while the engine runs
 
 
 def test_a_request_that_waits_is_aborted_and_the_cache_is_flushed(checkpoints: dict[str, Path]) -> None:  # noqa: F811
@@ -120,7 +120,7 @@ def test_a_request_that_waits_is_aborted_and_the_cache_is_flushed(checkpoints: d
 
 
 def test_weights_are_replaced_in_the_middle_of_answers(checkpoints: dict[str, Path]) -> None:  # noqa: F811
-    """The tokens behind the pause are those of the new weights, after the tokens before it."""
+    """The tokens after the pause are those of the new weights, given the tokens before it."""
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
@@ -144,6 +144,6 @@ def test_weights_are_replaced_in_the_middle_of_answers(checkpoints: dict[str, Pa
                 input_ids=prompt + tokens[:same], sampling_params={**SAMPLING, "max_new_tokens": MANY - same}
             )
             assert again["output_ids"] == tokens[same:], first
-        assert mixed, "no request had tokens of both"
+        assert mixed, "no request had tokens of both weights"
         late: Any = engine.generate(input_ids=PROMPTS[0], sampling_params=SAMPLING)
         assert outputs[-1]["output_ids"] == late["output_ids"]

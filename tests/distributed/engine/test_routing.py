@@ -1,4 +1,5 @@
-"""The scheduler of a request: the least loaded, in turn among equals, never one that cannot serve it."""
+"""The scheduler of a request: the least loaded, in turn among equals, never a scheduler that cannot serve the
+request."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_methods_use_their_metric() -> None:
 
 @pytest.mark.parametrize("method", ["total_requests", "total_tokens"])
 def test_loads_stay_even(method: str) -> None:
-    """Requests of any length, some of which end: no scheduler has two requests more than another."""
+    """Requests of any length, some of which end: the numbers of requests differ by at most one."""
     rng = random.Random(3)
     router = Router(4, method)
     running: list[tuple[int, int]] = []

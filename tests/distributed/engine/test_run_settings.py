@@ -1,4 +1,4 @@
-"""Settings that change while an engine runs, on every scheduler or on none."""
+"""Settings that change while an engine runs, on all schedulers or on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with a state for each request on several ranks: divided channels of the state, or a scheduler each."""
+"""Models with a state for each request on several ranks: divided channels of the state, or one scheduler per rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Prompts above every limit, on ranks with parts for small steps: the answers are those of one rank.
+"""Prompts above every limit, on ranks with limits for small steps: the answers of one rank.
 
-`tests/scheduler/test_step_limits.py` draws many more forms and holds plans against their limits, without ranks.
+`tests/scheduler/test_step_limits.py` generates many more forms and checks plans against their limits, without ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that are read and replaced by name, in every form of engine: kernels pack, merge and cut them."""
+"""Weights read and replaced by name, in every form of engine, although kernels pack, merge and shard them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that an engine with drafts holds."""
+    """The tensors of an engine with drafts."""
     tensors = load_file(path / "model.safetensors")
     return {name: tensor for name, tensor in tensors.items() if "layers" not in name or not name.endswith(COPIES)}
 

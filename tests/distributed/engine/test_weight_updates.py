@@ -108,7 +108,7 @@ def test_no_answer_mixes_two_checkpoints(
 
         async def work(answers: Answers) -> None:
             await change("new", False, answers)
-            for version in ("old", "new") * 20:  # all clients can be between two requests when one update aborts
+            for version in ("old", "new") * 20:  # all clients may be between two requests during one update
                 await change(version, True, answers)
                 if "abort" in {end for _, _, end, _ in answers}:
                     break
@@ -133,7 +133,7 @@ def test_no_answer_mixes_two_checkpoints(
 
 
 def broken(folder: Path, source: Path, how: str) -> Path:
-    """A copy of a checkpoint that cannot be used."""
+    """An unusable copy of a checkpoint."""
     path = folder / how.replace(" ", "-")
     shutil.copytree(source, path)
     file = next(path.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Bounded windows on several ranks: heads cut over ranks, and a scheduler with a pool of windows for each rank."""
+"""Bounded windows on several ranks: heads sharded over ranks, and a scheduler with a window pool for each rank."""
 
 from __future__ import annotations
 

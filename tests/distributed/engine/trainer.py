@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: rank 0 of a group with an engine, which sends weights by broadcasts."""
+"""A trainer in a separate process: rank 0 of a group with an engine, which broadcasts weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def joined(port: int, world_size: int, name: str) -> Any:
-    """A group beside the default group, in the way of SGLang's clients."""
+    """A group beside the default group, created as SGLang's clients do."""
     from torch.distributed import distributed_c10d as c10d
 
     limit = timedelta(seconds=60)

@@ -42,7 +42,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layer in range(LAYERS):
         bias = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
         bias.copy_(0.25 * torch.rand(bias.shape, generator=rng))
-        bias[8 + 4 * layer : 11 + 4 * layer] += 0.7  # neighbours, which the trivial placement has once, on one rank
+        bias[8 + 4 * layer : 11 + 4 * layer] += 0.7  # neighbours, with one copy each on one rank
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -175,7 +175,7 @@ def last_tables(chunks: list[Any], start: ExpertPlacement) -> np.ndarray:
 
 
 def test_measured_loads_are_the_planned_ones(world: World, skewed: Path, prompts: list[list[int]], alone: Any) -> None:
-    """Tokens that the ranks receive, by the dispatcher's count, with a planned placement."""
+    """Tokens received by the ranks, counted by the dispatcher, with a planned placement."""
     layout = ExpertLayout(EXPERTS, 4, REDUNDANT)
     counts = alone[1].sum(0)
     plan = plan_placement(counts, layout)

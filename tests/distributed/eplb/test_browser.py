@@ -17,11 +17,11 @@ from tests.server.harness import real_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-WAIT_MS = 3500  # of the page's own clock
+WAIT_MS = 3500  # of the page's clock
 
 
 class GrowingClient(RecordingClient):
-    """A running recording: ten more tokens for one expert with each request of the page."""
+    """A running recording: each request of the page adds ten tokens for one expert."""
 
     async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
         self.called.append(method)

@@ -1,6 +1,6 @@
-"""A server as started by a user: experts are recorded, viewed and dumped; the dump places experts at the next start.
+"""A server in a separate process: experts are recorded, viewed and dumped; the dump places experts at the next start.
 
-It has two replicas, whose counts are one dump.
+The server has two replicas with one common dump.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 def test_record_see_dump_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = tmp_path / "dumps"
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(dumps))
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}  # an unforeseen end costs one pass more
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}  # an unforeseen end takes one more pass
     ask = {"text": "The capital of France is", "sampling_params": sampling}
     recording = ("--expert-distribution-recorder-mode", "stat", "--dp", "2", "--cpu-threads", "1")
     with ServerProcess(tmp_path, *recording) as server, server.client() as client:

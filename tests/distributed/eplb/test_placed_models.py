@@ -1,4 +1,4 @@
-"""Placed and redundant experts: the same logits as one rank, and every choice counted once."""
+"""Placed and redundant experts: the logits of one rank, and every choice counted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recording in a worker of one rank, in every mode and on both paths through a layer, against the router itself."""
+"""Recording in a worker of one rank, in every mode and on both paths through a layer, compared with the router's
+output."""
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ Attached = tuple[Any, list[Any], bool]
 
 
 def attached(worker: Worker) -> Attached:
-    """Everything on a step's path: the model, each layer's recorder and counter, the stack's recording."""
+    """The recording objects of a step: the model, each layer's recorder and counter, the stack's recording."""
     model: Any = worker.runner.model
     decoder = model.model if isinstance(model, ExpertRecordingModel) else model
     layers = [(moe._recorder, moe._counted_at, moe._routed.__dict__.get("on_arrival")) for moe in decoder.moes]

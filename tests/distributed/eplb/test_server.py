@@ -76,7 +76,7 @@ def test_sglangs_answers(verb: str) -> None:
         assert response.headers["content-type"].startswith("text/plain")
     called = [f"{verb}_experts", *(["write_experts"] if verb == "dump" else [])]
     assert client.called == called * 3
-    if verb == "dump":  # of all schedulers, their newest passes side by side
+    if verb == "dump":  # of all schedulers, with their newest passes merged
         assert [part["pass_ids"] for part in client.arguments["parts"]] == [[4, 5], [4, 5]]
 
 
@@ -110,7 +110,7 @@ def part(number: int) -> dict[str, Any]:
 
 
 def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
-    """Its parts have arrived already, and another core writes them."""
+    """The parts of the dead core have already arrived, and another core writes them."""
 
     class Dying(RecordingClient):
         async def call_one(self, method: str, **args: Any) -> Any:
@@ -196,7 +196,8 @@ def test_the_live_page_and_its_data() -> None:
 
 
 def test_the_gain_of_eplb() -> None:
-    """Expert 0 of four gets half the tokens: on two ranks EPLB pairs it with the idlest, and says what that saves."""
+    """Expert 0 of four gets half the tokens: on two ranks EPLB pairs it with the least loaded expert, and reports the
+    gain."""
     view = {**VIEW, "experts": 4, "counts": [[0] * 4, [50, 30, 15, 5]]}
     answer = get(RecordingClient(view_experts=[view]), "/experts/gain", ep_size=2, tp_size=2)
     assert answer.status_code == 200, answer.text

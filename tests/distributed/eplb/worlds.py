@@ -1,4 +1,4 @@
-"""The ranks of these tests: a shard of a model with experts in chosen slots, recorded as in a worker."""
+"""The ranks of these tests: a shard of a model with experts in given slots, recorded as in a worker."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def run_balanced(rank: int, case: Case, prompts: list[list[int]]) -> Balanced:
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,6 +164,6 @@ def balanced(loaded: Loaded, prompts: list[list[int]]) -> Balanced:
             seen.tables.append(tables.whole_placement.physical_to_logical.copy())
         seen.states.append(loaded.control.state())
         if balance is not None and balance._planning is not None:
-            balance._planning.exception()  # so that the number of the step in which moves begin is always the same
+            balance._planning.exception()  # so that moves always begin in the same step
     loaded.control.close()
     return seen

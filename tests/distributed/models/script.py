@@ -1,4 +1,4 @@
-"""Steps over a few sequences, the same for every engine of a test, on one rank or on many.
+"""Steps over a few sequences, the same for every engine of a test, on one or several ranks.
 
 Sequences belong to attention groups. The script has prefill and decode alone and mixed, a prompt in chunks, groups
 without tokens, and groups with fewer tokens than ranks.
@@ -17,7 +17,7 @@ from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from tests.models.stepper import Chunk, Stepper
 
-# a step: what runs of each sequence: a number of prompt tokens, or None for one token drawn greedily
+# a step, for each sequence: a number of prompt tokens, or None for one greedy token
 Work = dict[int, int | None]
 STEPS: list[Work] = [
     {0: 21, 1: 3},
@@ -62,7 +62,7 @@ def run(
     """Runs the script for the sequences of one group.
 
     Args:
-        sizes_of: called in every step, as the ranks' exchange is.
+        sizes_of: called in every step, like the ranks' exchange.
     """
     done: dict[int, int] = {}
     trace = Trace({}, {}, {})

@@ -1,5 +1,5 @@
-"""A model cut over ranks gives the logits and the greedy tokens of the same model on one rank, which other tests hold
-against transformers: every way to cut it, with prefill, decode and idle groups, on real processes."""
+"""A model sharded over ranks gives the logits and the greedy tokens of the same model on one rank, which other tests
+compare with transformers: every form of sharding, with prefill, decode and idle groups, on real processes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def alone() -> Callable[[Case], script.Trace]:
-    """The same on one rank, once a model."""
+    """The results of one rank, computed once per model."""
     made: dict[tuple[Path, bool], script.Trace] = {}
 
     def run(case: Case) -> script.Trace:
@@ -136,7 +136,7 @@ def test_deepseek_v3_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) 
 
 
 def test_sparse_attention_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
-    """All ranks of a group select the same tokens, as one rank does."""
+    """All ranks of a group select the tokens of one rank."""
     some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2")
     path = checkpoint("glm_moe_dsa")
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])

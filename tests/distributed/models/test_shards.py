@@ -1,4 +1,4 @@
-"""Bytes that a rank reads and sends, without other processes: the model of a rank with imagined peers."""
+"""Bytes that a rank reads and sends, without other processes: a rank's model with simulated peers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FP8 = {
 
 
 class Imagined:
-    """A `Group` whose other ranks answer with this rank's values; notes the calls."""
+    """A `Group` whose other ranks return this rank's values; records the calls."""
 
     timeout_s = 1.0
     device = torch.device("cpu")
@@ -69,7 +69,7 @@ class Imagined:
 
 
 class ImaginedDispatcher:
-    """Answers what a layer asks while it is built; sends nothing."""
+    """Has the attributes that a layer reads during construction; sends nothing."""
 
     def takes_rows(self) -> dict[str, bool]:
         return dict.fromkeys(get_args(Phase), False)
@@ -95,21 +95,21 @@ def load(path: Path, parallel: ParallelContext) -> tuple[Any, WeightReader]:
     return model, reader
 
 
-# what part of a tensor a rank reads: by letter of the layer's halves, column parallel (c), row parallel (r), expert (e)
+# the part of a tensor that a rank reads, by letter: column parallel (c), row parallel (r), expert (e)
 COLUMN = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 ATTENTION = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj", "o_proj")
 
 
 def expected_bytes(path: Path, t: Topology, rank: int) -> int:
-    """By the definition of each axis; all widths divide evenly."""
+    """Bytes by the definition of each axis; all widths divide evenly."""
     total = 0
     for name, file in read_checkpoint(path).items():
         size, part = file.tensors[name].num_bytes, name.split(".")
         projection = part[-2]
         if name.endswith("_scale_inv"):
             ours = ".experts." not in name or _holds(int(part[part.index("experts") + 1]), t, rank)
-            total += size if ours else 0  # a scale grid is read whole
+            total += size if ours else 0  # a scale grid is read completely
         elif ".experts." in name:
             total += size // t.moe_tp_size if _holds(int(part[part.index("experts") + 1]), t, rank) else 0
         elif projection in ATTENTION or projection == "embed_tokens":
@@ -157,7 +157,7 @@ def test_a_rank_reads_its_own_part_only(fp8: Path, topology: Topology) -> None:
 
 @torch.no_grad()
 def calls_of_a_step(path: Path, topology: Topology, tokens: Sequence[int], rank: int = 0) -> Counter[str]:
-    """Messages of a rank in one step in which every attention group has that number of tokens."""
+    """Messages of a rank in one step with `num_tokens` tokens in every attention group."""
     calls: list[str] = []
     parallel = imagine(topology, rank, calls)
     model, _ = load(path, parallel)
@@ -171,7 +171,7 @@ def calls_of_a_step(path: Path, topology: Topology, tokens: Sequence[int], rank:
 
 
 def test_collectives_of_a_step(tmp_path: Path) -> None:
-    """No more messages than each form needs, for 3 layers, of which one is dense."""
+    """Only the necessary messages of each form, for 3 layers, one of them dense."""
     path = make_checkpoint("deepseek_v3", tmp_path, 5, tokenizer=False)
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 3
     assert not calls_of_a_step(path, Topology(1), [5])
@@ -184,7 +184,7 @@ def test_collectives_of_a_step(tmp_path: Path) -> None:
     assert even == {"world all_gather": 3 + 1, "world reduce_scatter": 3, "world all_to_all": 1}
     assert calls_of_a_step(path, Topology(2, attn_dp_size=2), [4, 0]) == {"world all_to_all": 3 + 3 + 2}
     assert calls_of_a_step(path, Topology(2, attn_dp_size=2), [4, 0], rank=1) == {"world all_to_all": 3 + 3 + 2}
-    # both: an attention group's sums are shared out, and its shares gathered for the next attention
+    # both: an attention group's sums are scattered, and its shares gathered for the next attention
     both = calls_of_a_step(path, Topology(4, 2, enable_dp_lm_head=True), [4, 4], rank=3)
     assert both == {
         "attn_tp all_reduce": 1, "attn_tp reduce_scatter": 3, "attn_tp all_gather": 3 + 1,
@@ -207,13 +207,13 @@ def test_sizes_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_shares_of_a_step() -> None:
-    """A group's tokens are divided evenly, the first ranks have one more; every token has one owner."""
+    """A group's tokens are divided evenly, the first ranks have one more; every token belongs to one rank."""
     topology = Topology(6, attn_dp_size=2)
     owned: list[list[int]] = [[], []]
     for rank in range(6):
         sizes = StepSizes.known(imagine(topology, rank, []), [7, 2], [1, 0], prefills=False)
         assert sizes.shares == [3, 2, 2, 1, 1, 0] and sizes.logit_shares == [1, 0, 0, 0, 0, 0]
-        assert sizes.phase == "prefill"  # without a dispatcher there is no other mode
+        assert sizes.phase == "prefill"  # the only mode without a dispatcher
         assert sizes.group_shares == sizes.shares[rank // 3 * 3 :][:3]
         own = range(7 if rank < 3 else 2)[sizes.own_tokens]
         assert len(own) == sizes.shares[rank]

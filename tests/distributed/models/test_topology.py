@@ -47,7 +47,7 @@ def test_every_rank_has_one_place(topology: Topology) -> None:
 
 
 def test_the_example_of_the_field() -> None:
-    """tp 16, dp 2: two attention groups of 8; ep 4: experts in 4 parts, each cut over 4 neighbours."""
+    """tp 16, dp 2: two attention groups of 8; ep 4: experts in 4 parts, each sharded over 4 adjacent ranks."""
     t = Topology(16, attn_dp_size=2, ep_size=4)
     assert t.attn_tp_groups() == [list(range(8)), list(range(8, 16))]
     assert (t.attn_dp_rank(9), t.attn_tp_rank(9), t.ep_rank(9), moe_tp_rank(t, 9)) == (1, 1, 2, 1)

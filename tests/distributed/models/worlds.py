@@ -21,12 +21,12 @@ from tests.models.stepper import Stepper, make_backends, make_kv
 MAX_TOKENS, DECODE_TOKENS = 48, 1  # so that some decode steps are too large for the decode mode
 TIMEOUT_S = 20.0
 
-contexts: dict[Topology, ParallelContext] = {}  # of this rank's process: made once
+contexts: dict[Topology, ParallelContext] = {}  # of this rank's process, created once
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one topology. `row` of the kernels; `mtp`: its MTP layer, too."""
+    """One model on one topology. `row`: row of the kernels; `mtp`: with its MTP layer."""
 
     path: Path
     topology: Topology

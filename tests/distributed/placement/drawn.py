@@ -10,7 +10,7 @@ from moe_engine.parallel.placement.layout import ExpertLayout
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ExpertLayout:
-    """Up to 16 ranks on up to 4 nodes; slots divide, groups often fit the nodes."""
+    """Up to 16 ranks on up to 4 nodes; slots divide evenly, expert groups often divide by the nodes."""
     num_nodes = draw(st.sampled_from((1, 2, 4)))
     num_ranks = num_nodes * draw(st.integers(1, 4))
     num_groups = draw(st.sampled_from((1, num_nodes, 2 * num_nodes)))

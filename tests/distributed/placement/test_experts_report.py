@@ -32,7 +32,7 @@ PLACEMENT = plan_placement(np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS),
 
 
 def record(folder: Path, mode: str, passes: list[torch.Tensor], rank: int = 0, first: int = 0) -> str:
-    """A dump of choices [T, K] (physical) that a recorder saw in layers 1 and 2."""
+    """A dump of recorded choices [T, K] (physical) in layers 1 and 2."""
     config = RecorderConfig(
         mode, LAYERS, EXPERTS, PLACEMENT.num_physical, folder, buffer_size=16, rank=rank, ep_size=2, top_k=TOP_K
     )
@@ -96,7 +96,8 @@ def test_layer_statistics_by_hand():
 
 
 def test_gain_by_hand():
-    """Layer 0 is dense. Two ranks of two: trivial puts the hot experts together, the plan apart."""
+    """Layer 0 is dense. Two ranks of two experts: the trivial placement puts the hot experts on one rank, the plan on
+    two."""
     passes = np.array([[[0, 0, 0, 0], [6, 4, 1, 1]]] * 4)
     gain = eplb_gain(passes, ExpertLayout(4, 2))
     assert gain.trivial == pytest.approx(6 / 10, abs=1e-4)
@@ -108,7 +109,7 @@ def test_gain_by_hand():
 
 
 def test_unseen_traffic_is_judged_by_a_plan_that_has_not_seen_it():
-    """The hot experts change after half of the passes: a plan from the first half helps them little."""
+    """The hot experts change after half of the passes: a plan from the first half gains little in the second."""
     layout, generator = ExpertLayout(32, 8, 8), np.random.default_rng(9)
     halves = generator.lognormal(4, 1, (2, 1, 4, 32)).astype(int).repeat(6, axis=1)
     later = eplb_gain(halves[1], layout)
@@ -124,7 +125,7 @@ def test_layouts_to_try():
 
 
 def test_a_plan_that_is_worse_than_trivial_is_explained():
-    """Passes that differ: the plan for their sum is judged pass by pass."""
+    """Different passes: the plan for their sum is evaluated pass by pass."""
     even = ExpertLayout(4, 2)
     gain = eplb_gain(np.array([[[9, 0, 9, 0]], [[0, 9, 0, 9]], [[3, 3, 3, 3]]]), even)
     worse, better = replace(gain, trivial=0.9, planned=0.8, slowest=1.065), replace(gain, trivial=0.5, planned=0.9)
@@ -222,7 +223,8 @@ def test_mistakes_name_the_file_and_the_fix(tmp_path, capsys):
 
 
 def test_sglang_files_are_read(tmp_path):
-    """As its recorder writes them, from the format's description: a whole ring, unused rows zero; 2-D counts too."""
+    """Files as written by SGLang's recorder, from the format's description: a whole ring, with zeros in unused rows;
+    2-D counts too."""
     ring = torch.zeros(10, 2, 4, dtype=torch.int32)
     ring[:3] = torch.arange(8).view(2, 4)
     file = save(tmp_path, "a.pt", {"rank": 0, "logical_count": ring, "average_utilization_rate_over_window": 0.7})

@@ -1,4 +1,4 @@
-"""The live page: no external resources, valid JavaScript, and a run in node on a stub document."""
+"""The live page: no external resources, valid JavaScript, and a run in Node.js on a stub document."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_numbers_of_the_page():
 
 @needs_node
 def test_the_page_shows_what_a_recorder_says(tmp_path):
-    """The recorder's snapshots, as JSON, through the page."""
+    """The page shows the recorder's snapshots, given as JSON."""
     config = RecorderConfig("stat", 3, 4, 4, tmp_path, top_k=2, ep_size=2, report_balancedness=True)
     recorder = ExpertRecorder(config)
     launch = {"model": "m", "ranks": 2, "nodes": 1, "redundant_experts": 0, "eplb": False, "version": "1"}

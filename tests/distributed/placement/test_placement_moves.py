@@ -1,4 +1,5 @@
-"""Moves between placements: applied copy by copy they never lose an expert, keep the limits and end at the plan."""
+"""Moves between placements: applied copy by copy, they never lose an expert, respect the limits and result in the
+plan."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ def shuffled(layout: ExpertLayout, num_layers: int, generator: np.random.Generat
 def follow(
     old: ExpertPlacement, chunks: list[Chunk], chunk_size: int, always: list[set[int]]
 ) -> tuple[list[list[int]], int]:
-    """Applies chunks to a model of the slots; checks each. Returns the last tables and how many copies left a rank.
+    """Applies chunks to a model of the slots; checks each. Returns the last tables and the number of copies between
+    ranks.
 
     Args:
-        always: for each layer the experts that must be somewhere after every chunk.
+        always: for each layer the experts that must have a copy after every chunk.
     """
     slots = old.physical_to_logical.tolist()
     per_rank, sent_in_all = old.slots_per_rank, 0
@@ -52,9 +54,9 @@ def follow(
         assert max([*sent.values(), *received.values(), 0]) <= chunk_size
         sent_in_all += sum(sent.values())
         for slot, expert in enumerate(chunk.table):
-            assert expert in (EMPTY, slots[chunk.layer][slot]), "the table names an expert that is not there"
+            assert expert in (EMPTY, slots[chunk.layer][slot]), "the table names an expert that is not in the slot"
         slots[chunk.layer] = list(chunk.table)
-        assert always[chunk.layer] <= set(chunk.table), "an expert is nowhere"
+        assert always[chunk.layer] <= set(chunk.table), "an expert has no copy"
     return slots, sent_in_all
 
 
@@ -93,7 +95,7 @@ def test_plans_are_reached_with_few_copies(data):
         stays = set(before.tolist()) & set(after.tolist())
         assert len(stays) + len(set(after.tolist()) - stays) == len(set(after.tolist()))
     copies = sum(len(chunk.copies) for chunk in chunks)
-    assert needed <= copies <= needed + needed // 2  # trades cost a second copy, and are rare
+    assert needed <= copies <= needed + needed // 2  # trades need a second copy, and are rare
 
 
 def test_what_stays_is_not_touched():
@@ -105,7 +107,7 @@ def test_what_stays_is_not_touched():
 
 
 def test_a_ring_through_all_ranks_is_one_chunk():
-    """Every rank sends its only expert on: no copy is spare, and one slot per rank suffices."""
+    """Every rank sends its only expert to the next rank: no copy is redundant, and one slot per rank suffices."""
     old = ExpertPlacement(np.arange(5)[None], 5, 5)
     new = ExpertPlacement(np.roll(np.arange(5), 1)[None], 5, 5)
     (chunk,) = plan_moves(old, new)
@@ -113,7 +115,7 @@ def test_a_ring_through_all_ranks_is_one_chunk():
 
 
 def test_a_chain_longer_than_a_chunk_becomes_trades():
-    """The ring passes each rank twice, but a rank takes one expert at a time."""
+    """The ring visits each rank twice, but a rank receives one expert at a time."""
     old = ExpertPlacement(np.array([[0, 1, 2, 3, 4, 5]]), 6, 3)
     new = ExpertPlacement(np.array([[5, 3, 1, 4, 0, 2]]), 6, 3)
     for chunk_size in (1, 2):

@@ -1,4 +1,5 @@
-"""Plans: complete, within capacity, copies apart, no worse than trivial, near the optimum of brute force."""
+"""Plans: complete, within capacity, copies on different ranks, not worse than trivial, near the optimum of brute
+force."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_plans_conserve_tokens_and_beat_trivial(data):
 
 
 def test_layers_that_gain_nothing_stay_trivial():
-    """Dense layers and balanced layers: nothing to move."""
+    """Dense layers and balanced layers have no moves."""
     layout = ExpertLayout(16, 4, 4)
     counts = np.random.default_rng(1).lognormal(3, 1, (3, 16))
     counts[0] = 0
@@ -130,7 +131,7 @@ def test_near_plans_move_a_fraction_after_a_small_drift():
 
 @lru_cache
 def dealings(num_ranks: int, size: int) -> list[np.ndarray]:
-    """Every way to deal `num_ranks * size` slots, as rank of each slot, up to the names of the ranks."""
+    """Every assignment of `num_ranks * size` slots to ranks, as rank of each slot, up to permutation of the ranks."""
 
     def deal(left: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
         if not left:
@@ -151,7 +152,7 @@ def dealings(num_ranks: int, size: int) -> list[np.ndarray]:
 
 
 def optimum(counts: np.ndarray, layout: ExpertLayout) -> float:
-    """The lightest possible heaviest rank: all numbers of copies, all dealings."""
+    """The minimum load of the busiest rank, over all numbers of copies and all assignments."""
     spare = layout.num_physical - layout.num_experts
     ranks = np.eye(layout.num_ranks)
     one_hot = np.stack([ranks[rank_of] for rank_of in dealings(layout.num_ranks, layout.slots_per_rank)])

@@ -1,4 +1,4 @@
-"""Logical ids to slots: the slot holds the expert, near copies come first, and copies share the tokens."""
+"""Logical ids to slots: the slot contains the expert, near copies are preferred, and copies share the tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ quick = settings(max_examples=40, deadline=None)
 
 
 def near_copies(row: np.ndarray, expert: int, rank: int, layout: ExpertLayout) -> list[int]:
-    """The slots of an expert that a rank chooses from: its own, else those on its node, else all."""
+    """The candidate slots of an expert for a rank: on the rank, else on its node, else all."""
     copies = np.flatnonzero(row == expert)
     holders = copies // (layout.num_physical // layout.num_ranks)
     own, near = copies[holders == rank], copies[holders // layout.ranks_per_node == rank // layout.ranks_per_node]
@@ -52,7 +52,7 @@ def test_static_choice_is_near_fair_and_repeatable(data):
     for layer, row in enumerate(plan.physical_to_logical):
         assert (row[chosen[layer]] == np.arange(layout.num_experts)).all()
         for expert in range(layout.num_experts):
-            used: dict[tuple[int, ...], Counter[int]] = {}  # by the copies that a rank may use
+            used: dict[tuple[int, ...], Counter[int]] = {}  # by the candidate copies of a rank
             for rank in range(layout.num_ranks):
                 able = tuple(near_copies(row, expert, rank, layout))
                 used.setdefault(able, Counter(dict.fromkeys(able, 0)))[int(chosen[layer, rank, expert])] += 1
@@ -65,7 +65,8 @@ def test_static_choice_is_near_fair_and_repeatable(data):
 @given(st.data())
 @quick
 def test_the_first_choice_moves_on_from_layer_to_layer_and_from_expert_to_expert(data):
-    """Otherwise the first copy of each expert gets more than its share if ranks and copies do not divide evenly."""
+    """Otherwise the first copy of each expert would get more than its share if ranks and copies do not divide
+    evenly."""
     layout = data.draw(layouts())
     row = plan_placement(data.draw(counts_for(layout, 1)), layout).physical_to_logical[0]
     num_layers = max(Counter(row.tolist()).values())
@@ -77,7 +78,7 @@ def test_the_first_choice_moves_on_from_layer_to_layer_and_from_expert_to_expert
             taken = [able.index(slot) for slot in chosen[:, rank, expert].tolist()]
             assert taken == [(taken[0] + layer) % len(able) for layer in range(num_layers)], (expert, rank)
 
-    twins = np.repeat(np.arange(layout.num_experts), 2)  # both copies of an expert on one rank: all of it is alike
+    twins = np.repeat(np.arange(layout.num_experts), 2)  # both copies of an expert on one rank are equivalent
     both = ExpertPlacement(twins[None], layout.num_experts, 1)
     assert (static_choice(both)[0, 0] == 2 * np.arange(layout.num_experts) + np.arange(layout.num_experts) % 2).all()
 

@@ -1,4 +1,4 @@
-"""Every form of --init-expert-location, and the errors of unsuitable ones."""
+"""Every form of --init-expert-location, and the errors of invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder against counting by hand, on one rank and on several that sum, in every mode."""
+"""The recorder against counts by hand, on one rank and summed over several, in every mode."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ def test_start_stop_and_passes_that_do_not_count(tmp_path, caplog):
     recorder.end_pass()  # began before the start
     run_pass(recorder, 5, choices)
     recorder.begin_pass(6)
-    recorder.on_select(1, choices[1])  # a pass that failed: no end
+    recorder.on_select(1, choices[1])  # a failed pass has no end
     run_pass(recorder, 7, choices)
     recorder.stop()
     recorder.stop()
     assert "nothing to stop" in caplog.text
-    assert counts_of(recorder).sum() == 4, "stop keeps what was recorded"
+    assert counts_of(recorder).sum() == 4, "stop keeps the recorded counts"
     recorder.start()
     run_pass(recorder, 8, choices)
     recorder.start()
@@ -146,7 +146,7 @@ def test_start_stop_and_passes_that_do_not_count(tmp_path, caplog):
 
 @pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
 def test_passes_in_inference_mode_and_commands_outside(tmp_path, mode):
-    """The engine's step thread computes under inference_mode; other threads may not modify its tensors."""
+    """The engine's step thread computes in inference_mode; other threads may not modify its tensors."""
     recorder = ExpertRecorder(config_for(tmp_path, mode, buffer_size=-1, report_balancedness=True))
     choices = draw_pass(torch.Generator().manual_seed(40))
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_copies_are_counted_as_their_expert_also_while_they_move(tmp_path):
 
 
 def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
-    """Runs `work(rank, all_reduce)` on a thread a rank; all_reduce sums over them."""
+    """Runs `work(rank, all_reduce)` on one thread per rank; all_reduce sums over the threads."""
     barrier, given, results = Barrier(count, timeout=30), {}, {}
 
     def reducer(rank: int) -> Callable[[Tensor], Tensor]:
@@ -267,7 +267,7 @@ def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any])
 
 
 def test_ranks_sum_pass_by_pass_and_one_file_holds_all(tmp_path):
-    """Also if one rank starts a pass later and rank 0 has already counted tokens of another rank."""
+    """Holds also if one rank starts a pass later and rank 0 has already counted tokens of another rank."""
     passes = [[draw_pass(torch.Generator().manual_seed(10 * rank + i)) for i in range(3)] for rank in range(3)]
 
     def work(rank: int, all_reduce: Callable[[Tensor], Tensor]) -> Any:
@@ -328,7 +328,7 @@ class Cell(ctypes.Structure):
 
 
 def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None:
-    """The same as a kernel: adds to the counts at the pointer, if any, and clears them first."""
+    """Counts as a kernel does: clears the counts at the pointer, if any, then adds to them."""
     for layer, topk_ids in choices.items():
         place = recorder.count_place(layer)
         assert place is not None
@@ -343,7 +343,7 @@ def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None
 @pytest.mark.parametrize("buffer_size", [1, 4, -1])
 @torch.inference_mode()
 def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
-    """All layers count themselves. Passes that fail, also in the middle, are not counted and do not disturb others."""
+    """All layers count on their own. Failed passes, also incomplete ones, are not counted and do not disturb others."""
     recorder = ExpertRecorder(config_for(tmp_path, buffer_size=buffer_size))
     recorder.start()
     recorder.count_in_place(True)
@@ -355,7 +355,7 @@ def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
         recorder.end_pass()
         count_in_place(recorder, passes[1])
         recorder.begin_pass(number + 1)
-        count_in_place(recorder, passes[2])  # and breaks off
+        count_in_place(recorder, passes[2])  # and fails
         if number % 3:
             recorder.drop_pass()
     expected = [counted(choices) for choices in passes]
@@ -371,7 +371,7 @@ def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
     recorder.begin_pass(401)
     count_in_place(recorder, passes[2])
     recorder.end_pass()
-    recorder.update_layer(1, torch.arange(EXPERTS).flip(0))  # other experts: what is counted is no longer what is kept
+    recorder.update_layer(1, torch.arange(EXPERTS).flip(0))  # other experts: the counts no longer match the placement
     recorder.begin_pass(402)
     count_in_place(recorder, {1: passes[1][1].new_tensor([[0]])})
     recorder.end_pass()
@@ -382,7 +382,7 @@ def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
 
 @pytest.mark.parametrize("mode", ["stat", "per_pass"])
 def test_layers_that_count_themselves(tmp_path, mode):
-    """Some layers count, others leave their choices; nothing is counted between passes and in failed passes."""
+    """Some layers count, others record their choices; choices between passes and in failed passes are not counted."""
     recorder = ExpertRecorder(config_for(tmp_path, mode, buffer_size=3))
     generator = torch.Generator().manual_seed(70)
     passes = [draw_pass(generator) for _ in range(3)]
@@ -411,7 +411,7 @@ def test_who_must_be_told(tmp_path):
 
 @pytest.mark.parametrize("mode", ["stat", "per_token"])
 def test_halves_that_take_turns_are_one_pass(tmp_path, mode):
-    """Each layer runs for some of the tokens, then for the others, of which there are fewer."""
+    """Each layer runs for some of the tokens, then for the smaller rest."""
     recorder = ExpertRecorder(config_for(tmp_path, mode))
     recorder.start()
     first, second = (draw_pass(torch.Generator().manual_seed(60 + half)) for half in range(2))
@@ -538,7 +538,7 @@ def test_refusals_name_the_flag(tmp_path, fields, message):
 
 
 def test_logs_where_it_wrote(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # a server set up by a test before keeps it
+    monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # disabled by a server of an earlier test
     caplog.set_level(logging.INFO, "moe_engine")
     recorder = ExpertRecorder(config_for(tmp_path))
     (path,) = write_parts(tmp_path / "made" / "anew", [recorder.dump_part()])

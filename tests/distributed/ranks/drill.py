@@ -26,7 +26,7 @@ from tests.fork_server import children
 LIMITS = DetectorLimits(
     silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4
 )
-"""Late after a fixed time, however long steps take on this machine."""
+"""A rank is late after a fixed time, independent of step times on this machine."""
 PATIENCE = 60.0
 """Time limit in seconds, far above the real durations even on a slow machine."""
 
@@ -36,7 +36,7 @@ def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankG
 
 
 def config_of(checkpoint: Path) -> Any:
-    """Torch's kernels: they load quickly and need no compilation."""
+    """A configuration with torch's kernels, which load quickly and need no compilation."""
     backends = {f"{family}_backend": "torch" for family in ("attention", "moe_runner", "linear", "ops", "sampling")}
     return prepare(EngineArgs.from_kwargs(model_path=str(checkpoint), max_total_tokens=4096, **backends))
 
@@ -95,7 +95,7 @@ class Drill:
 
 
 def exited(process: psutil.Process) -> bool:
-    """Whether a process has exited, perhaps not yet reaped: its parent may be stopped."""
+    """True if a process has exited, possibly not yet reaped because its parent is stopped."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -103,7 +103,7 @@ def exited(process: psutil.Process) -> bool:
 
 
 def ended(process: psutil.Process) -> bool:
-    """A process inherited by init has ended when it exits; the time until init reaps it does not matter."""
+    """True once a process inherited by init has exited, before init reaps it."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.ppid() == 1)
     except psutil.NoSuchProcess:
@@ -129,5 +129,5 @@ async def drill(checkpoint: Path, ranks: RankGroupOptions | None) -> AsyncIterat
 async def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "the drill did not get to its place"
+        assert time.monotonic() < deadline, "the rank did not reach its place"
         await asyncio.sleep(0.005)

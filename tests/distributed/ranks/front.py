@@ -1,4 +1,4 @@
-"""Node 0 of a two-node failure drill, in its own process; prints as JSON how and when the drill ended.
+"""Node 0 of a two-node failure drill, in its own process; prints the result and its time as JSON.
 
 ``python -m tests.distributed.ranks.front CHECKPOINT HOST:PORT FLAG PHASE``
 """

@@ -1,6 +1,6 @@
 """The model of these drills: a tiny real model, equal on all ranks, with a collective in each step.
 
-A drill can block one rank at a chosen place, to kill or stop the rank exactly there.
+A test can block one rank at a chosen place, to kill or stop the rank there.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def meeting_worker(config: Any, place: RankPlace, progress: Progress, hold: Hold
     worker = make_worker(config, progress=False)  # the whole model on every rank: all compute the same tokens
     progress.phase = lambda: worker.runner.phase
     group = DistributedGroup(dist.group.WORLD, 30.0, observe=progress.observe)
-    worker.runner.model = Meeting(worker.runner.model, group, place, hold)  # after the warm-up, which each does alone
+    worker.runner.model = Meeting(worker.runner.model, group, place, hold)  # after the warm-up of each rank
     return worker
 
 

@@ -22,7 +22,7 @@ ADDRESSES = ("10.77.1.1", "10.77.1.2")
 
 
 def why_not() -> str | None:
-    """The reason why this machine cannot have them, or None."""
+    """The reason why this machine does not support namespaces, or None."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -35,7 +35,7 @@ def why_not() -> str | None:
 class Parted:
     """Result of two hosts whose cable was pulled at `struck`, in seconds of time.monotonic.
 
-    `flag` as it was then; `report` of the front on host 0; `log` of both.
+    `flag`: content at that time; `report`: of the front on host 0; `log`: of both.
     """
 
     struck: float
@@ -66,7 +66,7 @@ class TwoHosts:
 
     def part(self, front: Sequence[str], node: Sequence[str], flag: Path) -> Parted:
         """Runs two modules as programs, and pulls the cable when one has written `flag`. The front on host 0 prints a
-        report as JSON; the node on host 1 must end with 1. Nothing is left behind."""
+        report as JSON; the node on host 1 must end with 1. No process remains."""
         log = flag.with_suffix(".log")
         with open(log, "w") as writing:
             running = [
@@ -98,7 +98,7 @@ class TwoHosts:
 def two_hosts() -> Iterator[TwoHosts]:
     holders = []
     try:
-        for _ in range(3):  # each reports that it is in its namespace
+        for _ in range(3):  # each process reports that it is in its namespace
             hold = ["unshare", "--net", "sh", "-c", "echo there; exec sleep 300"]
             holder = subprocess.Popen(hold, stdout=subprocess.PIPE)
             holders.append(holder)

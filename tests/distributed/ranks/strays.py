@@ -1,4 +1,4 @@
-"""Frames that no peer would send: random bytes, and messages that were cut, changed, or sent to the wrong socket."""
+"""Frames that no peer would send: random bytes, and truncated, changed or misdirected messages."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ ODD: list[Any] = [
 
 
 class Strays:
-    """Draws them from a seed.
+    """Generates such frames from a seed.
 
     Args:
-        is_real: of one frame: whether the receiver must take it for a peer's; such a frame is not drawn.
+        is_real: True for a frame that the receiver must accept as a peer's; such frames are not generated.
     """
 
     def __init__(self, seed: int, is_real: Callable[[bytes], bool]) -> None:
@@ -101,7 +101,7 @@ class Strays:
         return body
 
     def _retyped(self, value: Any) -> Any:
-        """Some of its fields hold something else."""
+        """The message with some fields of other types."""
         rng = self._rng
         if isinstance(value, dict):
             return {key: rng.choice(ODD) if rng.random() < 0.4 else value[key] for key in value}

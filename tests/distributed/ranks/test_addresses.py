@@ -78,7 +78,7 @@ def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) 
     routes = {("127.0.1.1", 9): "127.0.1.1", rank_addresses.ELSEWHERE: "10.1.2.3"}
     monkeypatch.setattr(rank_addresses, "_source_address", lambda family, destination: routes[destination])
     assert rank_addresses.own_address_towards("node0") == "10.1.2.3"
-    routes[rank_addresses.ELSEWHERE] = ""  # no route leads out: some address of a network that both are in
+    routes[rank_addresses.ELSEWHERE] = ""  # no default route: an address of a common network
     monkeypatch.setattr(rank_addresses, "_first_address", lambda: "10.9.9.9")
     assert rank_addresses.own_address_towards("node0") == "10.9.9.9"
 

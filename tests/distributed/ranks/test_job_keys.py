@@ -1,4 +1,5 @@
-"""CURVE at every socket between nodes admits processes with the job's secret alone; sockets on one node stay plain."""
+"""CURVE at every socket between nodes admits only processes with the job's secret; sockets on one node are not
+encrypted."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def others() -> list[JobKeys | None]:
-    """Strangers: without a secret, with another one, and with the connecting key pair alone."""
+    """Foreign processes: without a secret, with another secret, and with only the connecting key pair."""
     half = JobKeys(secrets.token_bytes(32))
     half.connect_public, half.connect_secret = KEYS.connect_public, KEYS.connect_secret
     return [None, JobKeys(secrets.token_bytes(32)), half]
@@ -70,7 +71,7 @@ def test_requests_need_the_secret(sockets: list[zmq.Socket[bytes]], tmp_path: Pa
 def test_a_socket_with_an_address_on_the_node_and_one_for_others(
     sockets: list[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:
-    """As the front end's, in both orders of binding."""
+    """A socket as the front end has it, in both orders of binding."""
     for order in (0, 1):
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         sockets.append(socket)
@@ -138,7 +139,7 @@ def test_an_address_that_cannot_be_bound_names_the_flag() -> None:
 
 
 def test_no_socket_is_bound_or_connected_elsewhere() -> None:
-    """Else it would stay in the clear: of the files with ZeroMQ's sockets, one binds and connects them."""
+    """Only one of the files with ZeroMQ sockets binds and connects them; sockets elsewhere would not be encrypted."""
     found = []
     for path in sorted((ROOT / "moe_engine").rglob("*.py")):
         text = path.read_text()
@@ -148,7 +149,7 @@ def test_no_socket_is_bound_or_connected_elsewhere() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)
                 if node.args and ast.unparse(node.args[0]).startswith("'inproc://"):
-                    continue  # does not leave the process
+                    continue  # stays within the process
                 if node.func.attr == "bind" or (node.func.attr == "connect" and owner != "self._exchange"):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.func)}")
     found = [line for line in found if not line.endswith(("self._known.bind", "leader_bind", "front.bind"))]

@@ -1,4 +1,5 @@
-"""The cable of a node is pulled: the rank behind it is named within seconds, in its start and in a step (of prefill; in
+"""The cable of a node is pulled: the unreachable rank is named within seconds, in its start and in a step (of prefill;
+in
 decode: test_rank_group.py), and both sides end."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans between ranks: whole, in order, never lost in silence, never too far ahead."""
+"""Plans between ranks: complete, in order, never lost without an error, never too far ahead."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -
     for plan in plans:
         sender.send(plan)
     sender.stop()
-    for receiver in receivers:  # no one reads before everything is sent
+    for receiver in receivers:  # no receiver reads before all plans are sent
         for expected in plans:
             message = receiver.receive(5.0)
             assert isinstance(message, Step) and message.plan == expected
@@ -76,14 +76,14 @@ def test_lost_plan_is_detected(sender: PlanSender) -> None:
     assert sender.wait_subscribed(["rank1"], 5.0)
     sender.send(StepPlan(1))
     assert receiver.receive(5.0) is not None
-    sender.sequence += 1  # one that a broken connection swallowed
+    sender.sequence += 1  # a message lost by a broken connection
     sender.send(StepPlan(3))
     with pytest.raises(EngineDeadError, match=r"plan was lost .* received step 3 of the channel, expected 2"):
         receiver.receive(5.0)
 
 
 class Detector:
-    """Followers that the test advances."""
+    """A detector of followers that the test advances."""
 
     def __init__(self) -> None:
         self.failure: RankLost | None = None
@@ -107,7 +107,7 @@ class Detector:
 
 
 class LocalWorker:
-    """Records plans; answers at once, or never."""
+    """Records plans; returns results at once, or never."""
 
     def __init__(self, answers: bool = True) -> None:
         self.answers = answers
@@ -250,7 +250,7 @@ def test_failure_ends_hanging_steps(sender: PlanSender) -> None:
 
 
 def test_failed_step_waits_for_the_detector(sender: PlanSender) -> None:
-    """So does the step planned behind it, which was not run: it is no failure of this rank."""
+    """The next planned step waits too. It was not run, so it is not a failure of this rank."""
     detector, local, steps = Detector(), LocalWorker(), [Future[StepResult](), Future[StepResult]()]
     local.execute = lambda plan: steps[plan.number - 5]  # type: ignore[method-assign]
     worker = LeaderWorker(local, sender, detector, Progress())

@@ -103,7 +103,7 @@ class Report:
 def test_follower_killed_in_prefill_is_named(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
     """Also on the other ranks. In decode: tests/distributed/engine/test_faults.py."""
     report = asyncio.run(hold_and(checkpoint, Hold(1, "prefill", tmp_path / "flag"), signal.SIGKILL, 1, size=3))
-    report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: ")  # may be older than the step
+    report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: ")  # may be older
     assert f"DP0 TP2] This rank exits: DP0 TP1 (pid {report.pid}) was killed" in stderr_of(capfd)
 
 
@@ -113,7 +113,7 @@ def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
     """In prefill: tests/distributed/engine/test_faults.py."""
     report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGSTOP, 1))
     report.check(f"DP0 TP1 (pid {report.pid}) silent for")
-    assert f"DP0 TP1 (pid {report.pid}) is late: " in stderr_of(capfd)  # its last sign may be older than the step
+    assert f"DP0 TP1 (pid {report.pid}) is late: " in stderr_of(capfd)  # the last sign may be older than the step
 
 
 def test_followers_exit_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_error_while_loading_names_its_rank(checkpoint: Path) -> None:
 
 
 def loading(checkpoint: Path, flag: Path, capfd: Any) -> tuple[drills.CoreProcess, psutil.Process]:
-    """A core that waits for rank 1, which blocks while loading and has reported that."""
+    """A core that waits for rank 1, which has reported that it is loading, and blocks."""
     hold = Hold(1, "load", flag)
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
     output = ""

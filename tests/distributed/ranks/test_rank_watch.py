@@ -1,4 +1,4 @@
-"""The failure detector over ranks, tick by tick: no processes, no clocks."""
+"""The failure detector over ranks, tick by tick, without processes and clocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def ranks(caplog: pytest.LogCaptureFixture) -> Ranks:
 
 
 def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> tuple[FailureDetector, list[str]]:
-    """A failure detector over three ranks, the last of which has not joined, after `seconds` of beats of the others."""
+    """A failure detector over three ranks, the last of which has not joined, after `seconds` of heartbeats of the
+    others."""
     places = RankGroupOptions(3, lambda: None).places
     detector = FailureDetector(places, LIMITS, lambda: Position(phase="loading"), ("head", 100))
     detector.joined(1, "head", 101)
@@ -133,7 +134,7 @@ def test_silence_fails_the_group_and_names_all_silent_ranks(ranks: Ranks) -> Non
 
 def test_time_in_which_the_detector_was_suspended_is_not_silence(ranks: Ranks) -> None:
     for _ in range(5):
-        ranks.detector.tick(60.0)  # a machine that was suspended, five times
+        ranks.detector.tick(60.0)  # a suspended machine, five times
     assert not ranks.failure
 
 
@@ -148,7 +149,7 @@ def test_peer_lost_error_waits_for_the_dead_rank(ranks: Ranks) -> None:
 
 def test_short_silence_suffices_after_a_peer_lost_error(ranks: Ranks) -> None:
     ranks.detector.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
-    ranks.run(1.0, silent=(3,))  # its whole node died, so no process there reports it
+    ranks.run(1.0, silent=(3,))  # its whole node died, so no process on it reports the loss
     assert ranks.failure.startswith("TP3 (pid 103) silent for 0.9 s")
 
 

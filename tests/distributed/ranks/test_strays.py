@@ -1,6 +1,6 @@
 """Foreign, outdated and malformed frames end no receive loop: the group survives and work continues.
 
-MOE_ENGINE_TEST_FRAMES frames go to each kind of socket (600 unless set; 20000 make 10^5 in all).
+MOE_ENGINE_TEST_FRAMES frames are sent to each kind of socket (default 600; 20000 are 10^5 in total).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Group:
         )  # fmt: skip
 
     def check(self) -> None:
-        """It lives, and receives the rank's heartbeats."""
+        """The channel works, and receives the rank's heartbeats."""
         received = threading.Event()
         take = self.detector.beat
         self.detector.beat = lambda *beat: (take(*beat), received.set())[0]  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ WRONG: list[Any] = [
             messages.NodeHere(rank, "there", 9),
         )
     ),
-    # of ranks that there are, from a process that is not one of them
+    # with ranks of this group, from a foreign process
     messages.Hello(0, "there", 9),
     messages.Hello(1, "there", 9, fingerprint="other flags"),
     messages.Failed(1, "broken"),
@@ -174,7 +174,7 @@ def test_failed_heartbeat_thread_exits_the_process(group: Group, monkeypatch: py
 
 
 class FakeLeader:
-    """The leader's side of a heartbeat client; sends what the test specifies."""
+    """The leader's side of a heartbeat client; sends the frames of the test."""
 
     def __init__(self, address: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -191,13 +191,13 @@ class FakeLeader:
         self.socket.send_multipart([self.rank, *frames])
 
     def check(self) -> None:
-        """The link has handled all messages sent so far: it sends a beat after them, and another one."""
+        """Waits for two heartbeats: then the link has handled all messages sent so far."""
         while self.socket.poll(0):
             self.socket.recv_multipart()
         beats = 0
         while beats < 2:
             self.link.beat_now()
-            assert self.socket.poll(int(SECONDS * 1000)), "the link sends no beats"
+            assert self.socket.poll(int(SECONDS * 1000)), "the link sends no heartbeats"
             identity, body = self.socket.recv_multipart()
             found = messages.decode_to_leader(body) if identity == self.rank else None
             beats += isinstance(found, messages.Beat)
@@ -246,7 +246,7 @@ def test_heartbeat_client_survives_random_frames(leader: FakeLeader) -> None:
 
 
 def test_the_control_channel_survives_random_frames(group: Group) -> None:
-    """Frames from strangers, and from the launcher of a node, which is a member."""
+    """Frames from foreign processes, and from the launcher of a node, which is a member."""
 
     def a_death(frame: bytes) -> bool:  # which the launcher may report
         try:
@@ -305,7 +305,7 @@ def meshes(folder: Path) -> list[StepExchange]:
 
 @pytest.mark.parametrize("message", WRONG_STEPS, ids=lambda message: f"{message.number}-{message.group}")
 def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, message: StepFactsMessage) -> None:
-    """Frames with a number that no step will have are dropped: they would stay in memory."""
+    """Frames with an impossible step number are dropped: they would stay in memory."""
     first, second = meshes(tmp_path)
     sender = stranger(zmq.PUSH, first.address)
     sender.send(encode(message))
@@ -336,7 +336,7 @@ def test_duplicate_step_facts_count_once(tmp_path: Path) -> None:
 
 
 def test_step_sync_survives_random_frames(tmp_path: Path) -> None:
-    def of_group_1(frame: bytes) -> bool:  # a forgery: only a secret keeps it out
+    def of_group_1(frame: bytes) -> bool:  # a forgery, which only a secret prevents
         try:
             return msgspec.msgpack.decode(frame, type=StepFactsMessage).group == 1
         except Exception:
@@ -376,7 +376,7 @@ def test_plans_arrive_among_random_subscriptions(tmp_path: Path) -> None:
     sender = PlanSender(f"ipc://{tmp_path}/plans")
     odd, seed = stranger(zmq.XSUB, sender.address), random.randrange(1 << 30)
     strays = Strays(seed, lambda frame: frame == b"\1rank1")
-    odd.send(b"\1")  # subscribes to everything, and is no follower
+    odd.send(b"\1")  # subscribes to everything, without being a follower
     assert not sender.wait_subscribed(["rank1"], 0.2)
     receiver = PlanReceiver(sender.address, "rank1")
     for _ in range(NUM_FRAMES):
@@ -392,7 +392,8 @@ def test_plans_arrive_among_random_subscriptions(tmp_path: Path) -> None:
 
 
 def test_a_follower_survives_random_plans(tmp_path: Path) -> None:
-    """Its socket receives only from the leader; frames of another version must not end it either."""
+    """The follower's socket receives only from the leader; frames of another version must not end the follower
+    either."""
     leader: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
     leader.setsockopt(zmq.SNDHWM, 0)
     leader.bind(f"ipc://{tmp_path}/plans")

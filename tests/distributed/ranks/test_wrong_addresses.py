@@ -1,4 +1,4 @@
-"""A wrong address, port or host of a launch is one sentence that names the flag, with exit code 2 and no traceback."""
+"""A wrong address, port or host gives one sentence that names the flag, exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ CASES = [
 
 
 def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
-    """The launch's error output; no process of it is left."""
+    """The launch's error output; checks that none of its processes remains."""
     port = () if "--port" in flags else ("--port", "0")
-    before = psutil.Process().children()  # of other tests
+    before = psutil.Process().children()  # processes of other tests
     assert cli.main(["serve", "--max-total-tokens", "2048", *port, *flags]) == cli.USAGE_ERROR
     printed = "".join(capfd.readouterr())
     assert "Traceback" not in printed and "ZMQError" not in printed, printed
@@ -102,7 +102,7 @@ def test_a_node_rank_that_slurm_contradicts(
 def test_node_0_exits_with_the_other_nodes_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str
 ) -> None:
-    """Node 0 has no error of its own: it would wait for the other node until --dist-timeout."""
+    """Node 0 itself has no error: it would wait for the other node until --dist-timeout."""
     if secret:
         monkeypatch.setenv("MOE_ENGINE_DIST_SECRET", secret)
     flags = [*NODES, "--max-total-tokens", "2048", "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{free_port()}"]

@@ -1,4 +1,5 @@
-"""The compiled library in the forms that this machine can run; tests skip with the reason where it cannot be made."""
+"""The compiled library in the forms that this machine can run; tests are skipped with the reason if it cannot be
+built."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ def _load(**options: object) -> Library:
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    """As the engine loads it."""
+    """The library as loaded by the engine."""
     return _load()
 
 
 @pytest.fixture(scope="session", params=["this machine", "AMX emulated", "AVX2"])
 def any_library(request: pytest.FixtureRequest) -> Library:
-    """Also the paths of other machines, as far as they can be run here; compiled for quick compilation."""
+    """Also code paths of other machines that can run here; compiled with little optimization."""
     if request.param == "AMX emulated":
         return _load(defines=("MOE_AMX_EMULATE",), optimize="-O1", amx=True)
     if request.param == "AVX2":

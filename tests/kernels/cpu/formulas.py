@@ -1,4 +1,4 @@
-"""What the kernels should compute, in float64 and without any of their code; and how close they must come."""
+"""Expected results of the kernels, in float64 and independent of their code; and tolerances."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to those before them;
-    among each other as in seen [t, t]."""
+    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to earlier ones; among
+    each other as in seen [t, t]."""
     scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
@@ -111,7 +111,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = 
 
 
 def paged_queries(lens: list[tuple[int, int]], page_size: int = 1, shuffle: bool = True) -> tuple[PagedQueries, int]:
-    """Requests of (query_len, context_len) on shuffled pages and rows; also how many slots the pool has."""
+    """Requests of (query_len, context_len) on shuffled pages and rows; also the number of slots of the pool."""
     pages = [-(-context // page_size) for _, context in lens]
     total = sum(pages) + 3
     order = torch.randperm(total) if shuffle else torch.arange(total)
@@ -135,7 +135,7 @@ def random_trees(queries: PagedQueries) -> tuple[PagedQueries, list[Tensor]]:
     for count in queries.query_lens:
         seen = torch.eye(count, dtype=torch.bool)
         for token in range(1, count):
-            parent = int(torch.randint(-1, token, ()))  # -1: a root beside the others
+            parent = int(torch.randint(-1, token, ()))  # -1: a further root
             if parent >= 0:
                 seen[token] |= seen[parent]
         trees.append(seen)
@@ -158,7 +158,7 @@ def filled_cache(queries: PagedQueries, size: int, *width: int, dtype: torch.dty
 
 
 def only(queries: PagedQueries, request: int, query: slice | None = None) -> PagedQueries:
-    """One request of a batch by itself; with `query` only those of its query tokens, the context cut behind them."""
+    """One request of a batch; with `query` only those query tokens, and the context up to them."""
     count, context = queries.query_lens[request], queries.context_lens[request]
     if query is not None:
         context = context - count + query.stop

@@ -1,4 +1,4 @@
-"""What an indexer should compute and select, in float64, and how its selection is checked."""
+"""Expected scores and selection of an indexer, in float64, and the check of a selection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def check_choices(slots: Tensor, scores: Tensor, own: Tensor, visible: Tensor, top_k: int) -> None:
-    """slots [t, K] of one request are its best visible ones: ascending positions; no rejected score is higher than a
+    """slots [t, K] of one request are its best visible slots: ascending positions; no rejected score is higher than a
     selected one by more than rounding. own [s]: the request's slots."""
     position = {int(slot): i for i, slot in enumerate(own)}
     for row, score, seen in zip(slots, scores, visible):

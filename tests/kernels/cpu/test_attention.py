@@ -1,4 +1,5 @@
-"""Paged attention: against the plain formula, on shuffled pages with NaN between them, with bits that stay put."""
+"""Paged attention: against the plain formula, on shuffled pages with NaN between them; bits do not depend on the
+batch."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def test_expanded(any_library: Library, dtype: torch.dtype, nope: int, rotary: i
 def test_expanded_contexts_that_share_rows(
     any_library: Library, dtype: torch.dtype, length: int, nope: int, rotary: int, value: int
 ) -> None:
-    """The bits of contexts that lie apart, wherever the rows that they share end."""
+    """The bits of separate contexts, for any end of the shared rows."""
     mla = CpuMLA(any_library)
     queries, _ = paged_queries([(1, length + 1), (30, length + 30), (16, length + 90), (5, length + 333)])
     own = [context - length for context in queries.context_lens]
@@ -172,7 +173,7 @@ TREES = [(1, 1), (1, 70), (7, 7), (64, 64), (5, 131), (16, 526), (64, 700), (40,
 
 
 def test_trees(any_library: Library, dtype: torch.dtype) -> None:
-    """Draft trees in both paged forms, over empty and long contexts; the other branches must leave no trace."""
+    """Draft trees in both paged forms, over empty and long contexts; other branches must have no influence."""
     mla, gqa = CpuMLA(any_library), CpuGQA(any_library)
     plain, size = paged_queries(TREES, 16)
     queries, trees = random_trees(plain)

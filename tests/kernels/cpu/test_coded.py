@@ -43,7 +43,7 @@ def near(found: Tensor, want: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_products(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
-    """Any number of rows; each row has the same bits alone and among others."""
+    """Any number of rows; each row has the same bits alone and in a batch."""
     n, k = 75, 256
     kernel, weight, bias = CpuLinear(any_library), drawn(format, n, k), torch.randn(n, dtype=dtype)
     prepared = kernel.prepare_coded(weight, bias)

@@ -20,7 +20,7 @@ def _experts(
     kernel: CpuExperts, count: int, hidden: int, width: int, dtype: torch.dtype
 ) -> tuple[ExpertWeights, Parts]:
     weights = kernel.allocate(count, hidden, width, dtype, "cpu")
-    weights.data.storage.fill_(0xFF)  # NaN wherever loading leaves something out
+    weights.data.storage.fill_(0xFF)  # NaN in any part that loading does not write
     parts = []
     for expert in reversed(range(count)):
         gate, up = (normal(width, hidden, dtype=dtype, scale=0.2) for _ in range(2))

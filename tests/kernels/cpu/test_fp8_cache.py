@@ -1,4 +1,4 @@
-"""FP8 rows of a KV cache in C++: the bytes that the torch row writes, and attention over exactly what they say."""
+"""FP8 rows of a KV cache in C++: the bytes that the torch row writes, and attention over exactly their values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_latent_rows_are_the_reference_rows(
     got, want = (torch.zeros(30, width, dtype=stored) for _ in range(2))
     CpuOps(any_library).write_latent(kv_a, weight, 1e-6, positions, table, slots, got)
     TorchOps().write_latent(kv_a, weight, 1e-6, positions, table, slots, want)
-    # norm and rotation may round the other way in their last bit, which now and then crosses a step of eight bits
+    # norm and rotation may round differently in the last bit, which sometimes changes the value of eight bits
     numbers = [latent_records.unpack(cache, latent, rotary) for cache in (got, want)]
     assert (got.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 0.02
     assert torch.equal(got.view(torch.uint8).any(1), want.view(torch.uint8).any(1))

@@ -1,4 +1,5 @@
-"""Whole layers in one call: the bits of the separate calls, which have oracles of their own; and when they decline."""
+"""Whole layers in one call: the bits of the separate calls, which have their own oracles; and the cases that are
+declined."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _own_positions(queries: PagedQueries) -> tuple[Tensor, Tensor]:
 
 
 def _separate(library: Library, layer: MLALayer, hidden: Tensor, cache: Tensor, queries: PagedQueries) -> Tensor:
-    """The layer call by call."""
+    """The layer by separate calls."""
     linear, ops, mla = CpuLinear(library), CpuOps(library), CpuMLA(library)
     positions, slots = _own_positions(queries)
     down = linear.run(hidden, layer.down)
@@ -152,7 +153,8 @@ def test_moe_layer(
 
 @pytest.mark.parametrize("tokens", [0, 1, 70])
 def test_moe_layers_count_what_they_choose(library: Library, tokens: int) -> None:
-    """Two layers behind one cell: where it points, from their first number on, and only while it points."""
+    """Two layers with one pointer cell: counts are written at the pointer, from the first index of each layer, only
+    while it is set."""
     cell, router = CountCell(), ROUTERS[1]
     layers = [_moe_layer(library, router, torch.float32, 32) for _ in range(2)]
     fused = [made for made in (fuse_moe(library, layer) for layer in layers) if made is not None]

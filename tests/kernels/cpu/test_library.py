@@ -1,4 +1,4 @@
-"""Compiling and loading: kept and found again, one pool of threads, failures with a reason."""
+"""Compiling and loading: reuse of the compiled library, one pool of threads, failures with a reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_of_the_compiler_is_the_reason(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found once: the second caller gets the same reason without a second try."""
+    """The error occurs once: the second caller gets the same reason without a new attempt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     march = f"no-such-machine-{tmp_path.name}"
     with pytest.raises(LibraryError, match="error"):

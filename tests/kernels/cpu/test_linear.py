@@ -1,4 +1,4 @@
-"""Packed linear layers: right to rounding, the same bits for a row in any batch, no reads beyond the edges."""
+"""Packed linear layers: correct up to rounding, the same bits for a row in any batch, no reads beyond the edges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_product_and_bias(any_library: Library, dtype: torch.dtype, tokens: int,
 
 
 def test_strided_rows_next_to_nan(any_library: Library, dtype: torch.dtype) -> None:
-    """Rows and weights that are slices of larger tensors: what lies around them is never used."""
+    """Rows and weights that are slices of larger tensors: surrounding values are never used."""
     linear = CpuLinear(any_library)
     for k in (40, 45, 64):
         x = torch.full((7, 100), NAN, dtype=dtype)

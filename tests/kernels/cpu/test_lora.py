@@ -1,4 +1,5 @@
-"""LoRA products: every row against float64, for tokens of several adapters and of none, with shared and own heads."""
+"""LoRA products: every row against float64, for tokens of several adapters and of none, with shared and separate
+prefixes."""
 
 from __future__ import annotations
 

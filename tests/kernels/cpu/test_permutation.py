@@ -1,4 +1,5 @@
-"""Every row of the family against plain loops and float64: who gets a token, what a record holds, how rows add up."""
+"""Every row of the family against plain loops and float64: destinations of tokens, contents of records, sums of
+rows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def kernel(request: pytest.FixtureRequest) -> Permutation:
 
 
 def draw_ids(num_tokens: int, seed: int = 0) -> Tensor:
-    """Distinct experts of all ranks, some -1, in rows that are not next to each other."""
+    """Distinct experts of all ranks, some -1, in non-adjacent rows."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.full((num_tokens, TOP_K + 3), 99, dtype=torch.int32)
     for row in wide:
@@ -79,7 +80,7 @@ def test_a_token_goes_once_to_each_rank_that_takes_part(kernel: Permutation, num
 
 @dataclass
 class Sent:
-    """Records as they lie after `pack`: one block for each rank, with an unwritten gap before it."""
+    """Records in the layout of `pack`: one block for each rank, with an unwritten gap before it."""
 
     records: Records
     memory: Tensor
@@ -114,7 +115,7 @@ def test_records_are_packed_by_rank_and_taken_where_an_expert_is(kernel: Permuta
         assert torch.equal(found[:, 64:84].contiguous().view(torch.int32), ids[tokens])
         assert found[:, 60:64].eq(0xEE).all() and sent.memory[begin - 32 : begin].eq(0xEE).all()
 
-    first = LOCAL  # of rank 1, which now looks at what was meant for all
+    first = LOCAL  # of rank 1, which now reads all records
     out = torch.full((sum(sent.counts), 96), 0x77, dtype=torch.uint8)
     taken = kernel.take(sent.memory, sent.begins, sent.counts, sent.records, (first, LOCAL), out)
     here = [[t for t in tokens if t in wanted[1]] for tokens in wanted]
@@ -131,8 +132,8 @@ def test_records_are_packed_by_rank_and_taken_where_an_expert_is(kernel: Permuta
 @pytest.mark.parametrize("num_tokens", SIZES)
 def test_rows_are_sorted_by_expert_then_by_token(kernel: Permutation, num_tokens: int) -> None:
     ids = draw_ids(num_tokens, seed=2)
-    ids[: num_tokens // 4, :2] = 3  # named twice: low latency does not look
-    experts = RANKS * LOCAL - 2  # ids beyond are another rank's
+    ids[: num_tokens // 4, :2] = 3  # named twice: low latency does not check
+    experts = RANKS * LOCAL - 2  # larger ids are another rank's
     data = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(3))[:, 4:20]
     offsets, positions = kernel.group(ids, experts)
     pairs = [(e, n, k) for n, row in enumerate(ids.tolist()) for k, e in enumerate(row) if 0 <= e < experts]
@@ -164,7 +165,7 @@ def test_sums_on_other_machines(any_library: Library) -> None:
 
 
 def test_many_rows_are_shared_out_among_threads(library: Library) -> None:
-    """Enough work for a team gives what the torch row gives."""
+    """Enough work for several threads gives the results of the torch row."""
     ours, theirs = CpuPermutation(library), TorchPermutation()
     ids, data = draw_ids(600), torch.randn(600, 15)
     generator = torch.Generator().manual_seed(5)

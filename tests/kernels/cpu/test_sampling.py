@@ -1,4 +1,4 @@
-"""Every sampling row against a float64 sort: what is kept, with which probability, and which token a number picks."""
+"""Every sampling row against a float64 sort: the kept tokens, their probabilities, and the token of a random number."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draw_logits(shape: str, rows: int, vocab: int, seed: int) -> Tensor:
 def given(
     rows: int, vocab: int, *values: tuple[float, float, int, float], asynchronous: bool = False
 ) -> SamplingParameters:
-    """`values` in turn for the rows."""
+    """`values`, repeated over the rows."""
     chosen = [values[row % len(values)] for row in range(rows)]
     temperature, top_p, top_k, min_p = zip(*chosen)
     limits = [k if 0 < k < vocab else vocab for k in top_k]
@@ -155,7 +155,7 @@ def test_the_torch_row_in_a_large_vocabulary(parameters: tuple) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_reading_flags(shape: str) -> None:
-    """As the torch row works where the device runs behind the host."""
+    """As the torch row works on a device that runs asynchronously."""
     for parameters in PARAMETERS:
         check(TorchSampling(), shape, 3, 2100, parameters, asynchronous=True)
 
@@ -207,7 +207,7 @@ def test_the_ends_of_the_uniform_range(kernel: SamplingKernel, parameters: tuple
         nearly = [row.nonzero()[index, 0].item() for row in kept]
         if index == 0:
             assert tokens.tolist() == nearly
-        else:  # a last token of less than 2^-24 is passed over
+        else:  # a last token below 2^-24 is skipped
             assert kept[torch.arange(4), tokens].all() and (tokens > 0.9 * torch.tensor(nearly) - 50).all()
 
 

@@ -1,4 +1,4 @@
-"""Drawn rows and chains of drafts, for tests of `ChainKernels`."""
+"""Random rows and chains of drafts, for tests of `ChainKernels`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def drawn_tables(generator: torch.Generator) -> RowTables:
 
 
 def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int) -> ChainBuffers:
-    """Requests of different rows, with drafts of which about half are right; -1 among the sampled tokens. What the
-    kernels write holds garbage."""
+    """Requests of different rows, with about half of the drafts correct; -1 among the sampled tokens. Outputs of the
+    kernels start with arbitrary values."""
     size, count = real + padded, drafts + 1
     rows = torch.cat((torch.randperm(ROWS, generator=generator)[:real], torch.full((padded,), -1)))
 

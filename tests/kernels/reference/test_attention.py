@@ -38,7 +38,7 @@ def slots_of(queries: PagedQueries, i: int) -> Tensor:
 
 
 def cache_for(queries: PagedQueries, *shape: int, seed: int) -> Tensor:
-    """Random where the requests live, NaN in every other slot."""
+    """Random in the requests' slots, NaN in every other slot."""
     cache = torch.full((64, *shape), float("nan"))
     for i in range(queries.num_requests):
         cache[slots_of(queries, i)] = rand(queries.context_lens[i], *shape, seed=seed + i)
@@ -62,7 +62,7 @@ def each_query(queries: PagedQueries) -> list[tuple[int, int, int]]:
 
 @pytest.fixture(params=[1 << 24, 1])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in one block of scores, once a query at a time."""
+    """Once with one block of scores, once with one query at a time."""
     monkeypatch.setattr(reference, "MAX_SCORES", request.param)
 
 
@@ -127,7 +127,7 @@ PARENTS = {1: [-1, 0, 0, 2], 2: [-1, 0, 0]}  # requests 1 and 2 of LENGTHS as tr
 
 
 def trees(queries: PagedQueries) -> tuple[PagedQueries, dict[tuple[int, int], list[int]]]:
-    """The queries with `visible`, and by (request, query token) the query tokens on its way to the root."""
+    """The queries with `visible`, and by (request, query token) the query tokens on its path to the root."""
     bits, paths = [], {}
     for i, (num_queries, _) in enumerate(LENGTHS):
         for j in range(num_queries):

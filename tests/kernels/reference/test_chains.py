@@ -43,7 +43,7 @@ def test_inputs(seed: int, real: int, padded: int, drafts: int) -> None:
 
 
 def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
-    """The last `padded` requests are neutral; the others are at their rows' own lengths."""
+    """The last `padded` requests are neutral; the others are at the lengths of their rows."""
     rows, drafts = chain.rows[:real], chain.num_drafts
     starts, places = tables.lengths[rows], torch.arange(drafts + 1)
     positions = starts[:, None] + places

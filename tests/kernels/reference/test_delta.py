@@ -92,7 +92,7 @@ def compare(name: str, shape: DeltaShape, runs: StateRuns, num_rows: int, dtype:
 
 
 def runs_with_stores() -> tuple[StateRuns, int]:
-    """A prompt whose state is stored in other rows on its way, a decode, and drafts of which each stores its state."""
+    """A prompt whose intermediate states are stored in other rows, a decode, and drafts that each store a state."""
     lens, reads, stored = [150, 1, 4], [3, 0, 5], [(40, 64, 150), (1,), (1, 2, 3, 4)]
     rows = torch.full((sum(lens),), -1, dtype=torch.int64)
     starts = torch.tensor([0, 150, 151, 155], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What FP8 costs at a long context: attention over a cache written and read in each format, against float64.
+"""Error of FP8 at a long context: attention over a cache written and read in each format, against float64.
 
 Legend: S context tokens, C latent, P rotary, H heads, G KV heads.
 """
@@ -17,7 +17,7 @@ from moe_engine.kernels.queries import PagedQueries
 
 S = 8192
 SHARPNESS = 2.0
-"""Standard deviation of the scores: a few hundred of the tokens count, so that errors do not average out."""
+"""Standard deviation of the scores: a few hundred tokens have weight, so that errors do not average out."""
 
 # Relative errors of the whole output. Measured over ten seeds and these tests: 0.017 to 0.036, 0.015 to 0.071, 0.038 to
 # 0.194; bfloat16 has 0.003 to 0.007.
@@ -48,7 +48,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     (E4M3, 128, GROUPS), (E4M3, 96, BOUND[E4M3]), (E5M2, 128, BOUND[E5M2]),
 ])  # fmt: skip
 def test_mla(kv_dtype: str, latent: int, bound: float, magnitude: float) -> None:
-    """`magnitude`: of the latent, as a small or large norm weight makes it."""
+    """`magnitude`: scale of the latent, as with a small or large norm weight."""
     rotary, heads, tokens = 32, 4, 3
     queries = _one_request(tokens)
     weight = (torch.rand(latent) + 0.5) * magnitude

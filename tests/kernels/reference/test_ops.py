@@ -111,7 +111,7 @@ def test_write_kv_of_strided_views() -> None:
 
 
 def naive_route(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[list[float], list[int]]:
-    """One token, by the book (float64)."""
+    """One token, by the definition (float64)."""
     logits = (gate.double() @ x.double()).tolist()
     if spec.score == "sigmoid":
         scores = [1 / (1 + math.exp(-v)) for v in logits]

@@ -43,7 +43,7 @@ def make(row: str) -> GQABackend:
 
 
 def windowed(lens: list[tuple[int, int]], page_size: int, window: int, poisoned: bool) -> tuple[PagedQueries, int]:
-    """Queries with a window; the slot table names an unowned slot for positions that no query token sees."""
+    """Queries with a window; the slot table has an unused slot for positions outside all windows."""
     queries, size = paged_queries(lens, page_size)
     queries = replace(queries, window=window)
     if poisoned:
@@ -63,7 +63,7 @@ def filled(queries: PagedQueries, size: int, *width: int, dtype: torch.dtype) ->
 def want(
     q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """In float64, token by token."""
+    """Expected result in float64, token by token."""
     parts, start = [], 0
     share, window = q.shape[1] // keys.shape[1], queries.window
     assert window is not None
@@ -82,7 +82,7 @@ def want(
 
 
 def check_poisoned(backend: GQABackend, window: int, dtype: torch.dtype) -> None:
-    """This project's kernels read nothing outside a window."""
+    """This project's kernels read no row outside a window."""
     queries, size = windowed(LENS, random.choice([1, 16]), window, poisoned=True)
     keys, values = (filled(queries, size, 2, 48, dtype=dtype) for _ in range(2))
     q = normal(queries.num_tokens, 6, 48, dtype=dtype)
@@ -168,7 +168,7 @@ def test_trees_have_no_window() -> None:
 
 
 def test_the_tables_know_which_rows_have_windows() -> None:
-    """Rows of MLA are refused; the capability of every row agrees with the table."""
+    """Rows of MLA are refused; the capability of every row matches the table."""
     assert not any(row.windows for row in tables.MLA) and all(row.windows for row in tables.GQA)
     for row in ("torch", "cpu", "flashinfer", "fa3"):
         assert make(row).capabilities.windows

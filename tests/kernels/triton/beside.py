@@ -1,9 +1,8 @@
-"""Launches beside each other under Triton's interpreter: programs of kernels that wait for other programs, of one rank
+"""Concurrent launches under Triton's interpreter: programs of kernels that wait for other programs, of one rank
 or of several in this process.
 
-Every program is a thread, of which one runs at a time. Where a kernel reads the clock or pauses, as all waits do,
-another one continues, drawn at random: programs start and interleave in any order. All programs of a launch are
-resident.
+Every program is a thread, and one thread runs at a time. When a kernel reads the clock or pauses, as in all waits, a
+random other thread continues: programs start and interleave in any order. All programs of a launch are resident.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Builder = triton_interpreter.InterpreterBuilder
 
 
 class _Thread(threading.local):
-    """Of a thread that takes turns: its wake-up, and its grid and program."""
+    """State of a thread that takes turns: its wake-up, and its grid and program."""
 
     turn: threading.Event
     place: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -35,12 +34,12 @@ _own = _Thread()
 
 
 class Turns:
-    """Threads of which one runs at a time."""
+    """Threads that run one at a time."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._waiting: list[threading.Event] = []
-        self._looks = 0  # since a thread began or ended
+        self._looks = 0  # since a thread started or ended
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
         """The functions' results; the caller, which may be one of the threads, waits. Raises the first error."""
@@ -72,7 +71,8 @@ class Turns:
         return results
 
     def switch(self) -> None:
-        """Called by one of the threads: one of them continues, maybe the same. Where all wait, other processes do."""
+        """Called by one of the threads: one of them continues, possibly the same. If all wait, other processes
+        continue."""
         self._looks += 1
         if self._looks > 4 * len(self._waiting) + 4:
             time.sleep(0.001)
@@ -90,7 +90,7 @@ class Turns:
 
 
 def run_ranks(functions: list[Callable[[], Any]], kernels: list[Any], seed: int) -> list[Any]:
-    """Results of a function of each rank, run beside each other; all their launches are of `kernels`."""
+    """Results of a function for each rank, run concurrently; all launches are of `kernels`."""
     interpreter.install()
     turns, call = Turns(seed), triton_interpreter.GridExecutor.__call__
     scopes = [triton_interpreter._patch_lang(kernel.fn) for kernel in kernels]
@@ -133,7 +133,7 @@ def _launch(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any], turns:
 
 
 def _set_place() -> None:
-    """The interpreter runs this thread's program."""
+    """Sets the interpreter to this thread's program."""
     if _own.place is not None:
         grid, place = _own.place
         Builder.set_grid_dim(triton_interpreter.interpreter_builder, *grid)
@@ -142,7 +142,7 @@ def _set_place() -> None:
 
 @contextmanager
 def _switching(turns: Turns) -> Iterator[None]:
-    """Within, another thread continues where a kernel reads the clock or pauses."""
+    """Context in which another thread continues when a kernel reads the clock or pauses."""
     clock = Builder.create_inline_asm
 
     def read(builder: Any, text: str, *rest: Any) -> Any:

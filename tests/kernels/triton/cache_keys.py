@@ -1,4 +1,4 @@
-"""Kernels that launches and cases ask for, by the keys of Triton's cache, without compiling them."""
+"""Kernels of launches and cases, by the keys of Triton's cache, without compilation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Key = tuple[str, str]
 
 
 def key_of(src: Any, target: GPUTarget, options: dict[str, Any]) -> Key:
-    """What of the compiler's input distinguishes kernels within one Triton installation."""
+    """The part of the compiler's input that distinguishes kernels within one Triton installation."""
     return src.hash(), make_backend(target).parse_options({**options, **src.parse_options()}).hash()
 
 
 def difference(cases: Iterable[AotCase], launches: Callable[[], None], arch: int) -> dict[str, list[str]]:
-    """Names of the cases that no launch asks for, names of the kernels launched that no case is, and of all launched.
+    """Names of the cases without a launch, names of the launched kernels without a case, and of all launched kernels.
 
-    In a process that launched nothing before: kernels remember the compiler of their first launch.
+    Needs a process without earlier launches: kernels remember the compiler of their first launch.
     """
     of_cases = {key_of(**compiler_input(case, arch)): case.name for case in cases}
     launched: dict[Key, str] = {}

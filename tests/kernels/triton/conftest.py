@@ -1,10 +1,10 @@
 """Triton kernels under Triton's interpreter: on the CPU, in this process, without a GPU and without a compiler.
 
-Triton decides it where functions are decorated: its own while it is imported, those of kernels while their modules are.
-So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and fails if Triton
-is already imported. The variable is removed at once: processes that other tests start must compile as in service.
-What needs the compiler in earnest (ahead-of-time compilation) runs in a process of its own, `outside.py`; what needs a
-GPU is run by ``python -m benchmarks.gpu_suite``.
+Triton selects the interpreter at the decoration of functions: its own during its import, kernels' during the import of
+their modules. So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and fails if Triton
+is already imported. The variable is removed at once: processes started by other tests must compile normally. Tests that
+need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`; tests that need a GPU are run by
+``python -m benchmarks.gpu_suite``.
 """
 
 from __future__ import annotations

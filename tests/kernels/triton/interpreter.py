@@ -1,10 +1,10 @@
-"""Triton's interpreter with the number formats of the GPU: what numpy lacks is done by torch.
+"""Triton's interpreter with the number formats of the GPU: torch computes the formats that numpy lacks.
 
 The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
 carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
-numbers, and so do kernels that are held against float64 here. GPUs have a clock and can pause, too, which is the only
-assembly that our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no
-longer does.
+numbers, and so must kernels that are compared with float64 here. GPUs also have a clock and can pause, which is the
+only assembly in our kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no longer
+accepts.
 
 The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
 cached, and integer sums are checked for overflow only by `make test-exhaustive`.
@@ -57,7 +57,7 @@ def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -
 
 
 def dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """bf16 and FP8 operands widened first; every product of theirs is exact in float32."""
+    """bf16 and FP8 operands widened first; every product of these operands is exact in float32."""
     wide = [x if x.dtype.primitive_bitwidth > 16 else _widen(x) for x in (a, b)]
     return _dot(builder, *wide, d, input_precision, max_num_imprecise_acc)
 
@@ -70,7 +70,7 @@ def _widen(x: Any) -> Any:
 
 
 def inline_asm(builder: Any, text: str, *rest: Any) -> Any:
-    """The clock in nanoseconds, or a pause. Its callers wait for another process, which needs the core."""
+    """The clock in nanoseconds, or a pause. Callers wait for another process, which needs the core."""
     if "%globaltimer" in text:
         found = interpreter.TensorHandle(np.array([time.monotonic_ns()], dtype=np.int64), tl.int64)
     elif "nanosleep" in text:
@@ -82,13 +82,13 @@ def inline_asm(builder: Any, text: str, *rest: Any) -> Any:
 
 
 def patch_tensor(tensor: Any, scope: Any) -> None:
-    """What the interpreter makes of tensors while a kernel runs, with scalars that are indices in every numpy."""
+    """The interpreter's patches of tensors while a kernel runs, with scalars that are valid indices in every numpy."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 class _Patches:
-    """What a kernel patched, until it ends."""
+    """The patches of a kernel, until it ends."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope
@@ -100,11 +100,12 @@ class _Patches:
 
 class _NoPatches:
     def restore(self) -> None:
-        """The kernel that runs will."""
+        """No effect: the running kernel restores them."""
 
 
 def patch_lang(function: Any) -> Any:
-    """Once a kernel. The interpreter does it again for every function that a kernel calls, a third of all its time."""
+    """Patches once per kernel. The interpreter repeats it for every function that a kernel calls, a third of its total
+    time."""
     modules = {value for value in function.__globals__.values() if value is tl or value is tl.core}
     if modules and modules <= _patched:
         return _NoPatches()
@@ -118,14 +119,14 @@ _scalar_type = functools.cache(_get_np_dtype)
 
 
 def numpy_type(kind: Any) -> np.dtype[Any]:
-    """Types of blocks and of pointers have no hash."""
+    """Types of blocks and of pointers are not hashable."""
     scalar = kind.scalar
     return _get_np_dtype(scalar) if isinstance(scalar, tl.pointer_type) else _scalar_type(scalar)
 
 
 @functools.cache
 def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Shape and size of a tensor, in the form that kernels see. Kernels do not change them."""
+    """Shape and size of a tensor, in the form used by kernels. Kernels do not change them."""
     return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
 
@@ -153,7 +154,7 @@ def make_block_type(self: Any, element: Any, shape: Any) -> None:
 
 
 def install() -> None:
-    """Idempotent; for the whole process."""
+    """Installs the patches for the whole process; idempotent."""
     interpreter._get_np_dtype = numpy_type
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=FACTOR > 1

@@ -1,4 +1,4 @@
-"""Which Triton kernels a piece of work launches under the interpreter."""
+"""Triton kernels launched in a block under the interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """A list that gets the names of the kernels that are launched inside, in their order."""
+    """A list that receives the names of the kernels launched in the block, in order."""
     names: list[str] = []
     run = InterpretedFunction.run
 
