@@ -24,6 +24,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 CustomProcessor = Annotated[str, Meta(max_length=1 << 20, description="CustomLogitProcessor.to_str()")]
 MAX_ALLOWED = 1 << 18
 MAX_BAD_WORDS = 1024
+MAX_STOP_PATTERNS = 8
 Source = Annotated[str, Meta(min_length=1)]
 JsonOrText = dict[str, Any] | bool | Source
 Choices = Annotated[list[Source], Meta(min_length=1)]
@@ -57,7 +58,7 @@ class SamplingFields(Struct, kw_only=True):
     structural_tag: Annotated[dict[str, Any] | Source, Meta(description="structural tag, or its JSON text")] | None = (
         None
     )
-    stop_regex: NotAvailable = None
+    stop_regex: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_PATTERNS)] | None = None
 
 
 class SamplingRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +128,8 @@ def build_sampling(
             values[name] = value
     stops = values.get("stop", ())
     values["stop"] = (stops,) if isinstance(stops, str) else tuple(stops)
+    patterns = values.get("stop_regex", ())
+    values["stop_regex"] = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     for name in ("allowed_token_ids", "bad_words"):
         values[name] = tuple(values.get(name, ()))

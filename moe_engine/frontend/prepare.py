@@ -33,6 +33,7 @@ from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
+from moe_engine.tokenizer.stop_regex import compiled
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 
@@ -271,12 +272,13 @@ class Preparer:
         info = self._info
         check_token_ids(prompt.ids, info.vocab_size, where)
         _check_vocab(prompt, info.vocab_size, inp.sampling_field)
-        if prompt.sampling.stop and self._tokenizer is None:
-            raise InputError(
-                "sampling_params.stop: needs a tokenizer, and this server runs with --skip-tokenizer-init; "
-                "use stop_token_ids",
-                field="sampling_params.stop",
-            )
+        sampling = prompt.sampling
+        if (sampling.stop or sampling.stop_regex) and self._tokenizer is None:
+            name = "sampling_params.stop" if sampling.stop else "sampling_params.stop_regex"
+            words = "needs a tokenizer, and this server runs with --skip-tokenizer-init; use stop_token_ids"
+            raise InputError(f"{name}: {words}", field=name)
+        for pattern in sampling.stop_regex:
+            compiled(pattern, f"{inp.sampling_field}.stop_regex".lstrip("."))
         if prompt.sampling.constraint is not None:
             self._check_grammars_available(prompt.sampling.constraint)
         if prompt.logprobs is not None:

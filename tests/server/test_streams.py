@@ -216,3 +216,18 @@ def test_a_time_limit_ends_a_stream_with_an_error_event_and_a_batch_with_503():
         response = post(client, path, body)
         assert response.status_code == 503 and words in response.json()["error"]["message"]
         assert "retry-after" in response.headers and not client.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("more", "shown", "matched"), [
+    ({}, "Hello wor", "w.r"), ({"stop": "rld"}, "Hello wor", "w.r"), ({"stop": "lo w"}, "Hel", "lo w"),
+])  # fmt: skip
+def test_stop_patterns(stream, more, shown, matched):
+    """The match stays in the text; a stop string that ends first wins."""
+    body = {"text": "x", "sampling_params": {"stop_regex": ["w.r", r"\d+"], **more}, "stream": stream}
+    response = post(FakeClient(), "/generate", body)
+    answer = events(response)[-1] if stream else response.json()
+    assert (answer["text"], answer["meta_info"]["finish_reason"]) == (shown, {"type": "stop", "matched": matched})
+    chat = post(FakeClient(), "/v1/completions", {"prompt": "x", "stop_regex": "w.r", **more})
+    (choice,) = chat.json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == (shown, "stop", matched)
