@@ -53,7 +53,8 @@ class Need:
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
     attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
-    it has sparse attention. `delta`: layers with a gated delta rule.
+    it has sparse attention. `delta`: layers with a gated delta rule. `chains`: captured decodes draft chains, whose
+    lengths only the device knows.
     """
 
     dtype: str
@@ -68,6 +69,7 @@ class Need:
     sinks: bool = False
     biases: bool = False
     delta: bool = False
+    chains: bool = False
 
 
 @lru_cache

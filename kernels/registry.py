@@ -14,6 +14,9 @@ from typing import Any
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.workspaces import Workspace
 
+EXACT_LENGTHS = 15
+"""Highest preference of rows for which steps with drafts wait: below this project's kernels, above torch's."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -34,6 +37,7 @@ class Row:
         blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as they are.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
+        exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
 
@@ -53,11 +57,13 @@ class Row:
     biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
+    exact_lengths: bool = False
     blocks: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""
-        return self.preference if self.prefers is None else self.prefers(device, need)
+        score = self.preference if self.prefers is None else self.prefers(device, need)
+        return min(score, EXACT_LENGTHS) if self.exact_lengths and need.chains else score
 
     def refuses_capture(self, device: Device, need: Need) -> str | None:
         """The reason why its launches cannot be captured as CUDA graphs, or None."""
@@ -124,7 +130,7 @@ def select(
         if any(row.score(device, need) > best.score(device, need) for row in able):
             reason += " and be captured as CUDA graphs"
         others = {
-            name: why or uncaptured.get(name) or f"less preferred than {best.name}"
+            name: why or uncaptured.get(name) or _waits(rows, name, need) or f"less preferred than {best.name}"
             for name, why in refusals.items()
             if name != best.name
         }
@@ -132,6 +138,11 @@ def select(
     if best.lacks_expanded:
         options["expanded"] = _expanded(family, [row for row in rows if row is not best], device, need)
     return Choice(family, best, reason, others, options)
+
+
+def _waits(rows: list[Row], name: str, need: Need) -> str | None:
+    waits = need.chains and any(row.exact_lengths for row in rows if row.name == name)
+    return "plans by exact lengths, for which every step with drafts would wait" if waits else None
 
 
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:

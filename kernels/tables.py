@@ -202,7 +202,7 @@ MLA += [
     ),
     Row(
         "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
-        workspace=workspaces.flashinfer,
+        workspace=workspaces.flashinfer, exact_lengths=True,
     ),
     Row(
         "fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3,
@@ -212,7 +212,7 @@ MLA += [
 GQA += [
     Row(
         "flashinfer", f"{_ATTENTION}.vendors.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
-        workspace=workspaces.flashinfer_gqa, windows=True,
+        workspace=workspaces.flashinfer_gqa, windows=True, exact_lengths=True,
     ),
     Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3, windows=True),
 ]  # fmt: skip

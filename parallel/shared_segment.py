@@ -22,7 +22,8 @@ from moe_engine.parallel.collectives import Group, PeerLost
 from moe_engine.parallel.host_support import FOLDER
 
 LINE = 64  # bytes of a cache line: one flag each
-SPIN_S = 0.002  # a wait yields this long before it sleeps between polls
+SPIN_S = 0.002  # a wait yields at most this long before it sleeps between polls
+LEAST_SPIN_S = 0.00005
 SLEEP_S = 0.0001
 ALIVE_EVERY = 64  # sleeping polls between two checks of the peers' liveness
 
@@ -51,6 +52,7 @@ class SharedSegment:
         self._flags = words[: num_flags * group.size * LINE // 8 : LINE // 8].reshape(num_flags, group.size)
         self.lost = [] if group.alive is None else (~group.alive).nonzero().flatten().tolist()
         self._flags[:, self.lost] = np.iinfo(np.int64).max  # all ranks write the same
+        self._spin_s = LEAST_SPIN_S
         self.bytes: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=head_bytes, count=num_bytes)
         group.barrier()  # every rank must hold its lock before the first wait
 
@@ -61,21 +63,28 @@ class SharedSegment:
     def wait(self, flag: int, value: int, operation: str) -> None:
         """Returns when every rank has raised the flag to `value`.
 
+        A wait of more than `SPIN_S` shortens the spinning of the next waits, a shorter one lengthens it: a peer that is
+        so late has no core, or much to compute. Spinning would take its core then, because `sched_yield` gives it to
+        processes of the same session only (Linux's autogroups), and each engine process has its own.
+
         Raises:
             PeerLost: a rank died, or the group's timeout expired; the message lists the ranks.
         """
         flags = self._flags[flag]
         start = time.perf_counter()
-        looks = 0
+        waited, looks = 0.0, 0
         while flags.min() < value:
             waited = time.perf_counter() - start
-            if waited < SPIN_S:
+            if waited < self._spin_s:
                 os.sched_yield()
                 continue
             looks += 1
             if looks % ALIVE_EVERY == 0:
                 self._check_peers(flags, value, operation, waited)
             time.sleep(SLEEP_S)
+        self._spin_s = (
+            max(self._spin_s / 8, LEAST_SPIN_S) if waited > SPIN_S else min(self._spin_s + SPIN_S / 64, SPIN_S)
+        )
 
     def _check_peers(self, flags: np.ndarray, value: int, operation: str, waited: float) -> None:
         self._group.check()

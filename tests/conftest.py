@@ -7,12 +7,19 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.examples import left_out
-from tests.fork_server import fork_server, forked_processes  # noqa: F401
+from tests.fork_server import (  # noqa: F401
+    READ_IN_IMPORTS,
+    fork_server,
+    forked_processes,
+    pytest_configure,
+    pytest_configure_node,
+)
 from tests.random_seed import (  # noqa: F401
     pytest_fixture_setup,
     pytest_report_header,
@@ -23,6 +30,17 @@ from tests.random_seed import (  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: an engine's threads in this process sleep
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variables_of_the_module() -> Iterator[None]:
+    """Variables that libraries set in a module end with it: `CUDA_HOME` of DeepEP, folders of compilers. Engines of
+    later modules would start interpreters, because a forked process has read the variables already."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        if name.startswith(READ_IN_IMPORTS):
+            del os.environ[name]
 
 
 gc.disable()  # during the collection of tests: there is no garbage, but a million objects to scan

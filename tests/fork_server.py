@@ -11,6 +11,7 @@ server has one thread and never computes. Its processes share one seed of string
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -39,7 +41,17 @@ PRELOADED = (
     "moe_engine.executor.sharded_worker",
     "moe_engine.worker.worker",
     "moe_engine.cli.main",
+    "moe_engine.cli.serve",
+    "moe_engine.frontend.engine",
+    "moe_engine.kernels.attention.cpu",
+    "moe_engine.kernels.experts.cpu",
+    "moe_engine.kernels.linear.cpu",
+    "moe_engine.kernels.sampling.cpu",
+    "moe_engine.models.deepseek",
     "moe_engine.server.app",
+    "tests.distributed.dispatch.ranks",
+    "tests.distributed.dispatch.worlds",
+    "tests.distributed.models.worlds",
     "uvicorn",
 )
 READ_IN_IMPORTS = (
@@ -142,21 +154,29 @@ class Starter:
 
 
 class ForkServer:
-    """Runs until this process ends: the server's standard input is a pipe from it.
+    """Runs until the process that started it ends: the server's standard input is a pipe from it.
 
     Args:
         environ: variables that differ from those of this process, in the server and in programs of `run`.
         preloaded: modules imported in addition to `PRELOADED`.
+        address: of a running server with these variables and modules, which another process started.
     """
 
-    def __init__(self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = (), address: str | None = None
+    ) -> None:
         self._environ = os.environ | (environ or {})
-        self.address = f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = address or f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
+        if address is None:
+            self._start(",".join(preloaded))
+
+    def _start(self, preloaded: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(self.address)
             listening.listen(64)
             number = listening.fileno()
-            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number), ",".join(preloaded)]
+            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number), preloaded]
             self._process = subprocess.Popen(
                 [*command, "-" * COMMAND_ROOM],
                 stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=self._environ | SET_BY_SERVER,
@@ -181,16 +201,39 @@ class ForkServer:
         return code, paths[0].read_text(), paths[1].read_text()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        """Ends the server if this process started it."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+
+
+@lru_cache
+def engine_server() -> ForkServer:
+    """The server with `PRELOADED` alone, one for all test processes of a run."""
+    server = ForkServer(address=SHARED.get("address"))
+    atexit.register(server.close)
+    return server
+
+
+SHARED: dict[str, str] = {}
+"""In processes of pytest-xdist: the address of the server that the process which starts them has."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist: before a test process is started."""
+    node.workerinput["fork_server"] = engine_server().address
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        SHARED["address"] = config.workerinput["fork_server"]
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
+def fork_server() -> ForkServer:
+    return engine_server()
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +283,7 @@ def serve(listening: socket.socket) -> list[str]:
 
 def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None:
     """Gives this process the state of an interpreter started by the other process."""
-    os.setsid()
+    os.setpgid(0, 0)  # no session of its own: `sched_yield` of a rank gives the core to others of its session only
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -258,6 +301,9 @@ def show_command(command: list[str]) -> None:
 
 
 def main() -> NoReturn:
+    listening = socket.socket(fileno=int(sys.argv[2]))
+    if 0 in select.select([0, listening], [], [])[0]:  # no process was ever wanted
+        os._exit(0)
     from moe_engine.processes import child
 
     for name in (*PRELOADED, *filter(None, sys.argv[3].split(","))):
@@ -265,7 +311,7 @@ def main() -> NoReturn:
     child.start_interpreter = Starter(f"\0{sys.argv[1]}", dict(os.environ), child.start_interpreter)
     gc.collect()
     gc.freeze()
-    sys.argv = serve(socket.socket(fileno=int(sys.argv[2])))
+    sys.argv = serve(listening)
     sys.exit(importlib.import_module(sys.argv[0]).main())
 
 

@@ -49,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--form", default="tp1", choices=FORMS, help="ranks: tensor, data and expert parallelism")
     made.add_argument("--batch", type=int, nargs="+", default=[1], help="requests of a rank (tp8: of the group)")
     made.add_argument("--context", type=int, default=2048, help="tokens of each request before the step")
-    made.add_argument("--mtp", type=int, default=0, metavar="N", help="draft tokens of a step by MTP; 0: none")
+    made.add_argument("--mtp", type=int, default=0, metavar="N", help="draft tokens of a step; 0: none")
+    made.add_argument(
+        "--drafter", choices=("mtp", "mtp2", "ngram"), default="mtp", help="mtp2: with two MTP layers (tp8)"
+    )
+    made.add_argument("--attention", default="auto", metavar="ROW", help="attention row (auto)")
     made.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="a prompt instead of a decode step")
     made.add_argument("--hardware", default="H200x8", help="GPU, and GPUs of a node (H200x8)")
     made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
@@ -108,7 +112,7 @@ def run_group(options: argparse.Namespace) -> list[dict[str, Any]]:
     first = Case(
         options.model, config_of(options.model), FORMS[options.form], Hardware.named(options.hardware),
         max(options.batch), options.context, options.rows == "vendors", options.mtp, options.prefill or None,
-        options.dispatch,
+        options.dispatch, options.drafter, options.attention,
     )  # fmt: skip
     session = Session(first)
     found = []

@@ -32,17 +32,20 @@ class Group:
     mtp: int = 0
     prefill: int = 0
     dispatch: str = "deepep"
+    drafter: str = "mtp"
+    attention: str = "auto"
 
     @property
     def name(self) -> str:
         work = f"prefill {self.prefill}" if self.prefill else "decode"
-        work += f" mtp {self.mtp}" if self.mtp else ""
+        work += f" {self.drafter} {self.mtp}" if self.mtp else ""
+        work += f" {self.attention}" if self.attention != "auto" else ""
         return f"{self.model} {self.form} {self.rows} {work}" + f" {self.dispatch}" * (self.dispatch != "deepep")
 
     def arguments(self) -> list[str]:
         more = ["--prefill", self.prefill] if self.prefill else ["--batch", *self.batches, "--mtp", self.mtp]
         found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", 2048, *more]
-        found += ["--dispatch", self.dispatch]
+        found += ["--dispatch", self.dispatch, "--drafter", self.drafter, "--attention", self.attention]
         return [str(x) for x in found]
 
 
@@ -55,6 +58,9 @@ GROUPS = (
     Group("v3", "dp8ep8", dispatch="symm_mem"),
     Group("v3", "dp8ep8", (1, 32, 128), mtp=1),
     Group("v3", "tp8", (1, 32), mtp=3),
+    Group("v3", "tp8", (1, 32), mtp=3, drafter="mtp2"),
+    Group("v3", "tp8", (32,), mtp=3, drafter="ngram"),
+    Group("v3", "tp8", (32,), "triton", mtp=3),
     Group("v2-lite", "tp1", (1,), prefill=8192),
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3", "tp8", (1,), prefill=8192),

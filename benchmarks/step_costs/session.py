@@ -25,7 +25,8 @@ SPARE = 16
 class Case:
     """The step to run. `config`: the whole config.json. vendors: True if vendor libraries are installed.
 
-    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt;
+    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. drafter: "mtp" as the model
+    has it, "mtp2" with two MTP layers, or "ngram". attention: a requested row, or "auto". prefill: tokens of a prompt;
     None: a decode step of `batch` requests after `context` tokens.
     """
 
@@ -39,13 +40,17 @@ class Case:
     mtp: int = 0
     prefill: int | None = None
     dispatch: str = "deepep"
+    drafter: str = "mtp"
+    attention: str = "auto"
 
     @property
     def name(self) -> str:
         work = f"B{self.batch}" if self.prefill is None else f"prefill{self.prefill}"
         rows = "" if self.vendors else "-triton"
         rows += f"-{self.dispatch}" if self.form.ep > 1 and self.dispatch != "deepep" else ""
-        return f"{self.model}-{self.form.name}-{work}" + (f"-mtp{self.mtp}" if self.mtp else "") + rows
+        work += f"-{self.drafter}{'x' * (self.drafter == 'mtp2')}{self.mtp}" if self.mtp else ""
+        rows += f"-{self.attention}" if self.attention != "auto" else ""
+        return f"{self.model}-{self.form.name}-{work}{rows}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Session:
     def __init__(self, case: Case) -> None:
         self.case = case
         short, self._repeats = shortened(case.config)
+        if case.drafter == "mtp2":
+            short["num_nextn_predict_layers"] = 2
         self._recorder, self._config, self._worker = _start(case, short)
 
     def run(self, batch: int) -> tuple[Case, Recorded]:
@@ -80,8 +87,9 @@ class Session:
         if case.prefill is not None:
             action = lambda: steps.prefill(case.prefill)  # noqa: E731
         else:
-            steps.enter(drafts=bool(case.mtp))
-            action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp)
+            follow = bool(case.mtp) and case.drafter != "ngram"
+            steps.enter(drafts=follow)
+            action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp, follow=follow)
         action()  # one-time work, such as the probe of a library, is not part of a step
         recorder.waits.clear()
         recorder.lines = []
@@ -167,9 +175,11 @@ def _flags(case: Case, folder: Path) -> list[Any]:
         flags += ["--max-prefill-tokens", case.prefill * form.dp]
     if case.mtp:
         flags += [
-            "--speculative-algorithm", "NEXTN", "--speculative-num-steps", case.mtp, "--speculative-eagle-topk", 1,
-            "--speculative-num-draft-tokens", case.mtp + 1,
+            "--speculative-algorithm", "NGRAM" if case.drafter == "ngram" else "NEXTN", "--speculative-num-steps",
+            case.mtp, "--speculative-eagle-topk", 1, "--speculative-num-draft-tokens", case.mtp + 1,
         ]  # fmt: skip
+    if case.attention != "auto":
+        flags += ["--attention-backend", case.attention]
     if form.ranks > 1:
         flags += ["--tp-size", form.ranks]
     if form.dp > 1:

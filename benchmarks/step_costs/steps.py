@@ -51,7 +51,7 @@ class Steps:
         )  # fmt: skip
         self._done += 1
 
-    def decode_drafted(self, depth: int) -> None:
+    def decode_drafted(self, depth: int, *, follow: bool = True) -> None:
         """A step that drafts `depth` tokens and verifies them with each request's last one."""
         count = depth + 1
         reserved = [
@@ -61,7 +61,7 @@ class Steps:
         self._run(
             rows=list(range(self._batch)), starts=[self._context] * self._batch, counts=[count] * self._batch,
             samples=[True] * self._batch, num_decodes=self._batch,
-            speculation=Speculation(depth, follow=True, reserved=reserved),
+            speculation=Speculation(depth, follow=follow, reserved=reserved),
         )  # fmt: skip
 
     def prefill(self, tokens: int) -> None:

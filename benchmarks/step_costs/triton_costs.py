@@ -283,6 +283,27 @@ def chain(a: Any, s: Setting) -> Cost:
     return Cost(size(a.ids), size(a.ids))
 
 
+@cost_of("chain_runs_kernel")
+def chain_runs(a: Any, s: Setting) -> Cost:
+    return Cost(2 * size(a.positions) + size(a.cached), size(a.positions, a.slots, a.real, a.ids, a.sources, a.lens))
+
+
+@cost_of("gather_states_kernel")
+def gather_states(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.out) + size(a.sources), size(a.out))
+
+
+@cost_of("match_kernel")
+def match(a: Any, s: Setting) -> Cost:
+    """The text of each request, once from memory."""
+    return Cost(len(a.rows) * s.context * 4, size(a.best))
+
+
+@cost_of("match_drafts_kernel")
+def match_drafts(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.best, a.ids), size(a.ids))
+
+
 @cost_of("chain_states_kernel")
 def chain_states(a: Any, s: Setting) -> Cost:
     """Reads a row of each request."""

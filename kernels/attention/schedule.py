@@ -52,12 +52,16 @@ class Schedule:
     (half open) to read, partial result to write or -1 for the output. Longest first.
     merges [M, 8]: first query token, rows, first row, first partial result, number of partial results.
     Records after the last are zero: no rows.
+
+    `query_len`: contexts may be shorter than the schedule's, for requests of this many query tokens each; the kernels
+    read the lengths on the device. None: the schedule has the exact lengths.
     """
 
     segments: Tensor
     merges: Tensor
     num_partials: int
     block_m: int
+    query_len: int | None = None
 
 
 class ScheduleBuffers:
@@ -66,22 +70,26 @@ class ScheduleBuffers:
     Grids then have the size of the buffers; programs without a record exit at once.
     """
 
-    def __init__(self, max_segments: int, max_merges: int, max_partials: int, device: torch.device) -> None:
+    def __init__(
+        self, max_segments: int, max_merges: int, max_partials: int, device: torch.device, query_len: int | None = None
+    ) -> None:
         self._limits = (max_segments, max_merges, max_partials)
+        self._query_len = query_len
         self._records = torch.zeros(max_segments + max_merges, RECORD, dtype=torch.int32, device=device)
 
     @classmethod
     def for_decodes(
         cls, num_requests: int, query_len: int, rows_per_token: int, split: Split, device: torch.device
     ) -> ScheduleBuffers:
-        """Buffers large enough for any schedule of `num_requests` requests of `query_len` query tokens each.
+        """Buffers large enough for any schedule of `num_requests` requests of `query_len` query tokens each, whose
+        context lengths may be upper bounds.
 
         A cut inside a block adds one segment; each cut of the `num_programs` programs adds at most two partial
         results.
         """
         blocks = -(-query_len * rows_per_token // split.block_m)
         programs = max(1, split.num_programs)
-        return cls(num_requests * blocks + programs, programs, 2 * programs, device)
+        return cls(num_requests * blocks + programs, programs, 2 * programs, device, query_len)
 
     def fill(self, segments: np.ndarray, merges: np.ndarray, num_partials: int, block_m: int) -> Schedule:
         """Copies a schedule in, in stream order.
@@ -97,7 +105,8 @@ class ScheduleBuffers:
         host[: len(segments)] = segments
         host[max_segments : max_segments + len(merges)] = merges
         self._records.copy_(pinned(host, self._records.device), non_blocking=True)
-        return Schedule(self._records[:max_segments], self._records[max_segments:], max_partials, block_m)
+        records, more = self._records[:max_segments], self._records[max_segments:]
+        return Schedule(records, more, max_partials, block_m, self._query_len)
 
 
 def schedule(

@@ -22,6 +22,7 @@ class OwnRequests:
     queries: PagedQueries
     own: Any
     on_device = False
+    common = False
 
     def renew(self) -> None:
         self.own.renew()

@@ -27,6 +27,7 @@ class SelectionInPlace:
     """
 
     on_device = False
+    common = False
 
     def __init__(
         self, queries: PagedQueries, top_k: int, selected: Selected, attention: RenewablePlan, index: Any

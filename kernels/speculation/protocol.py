@@ -5,7 +5,8 @@ The accepted tokens of a step are not read by the host before the next step is l
 of a step are therefore computed on the device, from the tables that the previous step has updated.
 
 Legend: R requests of a captured step, the last of them padding; S drafts of each, K = S + 1 verified tokens; W entries
-of a row in the tables of all rows; D hidden.
+of a row in the tables of all rows; D hidden; N tokens of a request in a run, B of them before the step's start; J token
+ids of each.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ChainBuffers:
     query_rows: Tensor  # [R] int32: rows, 0 for padding
     seeds: Tensor  # [R] int64: bits of the mixed seeds
     starts: Tensor  # [R] int64: position of the last token, which is verified first
-    # drafting: step s reads the token at position starts - 1 + s, of an MTP layer
+    # drafting: the token of step s is at position starts + first_draft + max(s - lookback, 0)
     draft_ids: Tensor  # [K, R] int64: the last tokens, then the drafts, which the drafter writes
     draft_positions: Tensor  # [S, R] int64
     draft_slots: Tensor  # [S, R] int64
@@ -64,11 +65,35 @@ class ChainBuffers:
     result: Tensor  # [R, K + 1] int64: the new tokens, the last one repeated; then their number
     next_ids: Tensor  # [R, K] int64: the token behind each position, for the draft extend
     last: Tensor  # [R] int64: index of the last accepted position among all R * K
+    first_draft: int = -1  # of MTP layers, which read the hidden state before the last token; 0: of a draft model
+    lookback: int = 0  # first steps at the same position, each in a layer of its own
 
     @property
     def num_drafts(self) -> int:
         """S."""
         return self.draft_positions.shape[0]
+
+
+@dataclass(frozen=True)
+class RunBuffers:
+    """Tokens around the start of a step that a drafter computes again or for the first time: N tokens of each request
+    from position first = max(starts - B, 0) on, at fixed addresses, contiguous.
+
+    A run is as long as any request may need: tokens before `cached` (whose hidden states nothing has kept) and from
+    position starts + N - B on (where B exceeds `starts`) are not real, and write to slot 0.
+    """
+
+    back: int  # B
+    shift: int  # the j-th id of a token is that of position p + shift + j
+    cached: Tensor  # [R] int64: leading tokens of each row that are not computed; written by the host
+    positions: Tensor  # [R, N] int64
+    slots: Tensor  # [R, N] int64
+    lens: Tensor  # [R] int32: context tokens, first + N
+    real: Tensor  # [R, N] int32
+    ids: Tensor  # [J, R, N] int64
+    sources: Tensor  # [R, N] int64: of the hidden state: k among those of verified tokens [R * K], or -1 - k among the
+    # states [max_rows * B] that the steps before have kept
+    kept: Tensor  # [R, B] int64: the same, of the last B computed tokens once the step is accepted
 
 
 class ChainKernels(Protocol):
@@ -86,5 +111,16 @@ class ChainKernels(Protocol):
         """Accepts the drafts that equal the token sampled before them, writes everything behind `sampled`, and appends
         the new tokens to the tables."""
 
-    def keep_states(self, states: Tensor, hidden: Tensor, chain: ChainBuffers) -> None:
-        """states [max_rows, D] of each row = hidden [R * K, D] at its last accepted position."""
+    def keep_states(self, states: Tensor, hidden: Tensor, rows: Tensor, sources: Tensor) -> None:
+        """states[rows[r]] = hidden[sources[r]]; states [max_rows, D], hidden [*, D], rows and sources [R] int64."""
+
+    def runs(self, tables: RowTables, chain: ChainBuffers, runs: RunBuffers) -> None:
+        """Writes everything of `runs` behind `cached`. Behind `accept`, unless a run has B + 1 tokens: up to the root.
+        `starts` are the step's."""
+
+    def gather_states(self, kept: Tensor, hidden: Tensor, sources: Tensor) -> Tensor:
+        """[M, D]: hidden states of `sources` [M]; kept [max_rows * B, D], hidden [R * K, D]."""
+
+    def find_ngrams(self, tables: RowTables, chain: ChainBuffers, least: int, most: int) -> None:
+        """Writes drafts of prompt lookup to `ids`: the tokens behind the latest of the longest earlier matches of
+        `least` to `most` last tokens, 0 where there are none. Between `inputs` and the model's forward."""

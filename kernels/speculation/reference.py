@@ -19,6 +19,7 @@ from moe_engine.kernels.speculation.protocol import (
     MIX_1,
     MIX_2,
     ChainBuffers,
+    RunBuffers,
     SimulatedAcceptance,
     signed64,
 )
@@ -36,6 +37,10 @@ def device_uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 def _shifted(value: Tensor, count: int) -> Tensor:
     """A shift to the right that brings zeros in."""
     return (value >> count) & ((1 << (64 - count)) - 1)
+
+
+NGRAM_PLACES = 1 << 18
+"""Positions of texts that a search compares at once: its scratch memory."""
 
 
 class TorchChains:
@@ -61,7 +66,8 @@ class TorchChains:
         chain.draft_real.copy_(real)
         chain.real.copy_(real[:, None].expand(chain.real.shape))
         steps = torch.arange(chain.num_drafts, device=device)[:, None]
-        drafted = torch.where(real, starts - 1 + steps, 0)
+        drafted = starts + chain.first_draft + (steps - chain.lookback).clamp_min(0)
+        drafted = torch.where(real, drafted, 0)
         chain.draft_positions.copy_(drafted)
         chain.draft_lens.copy_(drafted + 1)
         chain.draft_slots.copy_(torch.where(real, _taken(tables.slots, rows * width + drafted), 0))
@@ -100,8 +106,66 @@ class TorchChains:
         _put(tables.lengths, chain.rows, chain.starts + counts, real)
         _put(tables.last_tokens, chain.rows, valid[:, -1], real)
 
-    def keep_states(self, states: Tensor, hidden: Tensor, chain: ChainBuffers) -> None:
-        _put(states, chain.rows, hidden.index_select(0, chain.last), chain.rows >= 0)
+    def keep_states(self, states: Tensor, hidden: Tensor, rows: Tensor, sources: Tensor) -> None:
+        _put(states, rows, hidden.index_select(0, sources), rows >= 0)
+
+    def runs(self, tables: RowTables, chain: ChainBuffers, runs: RunBuffers) -> None:
+        back, (count, width) = runs.back, (runs.positions.shape[1], tables.slots.shape[1])
+        is_real, rows = chain.rows >= 0, chain.rows.clamp_min(0)
+        starts = torch.where(is_real, chain.starts, 0)[:, None]
+        places = torch.arange(count, device=rows.device)
+        first = (starts - back).clamp_min(0)
+        end = torch.where(is_real, chain.starts + count - back, 0)[:, None]
+        positions = torch.where(is_real[:, None], first + places, 0)
+        real = is_real[:, None] & (positions >= runs.cached[:, None]) & (positions < end)
+        inside = positions.clamp_max(width - 1)
+        runs.positions.copy_(inside)
+        runs.slots.copy_(torch.where(real, _taken(tables.slots, (rows * width)[:, None] + inside), 0))
+        runs.lens.copy_(first[:, 0] + count)
+        runs.real.copy_(real)
+        for j, ids in enumerate(runs.ids):
+            at = (positions + runs.shift + j).clamp_max(width - 1)
+            ids.copy_(torch.where(real, _taken(tables.tokens, (rows * width)[:, None] + at), 0))
+        runs.sources.copy_(_sources(chain, rows, starts, positions, back))
+        if back and runs.shift:
+            accepted = starts + chain.result[:, -1:]
+            last = accepted - back + torch.arange(back, device=rows.device)
+            runs.kept.copy_(_sources(chain, rows, starts, last, back))
+
+    def gather_states(self, kept: Tensor, hidden: Tensor, sources: Tensor) -> Tensor:
+        new = hidden.index_select(0, sources.clamp_min(0))
+        return torch.where((sources < 0)[:, None], kept.index_select(0, (-1 - sources).clamp_min(0)), new)
+
+    def find_ngrams(self, tables: RowTables, chain: ChainBuffers, least: int, most: int) -> None:
+        tokens, depth = tables.tokens, chain.num_drafts
+        width, rows = tokens.shape[1], chain.rows.clamp_min(0)
+        last = torch.where(chain.rows >= 0, chain.starts, 0)
+        best = torch.zeros_like(last)
+        at_once = max(1, NGRAM_PLACES // len(rows))
+        for begin in range(0, width, at_once):
+            places = torch.arange(begin, min(width, begin + at_once), device=rows.device)
+            alive = (places < last[:, None]) & (chain.rows >= 0)[:, None]
+            size = torch.zeros_like(alive, dtype=torch.int64)
+            for back in range(most):
+                wanted = _taken(tokens, rows * width + (last - back).clamp_min(0))
+                there = _taken(tokens, (rows * width)[:, None] + (places - back).clamp_min(0))
+                alive = alive & (there == wanted[:, None]) & (places >= back)
+                size += alive
+            found = torch.where(size >= least, size * width + places + 1, 0)
+            best = torch.maximum(best, found.amax(1))
+        behind = best[:, None] % width + torch.arange(depth, device=rows.device)
+        known = (best > 0)[:, None] & (behind <= last[:, None])
+        drafts = _taken(tokens, (rows * width)[:, None] + behind.clamp_max(width - 1))
+        chain.ids[:, 1:].copy_(torch.where(known, drafts, 0))
+
+
+def _sources(chain: ChainBuffers, rows: Tensor, starts: Tensor, positions: Tensor, back: int) -> Tensor:
+    """`RunBuffers.sources` of positions [R, N]."""
+    count = chain.num_drafts + 1
+    place = positions - starts
+    new = torch.arange(len(rows), device=rows.device)[:, None] * count + place.clamp(0, count - 1)
+    old = -1 - (rows[:, None] * back + back + place)
+    return torch.where((place < 0) & (place >= -back) & (chain.rows >= 0)[:, None], old, new)
 
 
 def _taken(table: Tensor, flat: Tensor) -> Tensor:

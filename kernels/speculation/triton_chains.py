@@ -20,6 +20,7 @@ from moe_engine.kernels.speculation.protocol import (
     MIX_1,
     MIX_2,
     ChainBuffers,
+    RunBuffers,
     SimulatedAcceptance,
     signed64,
 )
@@ -30,6 +31,8 @@ _GOLDEN = tl.constexpr(signed64(GOLDEN))
 _MIX_1 = tl.constexpr(signed64(MIX_1))
 _MIX_2 = tl.constexpr(signed64(MIX_2))
 _BLOCK_D = 1024
+_BLOCK_N = 1024
+"""Positions of a text that a program of the n-gram search compares."""
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def _uniform(seed, position):
 def chain_inputs_kernel(
     rows, seeds, lengths, last_tokens, slot_table, starts, draft_ids, draft_positions, draft_slots,
     draft_lens, draft_real, draft_uniform, ids, positions, slots, lens, real, uniform, num_requests, width,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr,
 ):  # fmt: skip
     """See `ChainKernels.inputs`."""
     request = tl.program_id(0).to(tl.int64)
@@ -72,7 +75,7 @@ def chain_inputs_kernel(
     tl.store(uniform + at, numbers, place < K)
     drafting = place < K - 1
     at = place * num_requests + request
-    drafted = tl.where(has_row, start - 1 + place, 0)
+    drafted = tl.where(has_row, start + FIRST + tl.maximum(place - LOOKBACK, 0), 0)
     tl.store(draft_positions + at, drafted, drafting)
     tl.store(draft_slots + at, tl.load(table + drafted, drafting & has_row, 0).to(tl.int64), drafting)
     tl.store(draft_lens + at, (drafted + 1).to(tl.int32), drafting)
@@ -124,6 +127,100 @@ def chain_states_kernel(states, hidden, rows, last, WIDTH: tl.constexpr, BLOCK: 
     tl.store(states + tl.maximum(row, 0) * WIDTH + column, values, inside)
 
 
+@triton.jit
+def _source(place, request, row, is_row, BACK: tl.constexpr, K: tl.constexpr):
+    """`RunBuffers.sources` of a position, `place` tokens behind the step's start."""
+    new = request * K + tl.minimum(tl.maximum(place, 0), K - 1)
+    return tl.where((place < 0) & (place >= -BACK) & is_row, -1 - (row * BACK + BACK + place), new)
+
+
+@triton.jit(do_not_specialize=["num_requests", "width"])
+def chain_runs_kernel(
+    rows, all_starts, result, cached, tokens, slot_table, positions, slots, lens, real, ids, sources, kept,
+    num_requests, width,
+    N: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, SHIFT: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """See `ChainKernels.runs`."""
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    place = tl.arange(0, BLOCK).to(tl.int64)
+    is_row = place * 0 + row >= 0
+    start = tl.load(all_starts + request, row >= 0, 0)
+    end = tl.where(row >= 0, start + (N - BACK), 0)
+    row = tl.maximum(row, 0)
+    first = tl.maximum(start - BACK, 0)
+    position = tl.where(is_row, first + place, 0)
+    inside, at = place < N, request * N + place
+    is_real = is_row & (position >= tl.load(cached + request)) & (position < end)
+    kept_inside = tl.minimum(position, width - 1)
+    tl.store(positions + at, kept_inside, inside)
+    slot = tl.load(slot_table + row * width + kept_inside, inside & is_real, 0)
+    tl.store(slots + at, slot.to(tl.int64), inside)
+    tl.store(real + at, is_real.to(tl.int32), inside)
+    tl.store(lens + request, (first + N).to(tl.int32))
+    for j in tl.static_range(IDS):
+        next_token = tokens + row * width + tl.minimum(position + (SHIFT + j), width - 1)
+        token = tl.load(next_token, inside & is_real, 0).to(tl.int64)
+        tl.store(ids + (j * num_requests + request) * N + place, token, inside)
+    tl.store(sources + at, _source(position - start, request, row, is_row, BACK, K), inside)
+    if BACK > 0 and SHIFT > 0:
+        behind = tl.load(result + request * (K + 1) + K) - BACK + place
+        source = _source(behind, request, row, is_row, BACK, K)
+        tl.store(kept + request * BACK + place, source, place < BACK)
+
+
+@triton.jit
+def gather_states_kernel(kept, hidden, sources, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """See `ChainKernels.gather_states`."""
+    token = tl.program_id(0).to(tl.int64)
+    source = tl.load(sources + token)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    is_new = column * 0 + source >= 0
+    new = tl.load(hidden + tl.maximum(source, 0) * WIDTH + column, inside & is_new, 0.0)
+    old = tl.load(kept + tl.maximum(-1 - source, 0) * WIDTH + column, inside & (is_new == 0), 0.0)
+    tl.store(out + token * WIDTH + column, tl.where(is_new, new, old), inside)
+
+
+@triton.jit(do_not_specialize=["width"])
+def match_kernel(
+    rows, starts, tokens, best, width, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """best [R, blocks]: size * W + position behind the best match that ends in a block of positions, 0: none."""
+    request, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + request)
+    last = tl.load(starts + request, row >= 0, 0)
+    value = last * 0
+    if block * BLOCK < last:
+        text = tokens + row * width
+        place = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        alive = place < last
+        size = tl.zeros([BLOCK], tl.int64)
+        for back in tl.static_range(MOST):
+            wanted = tl.load(text + last - back, last >= back, -1)
+            there = tl.load(text + place - back, alive & (place >= back), -2)
+            alive = alive & (there == wanted) & (place >= back)
+            size += alive.to(tl.int64)
+        value = tl.max(tl.where(size >= LEAST, size * width + place + 1, 0), 0)
+    tl.store(best + request * tl.num_programs(1) + block, value)
+
+
+@triton.jit(do_not_specialize=["width", "blocks"])
+def match_drafts_kernel(
+    rows, starts, tokens, best, ids, width, blocks, S: tl.constexpr, BLOCKS: tl.constexpr, DRAFTS: tl.constexpr
+):  # fmt: skip
+    """The tokens behind the best match of each request to ids [R, S + 1]."""
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    block = tl.arange(0, BLOCKS)
+    found = tl.max(tl.load(best + request * blocks + block, block < blocks, 0), 0)
+    place = tl.arange(0, DRAFTS).to(tl.int64)
+    behind = found % width + place
+    known = (place < S) & (place * 0 + found > 0) & (behind <= tl.load(starts + request))
+    drafts = tl.load(tokens + tl.maximum(row, 0) * width + behind, known, 0).to(tl.int64)
+    tl.store(ids + request * (S + 1) + 1 + place, drafts, place < S)
+
+
 class TritonChains:
     """`ChainKernels` on a GPU."""
 
@@ -141,7 +238,7 @@ class TritonChains:
             c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, c.starts, c.draft_ids,
             c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids, c.positions, c.slots,
             c.lens, c.real, c.uniform, len(c.rows), tables.slots.shape[1], K=count, BLOCK=next_power_of_2(count),
-            num_warps=1,
+            FIRST=c.first_draft, LOOKBACK=c.lookback, num_warps=1,
         )  # fmt: skip
 
     def accept(self, tables: RowTables, chain: ChainBuffers, simulated: SimulatedAcceptance | None) -> None:
@@ -154,17 +251,46 @@ class TritonChains:
             BLOCK=next_power_of_2(count), num_warps=1,
         )  # fmt: skip
 
-    def keep_states(self, states: Tensor, hidden: Tensor, chain: ChainBuffers) -> None:
+    def keep_states(self, states: Tensor, hidden: Tensor, rows: Tensor, sources: Tensor) -> None:
         width = states.shape[1]
-        chain_states_kernel[(len(chain.rows), triton.cdiv(width, _BLOCK_D))](
-            states, hidden, chain.rows, chain.last, WIDTH=width, BLOCK=_BLOCK_D, num_warps=warps_for(_BLOCK_D)
+        chain_states_kernel[(len(rows), triton.cdiv(width, _BLOCK_D))](
+            states, hidden, rows, sources, WIDTH=width, BLOCK=_BLOCK_D, num_warps=warps_for(_BLOCK_D)
         )
+
+    def runs(self, tables: RowTables, chain: ChainBuffers, runs: RunBuffers) -> None:
+        r, count = runs, runs.positions.shape[1]
+        chain_runs_kernel[(len(chain.rows),)](
+            chain.rows, chain.starts, chain.result, r.cached, tables.tokens, tables.slots, r.positions, r.slots,
+            r.lens, r.real, r.ids, r.sources, r.kept, len(chain.rows), tables.slots.shape[1],
+            N=count, BLOCK=next_power_of_2(count), BACK=r.back, SHIFT=r.shift, IDS=len(r.ids), K=chain.ids.shape[1],
+            num_warps=1,
+        )  # fmt: skip
+
+    def gather_states(self, kept: Tensor, hidden: Tensor, sources: Tensor) -> Tensor:
+        width = hidden.shape[1]
+        out = hidden.new_empty(len(sources), width)
+        gather_states_kernel[(len(sources), triton.cdiv(width, _BLOCK_D))](
+            kept, hidden, sources, out, WIDTH=width, BLOCK=_BLOCK_D, num_warps=warps_for(_BLOCK_D)
+        )
+        return out
+
+    def find_ngrams(self, tables: RowTables, chain: ChainBuffers, least: int, most: int) -> None:
+        size, width, drafts = len(chain.rows), tables.tokens.shape[1], chain.num_drafts
+        blocks = triton.cdiv(width, _BLOCK_N)
+        best = chain.rows.new_empty(size, blocks)
+        match_kernel[(size, blocks)](
+            chain.rows, chain.starts, tables.tokens, best, width, LEAST=least, MOST=most, BLOCK=_BLOCK_N, num_warps=4
+        )
+        match_drafts_kernel[(size,)](
+            chain.rows, chain.starts, tables.tokens, best, chain.ids, width, blocks, S=drafts,
+            BLOCKS=next_power_of_2(blocks), DRAFTS=next_power_of_2(drafts), num_warps=1,
+        )  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
     """Chains of one draft and of three; rows of V3's hidden states."""
     narrow = ("slot_table", "draft_lens", "draft_real", "lens", "real", "tokens")
-    kinds = dict.fromkeys(narrow, "*i32") | {"num_requests": "i32", "width": "i32", "share": "fp32"}
+    kinds = dict.fromkeys(narrow, "*i32") | {"num_requests": "i32", "width": "i32", "share": "fp32", "blocks": "i32"}
     kinds |= dict.fromkeys(("draft_uniform", "uniform"), "*fp32")
 
     def case(name: str, kernel: Any, **constants: int) -> AotCase:
@@ -174,9 +300,16 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for count in (2, 4):
         size = {"K": count, "BLOCK": next_power_of_2(count)}
-        cases.append(case(f"chain_inputs_{count}", chain_inputs_kernel, **size))
+        places = {"FIRST": -1, "LOOKBACK": count // 4}
+        cases.append(case(f"chain_inputs_{count}", chain_inputs_kernel, **size, **places))
         cases.append(case(f"chain_accept_{count}", chain_accept_kernel, SALT=0, LEAST=0, **size))
     states = {"states": "*bf16", "hidden": "*bf16", "rows": "*i64", "last": "*i64"}
     constants = {"WIDTH": 7168, "BLOCK": _BLOCK_D}
     cases.append(AotCase("chain_states_v3", chain_states_kernel, states, constants, warps_for(_BLOCK_D), 3, False))
+    gathered = {"kept": "*bf16", "hidden": "*bf16", "sources": "*i64", "out": "*bf16"}
+    cases.append(AotCase("gather_states_v3", gather_states_kernel, gathered, constants, warps_for(_BLOCK_D), 3, False))
+    run = {"N": 5, "BLOCK": 8, "BACK": 1, "SHIFT": 1, "IDS": 2, "K": 4}
+    cases.append(case("chain_runs_2_layers", chain_runs_kernel, **run))
+    cases.append(case("ngram_match", match_kernel, LEAST=1, MOST=12, BLOCK=_BLOCK_N))
+    cases.append(case("ngram_drafts", match_drafts_kernel, S=4, BLOCKS=64, DRAFTS=4))
     return cases

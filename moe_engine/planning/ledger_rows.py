@@ -57,8 +57,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
             topology.attn_dp_size,
             limits.running,
             given.logits_rows,
-            given.uses_mtp,
-            given.head is not None,
+            limits.followed_again,
         ),
         *_expert_rows(given),
     ]

@@ -192,7 +192,7 @@ def graph_sizes(largest: int, drafts: bool) -> set[int]:
 
 def graph_row(
     graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int, logits_rows: int,
-    uses_mtp: bool = False, has_head: bool = False,
+    again: int = 0,
 ) -> list[LedgerRow]:  # fmt: skip
     """Memory of CUDA graphs: activations and logits of the largest one, its static results, and the driver's memory.
 
@@ -200,16 +200,18 @@ def graph_row(
         groups: attention groups; each expert gets the tokens of all groups.
         running: max requests of a step, which may be less than the largest graph.
         logits_rows: max rows of logits at once; larger steps are captured without the LM head.
-        uses_mtp, has_head: the checkpoint's MTP layers draft, or an EAGLE head. Then as
-            `draft_setup.why_drafts_are_not_captured`, except acceptance thresholds and the attention backend: where
-            these refuse, fewer graphs are recorded.
+        again: tokens of a request that several MTP layers recompute.
+
+    Steps with drafts count as captured whole. Where `draft_setup.why_drafts_are_not_captured` has a reason against it,
+    fewer graphs are recorded.
     """
     if not graphs.sizes:
         return []
-    chains = (has_head or (uses_mtp and model.num_nextn_predict_layers == 1)) and max(graphs.counts) > 1
+    chains = max(graphs.counts) > 1
     tokens = min(graphs.max_tokens, running * max(graphs.counts))
     heads = min(tokens, logits_rows)
-    step = sizes.largest_step_activation_bytes(model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0)
+    layers = (tokens + again * min(running, max(graphs.sizes))) * groups  # tokens of the largest forward of a layer
+    step = sizes.largest_step_activation_bytes(model, layers, dtype_bytes, num_logits=heads, expanded_tokens=0)
     results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
     detail = f"{graphs.num_graphs} captured steps of up to {tokens} tokens, in one pool"
     whole, small = recorded(graphs, chains)

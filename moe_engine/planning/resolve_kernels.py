@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
@@ -34,6 +35,7 @@ def resolve_kernels(
     dtype: str,
     kv_dtype: str,
     uncaptured: str | None,
+    chains: bool,
     record: Record,
 ) -> LaunchKernels:
     """Checks which libraries are installed; imports none.
@@ -42,15 +44,18 @@ def resolve_kernels(
         asked: requested row of each kernel family.
         model, draft: with the heads of one rank.
         uncaptured: the reason why decodes are not captured as CUDA graphs whatever the rows are, or None.
+        chains: decodes draft chains.
 
     Raises:
         ConfigError: a requested backend cannot run on this machine.
     """
     given = args.memory.page_size
     deterministic = args.backends.enable_deterministic_inference
-    need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
-    pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
     captured = uncaptured is None
+    need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
+    chains = chains and captured and not need.windows
+    need = replace(need, chains=chains)
+    pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
     plan = _plan(machine, need, asked, pages, captured)
     page = plan.need.page_size
     if given is None:
@@ -59,8 +64,8 @@ def resolve_kernels(
         record.note("page_size", page, reason)
     drafts = None
     if draft is not None:
-        need = need_of_model(draft, dtype, kv_dtype, page, deterministic)
-        drafts = _plan(machine, need, asked, (page,), captured=False)  # drafting is eager
+        need = replace(need_of_model(draft, dtype, kv_dtype, page, deterministic), chains=chains)
+        drafts = _plan(machine, need, asked, (page,), captured)
     return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
 
 

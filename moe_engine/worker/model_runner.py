@@ -321,7 +321,8 @@ class ModelRunner:
             draft_seconds, model_seconds, follow_seconds = verified.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
             return PendingSpeculation.verified(plan, verified, took, [(i, whole.rows[i]) for i in left_out])
-        drafted_shape = self._drafted_shape(plan) if speculation.follow else None
+        follows = speculation.follow or not step.config.follows
+        drafted_shape = self._drafted_shape(plan) if follows else None
         if drafted_shape is not None and self.drafted is not None:
             return self._launch_drafted(self.drafted, plan, drafted_shape, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))

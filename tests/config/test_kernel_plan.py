@@ -77,6 +77,19 @@ def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., Resolved
     assert launch(FLASHINFER, FLASHMLA, attention_backend="flashmla").page_size == 64
 
 
+def test_chains_of_drafts_take_rows_that_read_lengths_on_the_device(launch: Callable[..., ResolvedConfig]) -> None:
+    """With FlashInfer, which plans by exact lengths, a step with drafts would wait."""
+    chain = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
+    drafting = launch(FLASHINFER, **chain)
+    assert attention(drafting) == "triton"
+    assert "would wait" in drafting.kernels.model.choices[3].refused["flashinfer"]
+    assert attention(launch(FLASHINFER)) == "flashinfer"
+    tree = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
+    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"},
+                  tree | {"speculative_num_draft_tokens": 4}):  # fmt: skip
+        assert attention(launch(FLASHINFER, **flags)) == "flashinfer"
+
+
 @pytest.mark.parametrize("flags", [{"chunked_prefill_size": 1000}, {"max_total_tokens": 32, "context_length": 16}])
 def test_a_page_size_that_given_sizes_exclude_is_not_chosen(
     launch: Callable[..., ResolvedConfig], flags: dict[str, int]
@@ -93,6 +106,7 @@ def test_a_page_size_that_given_sizes_exclude_is_not_chosen(
     attention_kind=st.sampled_from(["mla", "gqa"]),
     deterministic=st.booleans(),
     captured=st.booleans(),
+    chains=st.booleans(),
 )
 def test_no_other_plan_is_better(
     installed: set[str],
@@ -102,10 +116,11 @@ def test_no_other_plan_is_better(
     attention_kind: str,
     deterministic: bool,
     captured: bool,
+    chains: bool,
 ) -> None:
     """Compared with every combination of row and page size."""
     widths = HeadWidths(heads, 1, 192, 128, 512, 64) if attention_kind == "mla" else HeadWidths(heads, 8, 128, 128)
-    need = Need("bfloat16", kv_dtype, attention_kind, 1, widths, deterministic)
+    need = Need("bfloat16", kv_dtype, attention_kind, 1, widths, deterministic, chains=chains)
     device = Device("cuda", "GPU", capability)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "installed", lambda: True)

@@ -22,6 +22,7 @@ from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.scheduler import NEEDS_RESULT, Scheduler, SchedulerConfig
+from moe_engine.step_settings import GraphSettings
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
@@ -38,6 +39,8 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.speculation.tree import grow
+from moe_engine.worker.startup.graph_setup import capture_graphs
+from tests.worker.repeated_calls import OnDevice, RepeatedCalls
 
 MAX_ROWS, CONTEXT_LEN = 64, 40
 MAX_LAYERS = 4  # of the cache: the target's one and those of MTP
@@ -52,6 +55,7 @@ class Seen:
     tokens: np.ndarray  # [T, C] int64
     positions: np.ndarray  # [T, C] int64
     mask: np.ndarray  # [T, C] bool
+    real: np.ndarray  # [T] bool: not padding
 
     def token_at(self, positions: np.ndarray) -> np.ndarray:
         """[T]: the context token of each at one position; positions below 0 count as 0."""
@@ -70,12 +74,14 @@ def write_and_look(batch: ForwardBatch, layer: int, ids: Tensor) -> Iterator[tup
     for queries in (batch.attention.decode, batch.attention.prefill):
         if queries is not None:
             group = slice(begin, begin + sum(queries.query_lens))
-            yield group, _look(queries, cache.numpy().astype(np.int64), batch.positions[group].numpy())
+            real = np.ones(group.stop - begin, dtype=bool) if batch.real is None else batch.real[group].numpy() > 0
+            yield group, _look(queries, cache.numpy().astype(np.int64), batch.positions[group].numpy(), real)
             begin = group.stop
 
 
-def _look(queries: PagedQueries, cache: np.ndarray, positions: np.ndarray) -> Seen:
-    lens, contexts = np.array(queries.query_lens), np.array(queries.context_lens)
+def _look(queries: PagedQueries, cache: np.ndarray, positions: np.ndarray, real: np.ndarray) -> Seen:
+    """`real` [T]: tokens that are not padding of a captured step."""
+    lens, contexts = np.array(queries.query_lens), queries.context_lens_device.numpy().astype(np.int64)
     owner = np.repeat(np.arange(len(lens)), lens)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(lens) - lens, lens)
     columns = np.arange(int(contexts.max()))
@@ -87,9 +93,9 @@ def _look(queries: PagedQueries, cache: np.ndarray, positions: np.ndarray) -> Se
     else:
         bits = queries.visible.numpy()[: len(owner), None] >> np.clip(columns - base, 0, 62) & 1
         mask = (columns < base) | ((columns < contexts[owner, None]) & (bits == 1))
-    seen = Seen(rows, cache[slots, 0], cache[slots, 1], mask)
-    assert (mask.sum(1) == positions + 1).all(), "a token does not see as many tokens as stand before it"
-    assert (seen.positions == mask.cumsum(1) - 1)[mask].all(), "what a token sees is not the text before it"
+    seen = Seen(rows, cache[slots, 0], cache[slots, 1], mask, real)
+    assert (mask.sum(1) == positions + 1)[real].all(), "a token does not see as many tokens as stand before it"
+    assert (seen.positions == mask.cumsum(1) - 1)[mask & real[:, None]].all(), "a token sees something else"
     return seen
 
 
@@ -138,7 +144,7 @@ class ExactMTP:
         for _, seen in write_and_look(batch, 1 + layer, input_ids * vocab + hidden[:, 1]):
             if layer:  # a deeper layer's KV at the end of a shared prefix depends on tokens that may not be shared
                 continue
-            known = seen.mask & (seen.positions < self._history.lengths.numpy()[seen.rows, None])
+            known = seen.mask & seen.real[:, None] & (seen.positions < self._history.lengths.numpy()[seen.rows, None])
             text = self._history.tokens.numpy()[seen.rows]  # [T, width]
             here = np.take_along_axis(text, np.where(known, seen.positions, 0), 1)
             behind = np.take_along_axis(text, np.where(known, seen.positions + 1, 0), 1)
@@ -173,6 +179,9 @@ class ToyDrafter:
         self.sampler, self.rng = runner.sampler, rng
 
     def enter(self, new: NewRow) -> None:
+        return None
+
+    def skip(self, rows: np.ndarray) -> None:
         return None
 
     def update_cache(self, computed: Computed) -> None:
@@ -240,7 +249,8 @@ def exact_standalone(runner: ModelRunner, rng: np.random.Generator) -> Standalon
     """The engine's `StandaloneDrafter`, with the target as draft model and a separate KV cache."""
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
     pool = KVPool(KVSpec.mla(1, 2, 0, torch.float32), runner.kv_pool.num_slots, page_size, stream)
-    batches = DraftBatches(BatchBuilder(rows, page_size, MLAFormPolicy(), stream), NoAttention(), pool.layers, stream)
+    attention: Any = runner.attention
+    batches = DraftBatches(BatchBuilder(rows, page_size, MLAFormPolicy(), stream), attention, pool.layers, stream)
     assert isinstance(runner.model, MarkovTarget) and rows.history is not None
     model = MarkovTarget(runner.model.table)
     return StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
@@ -273,6 +283,7 @@ class ToyEngine:
         table: the target's logits [V, V, V].
         make_drafter: not used with `speculation` None.
         limits: further fields of the SchedulerConfig.
+        captured: steps of up to this many requests are captured, with their drafts; 0: none.
     """
 
     def __init__(
@@ -283,6 +294,7 @@ class ToyEngine:
         *,
         page_size: int = 1,
         seed: int = 0,
+        captured: int = 0,
         **limits: Any,
     ) -> None:
         vocab, stream = table.shape[0], DeviceStream("cpu")
@@ -293,7 +305,7 @@ class ToyEngine:
         num_drafts = speculation.num_slots(speculation.num_steps) if speculation else 0
         pool = KVPool(KVSpec.mla(MAX_LAYERS, 2, 0, torch.float32), self.config.num_slots, page_size, stream)
         rows = RequestRows(self.config.max_rows, CONTEXT_LEN, vocab, stream, num_drafts=num_drafts)
-        attention = NoAttention()
+        attention: Any = OnDevice(NoAttention()) if captured else NoAttention()
         self.runner = runner = ModelRunner(MarkovTarget(table), pool, rows, attention, stream)
         if speculation is not None and make_drafter is not None:
             self.drafter = make_drafter(runner, np.random.default_rng(seed))
@@ -301,6 +313,17 @@ class ToyEngine:
             runner.speculation = SpeculativeStep(
                 speculation, self.drafter, rows, runner.builder, runner.sampler, pool, batches, stream
             )
+        if captured:
+            self._capture(captured, speculation.num_steps if speculation else 0)
+
+    def _capture(self, most: int, depth: int) -> None:
+        if isinstance(self.drafter, MTPDrafter):  # as a draft extend leaves them
+            rows, layers = self.runner.rows.max_rows, self.drafter.layers.num_layers
+            self.drafter.states = torch.zeros(rows, 2, dtype=torch.int64)
+            self.drafter.last_states = torch.zeros(rows, layers - 1, 2, dtype=torch.int64)
+        settings = GraphSettings((1, 3, most), counts=(1, depth + 1))
+        assert capture_graphs(self.runner, settings, backend=RepeatedCalls()) == settings.num_graphs
+        assert self.runner.drafted is not None
 
     def run(self, requests: Sequence[Request]) -> list[Step]:
         """Runs all steps until the last request has ended, one planned ahead; outputs are in the requests."""

@@ -38,6 +38,7 @@ class ReplayableTorch:
     """A torch row of attention with `plan_in_place`: it plans nothing, and its layers read the queries."""
 
     on_device = False
+    common = True
 
     def __init__(self, backend: Any) -> None:
         self.name = backend.name
@@ -49,3 +50,9 @@ class ReplayableTorch:
 
     def renew(self) -> None:
         """There is no plan."""
+
+
+class OnDevice(ReplayableTorch):
+    """The same for layers that read lengths on the device."""
+
+    on_device = True

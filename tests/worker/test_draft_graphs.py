@@ -28,13 +28,9 @@ from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.startup.graph_setup import capture_graphs
-from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
+from tests.worker.repeated_calls import OnDevice, RepeatedCalls
 
 VOCABULARY = 64
-
-
-class OnDevice(ReplayableTorch):
-    on_device = True
 
 
 class Counting:

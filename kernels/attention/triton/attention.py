@@ -108,9 +108,12 @@ class GroupPlan:
 
 
 class PlanInPlace(GroupPlan):
-    """`RenewablePlan`, and the plan of its only group: one schedule, at fixed addresses."""
+    """`RenewablePlan`, and the plan of its only group: one schedule, at fixed addresses, for queries of one size.
 
-    on_device = False
+    With a window the schedule leaves out tiles by the exact lengths.
+    """
+
+    common = False
 
     def __init__(self, queries: PagedQueries, rows_per_token: int, split: Split) -> None:
         count = max(queries.query_lens)
@@ -119,7 +122,11 @@ class PlanInPlace(GroupPlan):
         )
         super().__init__(queries, buffers)
         self._key = (rows_per_token, split)
+        self.on_device = queries.window is None
         self.renew()
+
+    def serves(self, queries: PagedQueries) -> bool:
+        return self.queries.num_requests == queries.num_requests and self.queries.query_lens == queries.query_lens
 
     def renew(self) -> None:
         self._schedules.clear()
@@ -142,6 +149,8 @@ class StepPlan:
 
 def _find(plan: object, queries: PagedQueries) -> GroupPlan:
     if isinstance(plan, GroupPlan) and plan.queries is queries:
+        return plan
+    if isinstance(plan, PlanInPlace) and plan.serves(queries):
         return plan
     return plan.of(queries) if isinstance(plan, StepPlan) else GroupPlan(queries)
 

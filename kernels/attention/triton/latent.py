@@ -26,6 +26,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     finish,
     hide,
     next_slots,
+    seen_tokens,
     softmax_step,
     stored_columns,
     stored_values,
@@ -142,18 +143,18 @@ def _store(
             tl.store(place, values, (row < left)[:, None] & (column < LATENT)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "visible"])
+@triton.jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
 def latent_kernel(
-    q, cache, out, partial, lse, segments, rows, table, visible,
-    q_stride, cache_stride, table_stride, scale,
+    q, cache, out, partial, lse, segments, rows, table, visible, lens,
+    q_stride, cache_stride, table_stride, scale, query_len,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     PARTS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SCALES: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
-    in `FP8_TOKEN`.
+    in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request.
     """
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
@@ -164,7 +165,7 @@ def latent_kernel(
         WHOLE: tl.constexpr = HEADS % BLOCK_M == 0  # blocks are full, with rows of one token
         dtype: tl.constexpr = q.dtype.element_ty
         token, first_row = tl.load(record + 1), tl.load(record + 3)
-        begin, stop = tl.load(record + 5), tl.load(record + 6)
+        begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
         row = tl.arange(0, BLOCK_M)
         q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
         place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride
@@ -179,11 +180,11 @@ def latent_kernel(
         inner = first_row // HEADS  # the rows' query token in their request
         if not WHOLE:
             inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
-        limit = tl.load(record + 4) + inner
+        limit = first + inner
         word = limit
         if TREE:
             word = tl.load(visible + token + inner)
-        before = tl.load(record + 4) - 1
+        before = first - 1
         best = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
@@ -200,8 +201,8 @@ def latent_kernel(
                 scores = scores * (tl.load(floats + 1)[None, :] / of_latent)
             latent = ()
             for i in tl.static_range(PARTS):
-                first = _first(i, share * OWN, PARTS, WIDTH)
-                latent = latent + (_latent_part(cache, offset, first, LATENT, WIDTH, PADDED, KV_FORMAT, dtype),)  # type: ignore[assignment]
+                column = _first(i, share * OWN, PARTS, WIDTH)
+                latent = latent + (_latent_part(cache, offset, column, LATENT, WIDTH, PADDED, KV_FORMAT, dtype),)  # type: ignore[assignment]
                 scores = tl.dot(q_parts[i], tl.trans(latent[i]), scores, input_precision=PRECISION)
             if KV_FORMAT == _TOKEN:
                 scores = scores * of_latent
@@ -251,9 +252,11 @@ def latent_attention(
     lse = partial.new_empty(partial.shape[:3])
     latent_kernel[(len(schedule.segments), tile.shares)](
         q, cache, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
-        q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E,
+        queries.context_lens_device if schedule.query_len is not None else None,
+        q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         **_constants(heads, latent, width - latent, tile, form, queries.visible is not None, q.dtype),
-        WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     merge_partials(partial, lse, schedule, out)
     return out
@@ -287,9 +290,13 @@ def aot_cases() -> list[AotCase]:
         signature = {
             "q": kind, "cache": stored, "out": kind, "partial": "*fp32", "lse": "*fp32", "segments": "*i32",
             "rows": "*i32:1", "table": "*i32", "visible": "*i64:1", "q_stride": "i32:16", "cache_stride": "i32:16",
-            "table_stride": "i32:16", "scale": "fp32",
+            "table_stride": "i32:16", "scale": "fp32", "query_len": "i32",
         }  # fmt: skip
-        constants = {**_constants(heads, 512, 64, tile, form, tree, dtype), "WIDE": False}
+        constants = {**_constants(heads, 512, 64, tile, form, tree, dtype), "WIDE": False, "BOUNDS": not tree}
+        if tree:
+            constants["lens"] = None
+        else:
+            signature["lens"] = "*i32:1"
         if not tree:
             del signature["visible"]
             constants["visible"] = None

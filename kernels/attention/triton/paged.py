@@ -24,6 +24,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     hide,
     inside_window,
     next_slots,
+    seen_tokens,
     softmax_step,
     stored_columns,
 )
@@ -67,20 +68,22 @@ def _head_scales(cache, offset, SCALE: tl.constexpr):
     return tl.load((cache + offset + SCALE).to(tl.pointer_type(tl.float32)))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "visible"])
+@triton.jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
 def paged_kernel(
-    q, keys, values, out, partial, lse, segments, rows, table, visible, sinks,
+    q, keys, values, out, partial, lse, segments, rows, table, visible, sinks, lens,
     q_token_stride, q_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride, scale,
+    query_len,
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KV_FORMAT: tl.constexpr, SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> out [T, H, D], or partial [., G, M, D] and
     lse [., G, M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: offset of a record's
     scale. WINDOW: positions that a query token sees; 0: all. SINKS: `sinks` [H] are logits
-    without a value; those of partial results are added by the merge.
+    without a value; those of partial results are added by the merge. BOUNDS: as `Schedule.query_len`, with the context
+    tokens `lens` of each request.
     """
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
@@ -88,24 +91,24 @@ def paged_kernel(
         dtype: tl.constexpr = q.dtype.element_ty
         group, groups = tl.program_id(1), tl.num_programs(1)
         token, first_row = tl.load(record + 1).to(tl.int64), tl.load(record + 3)
-        begin, stop = tl.load(record + 5), tl.load(record + 6)
+        begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
         row = tl.arange(0, BLOCK_M)
         inner = first_row + tl.minimum(row, left - 1)
         query = inner // PER_GROUP  # the row's query token in its request
         place = query.to(tl.int64) * q_token_stride + inner % PER_GROUP * q_head_stride
         q_group = q + token * q_token_stride + group * PER_GROUP * q_head_stride
         rotated = columns(q_group, place, 0, WIDTH, BLOCK, WIDTH != BLOCK)
-        limit = tl.load(record + 4) + query
+        limit = first + query
         word = limit
         if TREE:
             word = tl.load(visible + token + query)
-        before = tl.load(record + 4) - 1
+        before = first - 1
         best = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, BLOCK], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
-        lowest = tl.maximum(tl.load(record + 4) + first_row // PER_GROUP - WINDOW, 0)
+        lowest = tl.maximum(first + first_row // PER_GROUP - WINDOW, 0)
         slots = next_slots(table_row, inside_window(begin + inside, lowest, WINDOW), stop)
         for start in range(begin, stop, BLOCK_N):
             slot = slots.to(tl.int64) if WIDE else slots
@@ -174,10 +177,11 @@ def paged_attention(
     lse = partial.new_empty(partial.shape[:3])
     paged_kernel[(len(schedule.segments), groups)](
         q, keys, values, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible, sinks,
+        queries.context_lens_device if schedule.query_len is not None else None,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        queries.slot_table.stride(0), scale * LOG2_E,
+        queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         **_constants(heads // groups, width, tile, form, queries.visible is not None, q.dtype),
-        WINDOW=queries.window or 0, SINKS=sinks is not None,
+        WINDOW=queries.window or 0, SINKS=sinks is not None, BOUNDS=schedule.query_len is not None,
         WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -216,6 +220,7 @@ def aot_cases() -> list[AotCase]:
             "lse": "*fp32",
             "segments": "*i32", "rows": "*i32:1", "table": "*i32", "visible": "*i64:1",
             **{f"{name}_stride": "i32:16" for name in strides}, "scale": "fp32",
+            "query_len": "i32",
         }  # fmt: skip
         if form == FP8_TOKEN:  # records are a multiple of 4 bytes long
             signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
@@ -223,6 +228,9 @@ def aot_cases() -> list[AotCase]:
         constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False, "WINDOW": 128 * sinks}
         constants |= {"SINKS": sinks} | ({} if sinks else {"sinks": None})
         signature |= {"sinks": "*fp32"} if sinks else {}
+        bounds = tokens <= 8 and not tree and not sinks  # decodes
+        constants |= {"BOUNDS": bounds} | ({} if bounds else {"lens": None})
+        signature |= {"lens": "*i32:1"} if bounds else {}
         if not tree:
             del signature["visible"]
             constants["visible"] = None

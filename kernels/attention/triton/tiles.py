@@ -62,6 +62,17 @@ def inside_window(position, lowest, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def seen_tokens(record, lens, query_len, BOUNDS: tl.constexpr):
+    """(first, end) context token of a segment, and tokens visible to the request's first query token. BOUNDS: the
+    record has upper bounds; `lens` are the context tokens of requests of `query_len` query tokens each."""
+    begin, stop, first = tl.load(record + 5), tl.load(record + 6), tl.load(record + 4)
+    if BOUNDS:
+        length = tl.load(lens + tl.load(record))
+        first, stop = length - query_len + 1, tl.minimum(stop, length)
+    return begin, stop, first
+
+
+@triton.jit
 def hide(scores, position, limit, word, before, stop, TREE: tl.constexpr, ALIKE: tl.constexpr):
     """-inf where row m must not see context token `position` [N]: from `limit` [M] on, or with TREE where bit
     `position - before` of `word` [M] is not set; and from `stop` on. ALIKE: limit and word are scalars, common to all

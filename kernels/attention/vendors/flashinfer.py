@@ -90,6 +90,7 @@ class WrapperInPlace(StepPlan):
     """
 
     on_device = False
+    common = False
 
     def __init__(
         self,

@@ -83,6 +83,7 @@ class ChosenInPlace(StepPlan):
     """
 
     on_device = False
+    common = False
 
     def __init__(
         self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, schedule: Any, key: tuple[Any, ...]

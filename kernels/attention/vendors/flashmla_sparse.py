@@ -28,6 +28,7 @@ class _Lists:
     """
 
     on_device = True
+    common = True
 
     def __init__(self, selected: Selected) -> None:
         tokens, most = selected.slots.shape

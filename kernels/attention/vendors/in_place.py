@@ -42,6 +42,7 @@ class TableInPlace(StepPlan):
     """
 
     on_device = True
+    common = True
 
     def __init__(
         self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, page_size: int | None = None

@@ -42,6 +42,7 @@ class DraftedStep:
         count, edited = shape.count, self._rows.edits.applies_to(decodes.rows)
         starts = self._step.read_lengths(decodes.rows) if edited else np.array(plan.starts, dtype=np.int64)
         rows, rows_device = self._repeat(decodes, count)
+        self.graphs.catch_up(shape, decodes.rows, plan.starts)
         chain = self.graphs.draft(shape, decodes.rows, self._bounds(plan, count))
         num = len(decodes.rows)
         if clock is not None:

@@ -41,6 +41,9 @@ class Drafter(Protocol):
     def enter(self, new: NewRow) -> None:
         """A new request in a row; resets the row's state."""
 
+    def skip(self, rows: np.ndarray) -> None:
+        """Rows [D] int64 get a token in a step without drafts."""
+
     def propose(self, task: DraftTask) -> Drafts:
         """Draft trees for the rows of a task; may write KV to the slots from a row's last token on."""
 

@@ -68,8 +68,10 @@ class MTPDrafter:
         self.states: Tensor | None = None
         """[max_rows, E]: the target's hidden state at each row's last position; None until the first draft extend."""
         self._host_state: np.ndarray | None = None
-        self._last_states: Tensor | None = None  # [max_rows, M - 1, E]: the same at the positions before it
-        self._num_cached = np.zeros(rows.max_rows, dtype=np.int64)  # tokens from the radix cache
+        self.last_states: Tensor | None = None
+        """[max_rows, M - 1, E]: the same at the last M - 1 positions; None until the first draft extend."""
+        self.num_cached = np.zeros(rows.max_rows, dtype=np.int64)
+        """Tokens of each row from the radix cache, whose hidden states are unknown."""
 
     @property
     def kv(self) -> Sequence[Any]:
@@ -82,7 +84,10 @@ class MTPDrafter:
         return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
-        self._num_cached[new.row] = len(new.slots)
+        self.num_cached[new.row] = len(new.slots)
+
+    def skip(self, rows: np.ndarray) -> None:
+        return None
 
     # -- drafting
 
@@ -142,7 +147,7 @@ class MTPDrafter:
         if not self._lookback:
             self.layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
             return
-        first = np.maximum(starts - self._lookback, self._num_cached[rows])
+        first = np.maximum(starts - self._lookback, self.num_cached[rows])
         hidden = self._prepend_last(computed, starts - first)
         sizes = counts + starts - first
         batch, forward = self._batches.runs(rows, first, sizes, num_decodes=0)
@@ -170,9 +175,9 @@ class MTPDrafter:
     def _prepend_last(self, computed: Computed, again: np.ndarray) -> Tensor:
         """The step's hidden states, with the `again[i]` last ones of earlier steps before those of run i, by row."""
         hidden = computed.hidden
-        if self._last_states is None:
-            self._last_states = hidden.new_zeros(self._rows.max_rows, self._lookback, self._hidden_size)
-        old = self._last_states.view(-1, self._hidden_size)
+        if self.last_states is None:
+            self.last_states = hidden.new_zeros(self._rows.max_rows, self._lookback, self._hidden_size)
+        old = self.last_states.view(-1, self._hidden_size)
         both = torch.cat((old, hidden))
         index = []
         for row, offset, count, num in zip(computed.rows, computed.offsets, computed.counts, again):
@@ -182,10 +187,10 @@ class MTPDrafter:
 
     def _store_last(self, rows: np.ndarray, hidden: Tensor, offsets: np.ndarray, kept: np.ndarray) -> None:
         """Stores the hidden states at each row's last positions; zeros before a short run, which are never read."""
-        assert self._last_states is not None
+        assert self.last_states is not None
         for row, offset, count in zip(rows.tolist(), offsets.tolist(), kept.tolist()):
             num = min(self._lookback, count)
-            self._last_states[row, self._lookback - num :] = hidden[offset + count - num : offset + count]
+            self.last_states[row, self._lookback - num :] = hidden[offset + count - num : offset + count]
 
     def _upload(self, values: np.ndarray) -> Tensor:
         return self._stream.upload(torch.from_numpy(values))

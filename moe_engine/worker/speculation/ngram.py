@@ -29,14 +29,17 @@ class NgramDrafter:
 
     def __init__(self, history: TokenBuffer, min_match: int, max_match: int, stream: DeviceStream) -> None:
         self._history = history
-        self._min_match = min_match
-        self._max_match = max_match
+        self.min_match = min_match
+        self.max_match = max_match
         self._stream = stream
         self._texts = stream.host_view(history.tokens)
         self._indexes: dict[int, TextIndex] = {}
 
     def enter(self, new: NewRow) -> None:
         self._indexes[new.row] = TextIndex()
+
+    def skip(self, rows: np.ndarray) -> None:
+        return None
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
@@ -52,14 +55,14 @@ class NgramDrafter:
         drafts = np.full((len(task.rows), task.depth), -1)
         for own, row, length in zip(drafts, task.rows.tolist(), task.lengths.tolist()):
             text = texts[row, : length + 1]
-            found = self._indexes[row].find(text, self._min_match, self._max_match)
+            found = self._indexes[row].find(text, self.min_match, self.max_match)
             following = text[found : found + task.depth]
             own[: len(following)] = following
         return torch.from_numpy(drafts)
 
     def _on_device(self, task: DraftTask) -> Tensor:
         tokens, width = self._history.tokens, self._history.width
-        found = find_on_device(tokens, task.rows, task.lengths, self._min_match, self._max_match, self._stream)
+        found = find_on_device(tokens, task.rows, task.lengths, self.min_match, self.max_match, self._stream)
         places = found[:, None] + torch.arange(task.depth, device=tokens.device)
         last = self._stream.upload(torch.from_numpy(task.lengths))[:, None]
         drafts = self._history.at((task.rows_device * width)[:, None] + places.clamp_max(width - 1))

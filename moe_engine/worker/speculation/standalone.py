@@ -3,6 +3,10 @@
 It runs no draft extend after a step. Before it drafts, it computes the row's tokens that are not in its KV cache: the
 whole prompt at first, later the few tokens of the last steps.
 
+In a captured step the host does not know the lengths. Behind a step with drafts the KV lacks at most the last draft
+and the root, for that of accepted drafts is there: captured steps compute these two. Rows without drafts in their last
+step catch up before, to their length, which is known then.
+
 Legend: D rows with drafts, E hidden size.
 """
 
@@ -11,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.models.batch import Model
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.parallel.step_sizes import StepSizes
@@ -41,15 +47,30 @@ class StandaloneDrafter:
         stream: DeviceStream,
         rows: int,
     ) -> None:
-        self._model = model
+        self.model = model
         self._batches = batches
         self._history = history
         self._sampler = sampler
         self._stream = stream
-        self._num_cached = np.zeros(rows, dtype=np.int64)  # tokens of each row in the drafter's KV cache
+        self._num_cached = np.zeros(rows, dtype=np.int64)  # tokens of each row that are in the KV cache, at least
+        self._drafted = np.zeros(rows, dtype=bool)  # the row's last step had drafts
+
+    @property
+    def kv(self) -> Sequence[Any]:
+        """The KV cache of every layer of the draft model."""
+        return self._batches.kv
+
+    @property
+    def attention(self) -> MLABackend | GQABackend:
+        """Attention backend of the draft model."""
+        return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
         self._num_cached[new.row] = 0
+        self._drafted[new.row] = False
+
+    def skip(self, rows: np.ndarray) -> None:
+        self._drafted[rows] = False
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
@@ -58,31 +79,50 @@ class StandaloneDrafter:
         return None
 
     def propose(self, task: DraftTask) -> Drafts:
-        hidden = self._draft_extend(task)  # [D, E], of the roots
+        hidden = self._draft_extend(task.rows, task.lengths + 1)  # [D, E], of the roots
         # KV of drafts may be rejected; the KV up to the root stays valid
         self._num_cached[task.rows] = task.lengths + 1
+        self._drafted[task.rows] = True
         if task.topk > 1:
-            expand = _LevelByLevel(self._model, self._batches, task)
-            return grow(task, self._model.logits, hidden, expand, self._sampler)
+            expand = _LevelByLevel(self.model, self._batches, task)
+            return grow(task, self.model.logits, hidden, expand, self._sampler)
         tokens = [task.roots]
         positions = task.lengths + np.arange(1, task.depth)[:, None]
         batches = self._batches.chain(task.rows, task.rows_device, positions)
         for step in range(task.depth):
             if step:
                 batch = replace(next(batches), input_ids=tokens[-1])
-                hidden = self._model.forward(batch)
+                hidden = self.model.forward(batch)
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
-            tokens.append(self._sampler.draw(self._model.logits, hidden, sampled).clamp_min(0))
+            tokens.append(self._sampler.draw(self.model.logits, hidden, sampled).clamp_min(0))
         return Drafts(torch.stack(tokens, 1))
 
-    def _draft_extend(self, task: DraftTask) -> Tensor:
-        """Draft extend: computes the tokens of every row that are not cached yet; hidden states [D, E] of the last."""
-        starts, ends = self._num_cached[task.rows], task.lengths + 1
+    def catch_up(self, rows: np.ndarray, starts: Sequence[int], num_drafts: int) -> None:
+        """Before a captured step with `num_drafts` drafts of rows [D]: computes what it expects in the KV cache. No
+        host wait.
+
+        Args:
+            starts: [D] lower bounds of the lengths; exact for rows whose last step had no drafts.
+        """
+        if not num_drafts:
+            self.skip(rows)
+            return
+        lengths = np.array(starts, dtype=np.int64)
+        behind = ~self._drafted[rows] & (self._num_cached[rows] < lengths - 1)
+        if behind.any():
+            self._draft_extend(rows[behind], lengths[behind] - 1)
+        self._num_cached[rows] = lengths + 1
+        self._drafted[rows] = True
+
+    def _draft_extend(self, rows: np.ndarray, ends: np.ndarray) -> Tensor:
+        """Draft extend: computes the tokens of rows [D] before `ends` that are not cached yet; hidden states [D, E] of
+        the last."""
+        starts = self._num_cached[rows]
         out: list[Tensor] = []
         for begin, end in _pieces(ends - starts):
             hidden = None
             for first, last in _chunks(starts[begin:end], ends[begin:end]):
-                hidden = self._run(task.rows[begin:end], first, last - first)
+                hidden = self._run(rows[begin:end], first, last - first)
             assert hidden is not None
             out.append(hidden)
         return torch.cat(out)
@@ -95,7 +135,7 @@ class StandaloneDrafter:
             self._ids(rows, starts, counts),
             num_decodes=len(rows) if counts.max() <= DRAFT_FEW else 0,
         )
-        return self._model.forward(forward).index_select(0, batch.logits_rows)
+        return self.model.forward(forward).index_select(0, batch.logits_rows)
 
     def _ids(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         begins = np.cumsum(counts) - counts

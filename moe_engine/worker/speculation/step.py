@@ -188,6 +188,7 @@ class SpeculativeStep:
         roots = self._rows.last_tokens_of(decodes.rows_device)
         if decodes.most == 1:
             self.draft_idle(sizes)
+            self.drafter.skip(rows)
             return Verification(decodes, starts, roots[:, None], None, 0)
         depth, topk, with_drafts = speculation.depth, self.config.topk, decodes.with_drafts
         if len(with_drafts) == len(rows):
@@ -195,6 +196,7 @@ class SpeculativeStep:
                 DraftTask(rows, starts, decodes.rows_device, roots, depth, topk, decodes.most, sizes)
             )
         else:
+            self.drafter.skip(rows[decodes.counts == 1])
             index = self._upload(with_drafts)
             some, lengths = rows[with_drafts], starts[with_drafts]
             task = DraftTask(some, lengths, decodes.rows_device[index], roots[index], depth, topk, decodes.most, sizes)
@@ -399,6 +401,7 @@ class SpeculativeStep:
     def advance_plain(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
         """The same for a step without speculation; tokens [S] >= 0 are the sampled ones."""
         self._computed(plan, [i for i in range(plan.num_decodes, len(plan.rows)) if not plan.samples[i]])
+        self.drafter.skip(sampled.rows)
         self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
 
     def update_cache(

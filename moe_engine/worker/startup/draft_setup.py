@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels
-from moe_engine.kernels.speculation.protocol import SimulatedAcceptance
+from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampling_state import mix64
-from moe_engine.worker.speculation.chain_memory import ChainMemory
+from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, MTPChain, NgramChain, StandaloneChain
+from moe_engine.worker.speculation.chain_memory import ChainForm, ChainMemory
 from moe_engine.worker.speculation.draft_graphs import DraftParts
+from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.mtp import MTPDrafter
+from moe_engine.worker.speculation.ngram import NgramDrafter
+from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import FORCE_SALT
 from moe_engine.worker.step_graphs import StepOutputs
 
 
 def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
-    """The reason why steps with drafts need the accepted lengths on the host with any attention backend, or None."""
+    """Why steps with drafts need the accepted lengths on the host, or None. An attention backend that plans by exact
+    lengths is found when steps are captured."""
     step = runner.speculation
     if step is None:
         return "no drafts"
@@ -27,12 +34,11 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     if step.config.has_thresholds:
         return "acceptance thresholds draw numbers by position on the host"
     drafter = step.drafter
-    if not isinstance(drafter, MTPDrafter):
-        return f"{step.config.method} drafts: the host computes which tokens the drafter has not seen"
-    if drafter.attention.capabilities.plan_in_place is None:
-        return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
-    if drafter.layers.num_layers > 1:
-        return "several MTP layers: each runs over another number of earlier tokens"
+    if isinstance(drafter, MTPDrafter | StandaloneDrafter):
+        if drafter.attention.capabilities.plan_in_place is None:
+            return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
+    elif not isinstance(drafter, NgramDrafter):
+        return f"drafts of {type(drafter).__name__} need the lengths on the host"
     if runner.rows.windows is not None or runner.window is not None:
         return "sliding windows: the host maps their pages by length"
     return None
@@ -41,31 +47,55 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
 def draft_parts(
     runner: ModelRunner, settings: GraphSettings, plan_in_place: InPlacePlanner, outputs: StepOutputs
 ) -> DraftParts:
-    """The parts of a runner with drafts that can be captured; its drafter has run a draft extend."""
-    rows, step = runner.rows, runner.speculation
+    """For a runner with drafts that can be captured; its drafter has run a draft extend."""
+    rows, step, stream = runner.rows, runner.speculation, runner.stream
     assert step is not None and rows.history is not None
     drafter, history = step.drafter, rows.history
-    assert isinstance(drafter, MTPDrafter) and drafter.states is not None
-    most, plan_drafts = max(settings.counts) - 1, drafter.attention.capabilities.plan_in_place
-    assert plan_drafts is not None
-    if drafter.attention is runner.attention:
-        plan_drafts = plan_in_place
-    return DraftParts(
-        model=runner.model,
-        drafter=drafter,
+    states = drafter.states if isinstance(drafter, MTPDrafter) else history.lengths[:0, None]
+    assert states is not None
+    chains = ChainParts(
         kernels=chain_kernels(runner.sampler.kernel),
-        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, drafter.states),
-        memory=ChainMemory(max(settings.sizes), most, rows.sampling, runner.stream),
-        plan_in_place=plan_in_place,
-        plan_drafts=plan_drafts,
+        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states),
+        memory=ChainMemory(max(settings.sizes), max(settings.counts) - 1, rows.sampling, stream, _form(drafter)),
         page_size=runner.kv_pool.page_size,
         shared=runner.shared,
         passes=runner.sampler.passes,
-        outputs=outputs,
-        stream=runner.stream,
-        simulated=_simulated(step.config),
-        taps=runner.taps,
+        stream=stream,
     )
+    return DraftParts(
+        model=runner.model,
+        chains=chains,
+        drafts_of=_drafts_of(runner, drafter, chains, plan_in_place),
+        plan_in_place=plan_in_place,
+        kv=runner.kv_pool.layers,
+        outputs=outputs,
+        simulated=_simulated(step.config),
+        catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
+    )
+
+
+def _form(drafter: Drafter) -> ChainForm:
+    if isinstance(drafter, StandaloneDrafter):
+        return ChainForm(first_draft=0, back=1, shift=0, num_ids=1)
+    layers = drafter.layers.num_layers if isinstance(drafter, MTPDrafter) else 1
+    if layers == 1:
+        return ChainForm()
+    assert isinstance(drafter, MTPDrafter)
+    return ChainForm(lookback=layers - 1, back=layers - 1, num_ids=layers, cached=drafter.num_cached)
+
+
+def _drafts_of(
+    runner: ModelRunner, drafter: Drafter, parts: ChainParts, plan_in_place: InPlacePlanner
+) -> Callable[[ChainBuffers], ChainDrafter]:
+    if isinstance(drafter, NgramDrafter):
+        return lambda chain: NgramChain(parts, chain, drafter)
+    assert isinstance(drafter, MTPDrafter | StandaloneDrafter)
+    own = drafter.attention is not runner.attention
+    planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
+    assert planner is not None
+    if isinstance(drafter, StandaloneDrafter):
+        return lambda chain: StandaloneChain(parts, chain, drafter, planner)
+    return lambda chain: MTPChain(parts, chain, drafter, planner, own, runner.taps)
 
 
 def _simulated(config: SpeculationConfig) -> SimulatedAcceptance | None:

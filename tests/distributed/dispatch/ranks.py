@@ -1,9 +1,9 @@
 """Ranks for tests: processes joined by gloo over loopback, which always end.
 
 `run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns the results. `Ranks` reuses the
-processes for many calls, because their start takes time. They are forked from a server that has imported torch and
-dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` has the position of
-each.
+processes for many calls, because their start takes time. They are forked by `tests/fork_server.py`, which has imported
+torch and dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` has the
+position of each.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import io
 import os
 import pickle
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
-from multiprocessing import connection, get_context
-from multiprocessing.context import ForkServerContext
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from tests.fork_server import ForkedProcess, engine_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a waiting thread yields its core soon
-PRELOADED = ["torch", "torch.distributed", "tests.distributed.dispatch.ranks", "tests.distributed.dispatch.worlds"]
 GLOO_TIMEOUT_S = 20.0
 GRACE_S = 1.0  # between the request for a hung rank's stack and its end
 
@@ -49,15 +51,14 @@ class Ranks:
     ) -> None:
         self.n = n
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = _context()
-        self._pipes = []
-        self._processes: list[Any] = []
+        _compile_kernels()
+        self._pipes: list[Connection] = []
+        self._processes: list[ForkedProcess] = []
         for rank in range(n):
-            ours, theirs = context.Pipe()
-            arguments = (rank, n, theirs, self._folder.name, gloo_timeout_s, environment or {})
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            ours, theirs = connection.Pipe()
+            process = ForkedProcess(engine_server().address, [__name__], (theirs.fileno(), 2))
             theirs.close()
+            ours.send((rank, n, self._folder.name, gloo_timeout_s, environment or {}))
             self._pipes.append(ours)
             self._processes.append(process)
 
@@ -69,7 +70,7 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+        return bool(self._processes) and all(process.poll() is None for process in self._processes)
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
@@ -103,8 +104,7 @@ class Ranks:
                 try:
                     ok, results[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:
-                    self._processes[rank].join(GRACE_S)
-                    ok, results[rank] = False, f"died with exit code {self._processes[rank].exitcode}"
+                    ok, results[rank] = False, f"died with exit code {_exit_code(self._processes[rank])}"
                 if not ok:
                     failures[rank] = results[rank]
         if failures or pending:
@@ -123,8 +123,7 @@ class Ranks:
                 if not ok:
                     failures[rank] = value
         for rank in pending:
-            if self._processes[rank].is_alive():
-                os.kill(self.pid(rank), signal.SIGUSR1)
+            self._processes[rank].send_signal(signal.SIGUSR1)
         for rank in pending:
             stack = self._stack(rank)
             failures[rank] = f"had not returned (limit {timeout_s:g} s); it was at\n{stack}"
@@ -149,10 +148,10 @@ class Ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process, pipe in zip(self._processes, self._pipes):
-            process.join(GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            _exit_code(process)
+            process.kill()
+            process.wait()
+            process.stdin.close()
             pipe.close()
         self._processes, self._pipes = [], []
         self._folder.cleanup()
@@ -164,19 +163,27 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float
         return ranks.call(function, *args, timeout_s=timeout_s)
 
 
+def _exit_code(process: ForkedProcess) -> int | None:
+    """None if it still runs after a moment."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    return process.returncode
+
+
 @lru_cache
-def _context() -> ForkServerContext:
+def _compile_kernels() -> None:
+    """Before a rank's call is timed, where this is the first time."""
     from moe_engine.kernels.cpu.library import LibraryError, load
 
     with contextlib.suppress(LibraryError):
-        load()  # compiled on first use, before a rank's call is timed
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+        load()
 
 
-def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, environment: dict[str, str]) -> None:
-    """Main loop of a rank: joins the world, then runs the functions that it receives."""
+def main() -> NoReturn:
+    """A rank: joins the world, then runs the functions that it receives. Standard output is the pipe."""
+    pipe = Connection(os.dup(1))
+    os.dup2(2, 1)
+    rank, n, folder, gloo_timeout_s, environment = pipe.recv()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment})
     import torch
     import torch.distributed as dist

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import TypeVar
+
 import torch
 
 from moe_engine.kernels.decoder.drafting import RowTables
-from moe_engine.kernels.speculation.protocol import ChainBuffers
+from moe_engine.kernels.speculation.protocol import ChainBuffers, RunBuffers
 
 ROWS, WIDTH, HIDDEN = 6, 24, 40
+Buffers = TypeVar("Buffers", ChainBuffers, RunBuffers)
+
+
+def cloned(buffers: Buffers) -> Buffers:
+    """With memory of its own."""
+    tensors = {field.name: getattr(buffers, field.name) for field in fields(buffers)}
+    return replace(buffers, **{name: t.clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)})
 
 
 def drawn_tables(generator: torch.Generator) -> RowTables:
@@ -52,3 +62,18 @@ def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int)
         last=garbage(size),
     )
     return chain
+
+
+def drawn_runs(generator: torch.Generator, chain: ChainBuffers, back: int, shift: int, num_ids: int) -> RunBuffers:
+    """Runs of rows of which some tokens come from a cache; what the kernels write holds garbage."""
+    size = len(chain.rows)
+    count = back + (chain.num_drafts + 1 if shift else 1)
+
+    def garbage(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(shape, 77, dtype=dtype)
+
+    return RunBuffers(
+        back, shift, torch.randint(0, WIDTH, (size,), generator=generator), garbage(size, count), garbage(size, count),
+        garbage(size, dtype=torch.int32), garbage(size, count, dtype=torch.int32), garbage(num_ids, size, count),
+        garbage(size, count), garbage(size, back),
+    )  # fmt: skip

@@ -104,6 +104,6 @@ def check_acceptance(
         before.last_tokens[row] = valid[i, -1]
     assert all(a.equal(b) for a, b in zip(tables, before))
     hidden = torch.randn(chain.ids.numel(), tables.states.shape[1])
-    kernels.keep_states(tables.states, hidden, chain)  # type: ignore[attr-defined]
+    kernels.keep_states(tables.states, hidden, chain.rows, chain.last)  # type: ignore[attr-defined]
     before.states[rows] = hidden[chain.last[:real]]
     assert tables.states.equal(before.states)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -154,7 +156,8 @@ def test_plans_in_fixed_buffers() -> None:
 
 @pytest.mark.parametrize(("count", "heads"), [(1, 18), (3, 5)])
 def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
-    """What a graph replays: one plan, renewed in its memory for lengths it was not made with."""
+    """What a graph replays: one plan, renewed in its memory with upper bounds of lengths that only the device knows. It
+    serves other queries of the same size."""
     mla = TritonMLA(num_programs=5)
     queries, size = paged_queries([(count, 70)] * 4, 8)
     assert mla.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
@@ -162,17 +165,17 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
     q = normal(queries.num_tokens, heads, 96, dtype=FP32)
     mla.absorbed(q, cache, queries, 0.1, mla.plan(AttentionBatch(queries, None)))
     plan = mla.plan_in_place(AttentionBatch(queries, None))
-    assert plan is not None
-    pointers = set()
-    for lens in ([70, count, 7, 64], [count] * 4):
+    assert plan is not None and plan.on_device
+    pointers, bounds = set(), ([70, 70, 27, 66], [count] * 4, [70] * 4)
+    for lens, most in zip(([70, count, 7, 64], [count] * 4, [count, 49, 33, 5]), bounds):
         fresh, size = paged_queries([(count, length) for length in lens], 8)
         cache = filled_cache(fresh, size, 96, dtype=FP32)
-        queries.context_lens[:] = lens
+        queries.context_lens[:] = most
         queries.context_lens_device.copy_(fresh.context_lens_device)
         queries.rows.copy_(fresh.rows)
         queries.slot_table[:, : fresh.slot_table.shape[1]].copy_(fresh.slot_table)
         plan.renew()
-        close(mla.absorbed(q, cache, queries, 0.1, plan), want(q, cache, fresh, 0.1, 32), 2)
+        close(mla.absorbed(q, cache, replace(queries), 0.1, plan), want(q, cache, fresh, 0.1, 32), 2)
         (made,) = plan._schedules.values()
         pointers.add((made.segments.data_ptr(), made.merges.data_ptr(), len(made.segments), made.num_partials))
     assert len(pointers) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,7 +132,7 @@ def test_nothing_to_do_and_what_is_refused() -> None:
 
 @pytest.mark.parametrize(("count", "heads", "groups"), [(1, 6, 2), (4, 8, 1)])
 def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) -> None:
-    """One plan renewed in its memory for other lengths, as a recording reads it: several query tokens, padding."""
+    """One plan renewed in its memory with upper bounds of other lengths: several query tokens, padding."""
     gqa = TritonGQA(num_programs=5)
     queries, size = paged_queries([(count, 150)] * 4, 8)
     assert gqa.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
@@ -138,17 +140,17 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) 
     q = normal(queries.num_tokens, heads, 64, dtype=FP32)
     gqa.paged(q, keys, values, queries, 0.125, gqa.plan(AttentionBatch(queries, None)))
     plan = gqa.plan_in_place(AttentionBatch(queries, None))
-    assert plan is not None
-    places = set()
-    for lens in ([150, count, 7, 64], [count] * 4, [9, 131, 140, 8]):
+    assert plan is not None and plan.on_device
+    places, bounds = set(), ([150, 150, 7, 70], [count] * 4, [150] * 4)
+    for lens, most in zip(([150, count, 7, 64], [count] * 4, [9, 131, 140, 8]), bounds):
         fresh, size = paged_queries([(count, length) for length in lens], 8)
         keys, values = (filled_cache(fresh, size, groups, 64, dtype=FP32) for _ in "kv")
-        queries.context_lens[:] = lens
+        queries.context_lens[:] = most
         queries.context_lens_device.copy_(fresh.context_lens_device)
         queries.rows.copy_(fresh.rows)
         queries.slot_table[:, : fresh.slot_table.shape[1]].copy_(fresh.slot_table)
         plan.renew()
-        close(gqa.paged(q, keys, values, queries, 0.125, plan), want(q, keys, values, fresh, 0.125), 2)
+        close(gqa.paged(q, keys, values, replace(queries), 0.125, plan), want(q, keys, values, fresh, 0.125), 2)
         (made,) = plan._schedules.values()
         places.add((made.segments.data_ptr(), made.merges.data_ptr(), len(made.segments), made.num_partials))
     assert len(places) == 1

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from moe_engine.kernels.decoder.drafting import RowTables
+from moe_engine.kernels.speculation import reference
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance
 from moe_engine.kernels.speculation.reference import TorchChains
 from moe_engine.worker.sampling.sampling_state import mix64
-from tests.kernels.reference.chains import drawn_chain, drawn_tables
+from tests.kernels.reference.chains import ROWS, cloned, drawn_chain, drawn_runs, drawn_tables
+from tests.speculation.test_ngram import naive
 
 triton_chains = pytest.importorskip("moe_engine.kernels.speculation.triton_chains", reason="needs triton")
 
 
 def copied(tables: RowTables, chain: ChainBuffers) -> tuple[RowTables, ChainBuffers]:
-    values = {field.name: getattr(chain, field.name).clone() for field in fields(chain)}
-    return RowTables(*(table.clone() for table in tables)), ChainBuffers(**values)
+    return RowTables(*(table.clone() for table in tables)), cloned(chain)
 
 
 @pytest.mark.parametrize("real,padded,drafts", [(3, 2, 3), (1, 0, 1), (0, 2, 2), (2, 1, 0), (4, 0, 4)])
@@ -32,7 +33,56 @@ def test_a_step_leaves_the_same_memory(real: int, padded: int, drafts: int, leng
     for kernels, own, memory in ((TorchChains(), tables, chain), (triton_chains.TritonChains(), other_tables, other)):
         kernels.inputs(own, memory)
         kernels.accept(own, memory, simulated)
-        kernels.keep_states(own.states, hidden, memory)
-    for field in fields(chain):
-        assert getattr(other, field.name).equal(getattr(chain, field.name)), field.name
+        kernels.keep_states(own.states, hidden, memory.rows, memory.last)
+    check_alike(chain, other)
     assert all(a.equal(b) for a, b in zip(other_tables, tables))
+
+
+def check_alike(one: object, other: object) -> None:
+    for field in fields(one):  # type: ignore[arg-type]
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        assert mine.equal(theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+
+
+@pytest.mark.parametrize(("back", "shift", "num_ids"), [(1, 1, 2), (3, 1, 4), (1, 0, 1)])
+def test_runs_and_their_states(back: int, shift: int, num_ids: int) -> None:
+    """Several MTP layers, a draft model; rows shorter than what they look back, cached tokens, padding."""
+    generator = torch.Generator().manual_seed(torch.randint(1 << 30, ()).item())
+    tables, chain = drawn_tables(generator), drawn_chain(generator, 4, 1, 2)
+    tables.lengths[chain.rows[0]] = 1
+    chain = replace(chain, first_draft=-shift, lookback=back * shift)
+    runs = drawn_runs(generator, chain, back, shift, num_ids)
+    runs.cached[1] = 0
+    kept, hidden = torch.randn(ROWS * back, 40), torch.randn(chain.ids.numel(), 40)
+    found = []
+    for kernels in (TorchChains(), triton_chains.TritonChains()):
+        own, memory, run = RowTables(*(table.clone() for table in tables)), cloned(chain), cloned(runs)
+        kernels.inputs(own, memory)
+        kernels.accept(own, memory, None)
+        kernels.runs(own, memory, run)
+        states = [kernels.gather_states(kept, hidden, run.sources.flatten())]
+        if shift:
+            states.append(kernels.gather_states(kept, hidden, run.kept.flatten()))
+        found.append((memory, run, states))
+    (memory, run, states), (other, other_run, other_states) = found
+    check_alike(memory, other)
+    check_alike(run, other_run)
+    assert all(a.equal(b) for a, b in zip(states, other_states))
+    assert run.real.any() and not run.slots[run.real == 0].any()
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 4), (2, 3)])
+def test_ngrams(monkeypatch: pytest.MonkeyPatch, least: int, most: int) -> None:
+    """Texts of few tokens in several blocks, against a search with Python lists."""
+    monkeypatch.setattr(triton_chains, "_BLOCK_N", 8)
+    monkeypatch.setattr(reference, "NGRAM_PLACES", 20)
+    generator = torch.Generator().manual_seed(torch.randint(1 << 30, ()).item())
+    tables, chain = drawn_tables(generator), drawn_chain(generator, 4, 2, 3)
+    tables.tokens.copy_(torch.randint(1, 4, tables.tokens.shape, generator=generator))
+    for kernels in (TorchChains(), triton_chains.TritonChains()):
+        memory = cloned(chain)
+        kernels.inputs(tables, memory)
+        kernels.find_ngrams(tables, memory, least, most)
+        for row, drafts in zip(chain.rows.tolist(), memory.ids[:, 1:].tolist()):
+            text = tables.tokens[row, : int(tables.lengths[row]) + 1].tolist() if row >= 0 else [0]
+            assert drafts == [max(0, token) for token in naive(text, least, most, 3)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.triton.attention import TritonMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
@@ -207,6 +208,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("qwen3", {"head_dim": 64}),
     "windows": ("mistral", {"head_dim": 64, "sliding_window": 6}),
 }
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "two MTP layers": {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
+    "draft model": {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
+    "prompt lookup": {"speculative_algorithm": "NGRAM"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if "lookup" in name else []) for name in DRAFTERS]
+)
+def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of steps without graphs. The draft model has Triton attention, whose plans are upper bounds. Only a
+    step with other counts, of prompts or of last tokens, reads lengths on the host."""
+    choose = worker.kernels_for
+    libraries.install()
+    make: Callable[[], Any] = TritonMLA if name == "draft model" else lambda: FA3MLA(fa3_emulator.module())
+    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    fields = {} if name == "draft model" else LATENT
+    path = agreeing_checkpoint(
+        "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=2, first_k_dense_replace=3, **fields
+    )
+    flags = DRAFTERS[name] | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
+    if name == "draft model":
+        flags |= {"speculative_draft_model_path": str(path)}
+    engine = InProcessEngine(
+        path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=1, max_total_tokens=256,
+        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True, **FEW, **flags,
+    )  # fmt: skip
+    requests = [
+        Scripted(
+            f"r{i}", [*range(5, 9), 5, 6, 7, 20 + i], 8, 0, seed=i, sampling={"temperature": i / 2}, logprob=i == 0
+        )
+        for i in range(2)
+    ]
+    try:
+        runner = engine.worker.runner
+        expected = engine.run(requests)
+        settings = GraphSettings((1, 2), counts=(1, DRAFTS + 1))
+        assert capture_graphs(runner, settings) == settings.num_graphs and runner.drafted is not None
+        found = watched(engine, requests)
+    finally:
+        engine.close()
+    check_answers(found.answers, expected, tolerance=1e-4)
+    drafted = [step for step in found.steps if step.plan.speculation is not None and step.plan.speculation.depth]
+    captured = [step for step in drafted if step.cuda_graph]
+    assert len(captured) > 1 and not any(step.waits for step in captured), captured
+    assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {DRAFTS + 1})
 
 
 def mixed_script(seed: int) -> list[Scripted]:
