@@ -104,7 +104,8 @@ class StopRegex:
                 raise ValueError("has flags of a group, which are not supported in stop patterns; put them in front")
             return self._sequence(items, end)
         if op in _REPEATS:
-            return self._repeat(*value, end)
+            least, most, repeated = value
+            return self._repeat(least, most, repeated, end)
         raise ValueError(f"has {op!s:.40}, which is not supported in stop patterns")
 
     def _repeat(self, least: int, most: Any, items: Any, end: int) -> int:
