@@ -25,7 +25,7 @@ from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_toke
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
-from moe_engine.frontend.logits_fields import complete_sampling
+from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.step_settings import LoraSettings
@@ -224,6 +224,10 @@ class Preparer:
                 words = "require_reasoning: needs a server with --reasoning-parser"
                 raise InputError(words, field="require_reasoning")
             reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].free_end, inside=True)
+        for prompt in prompts:
+            if prompt.sampling.max_thinking_tokens is not None:
+                tags = thinking_tags(reasoning, name, self._tokenizer)
+                prompt.sampling = replace(prompt.sampling, thinking_tags=tags)
         for prompt in prompts if reasoning is not None else ():
             if (constraint := prompt.sampling.constraint) is not None:
                 prompt.sampling = replace(prompt.sampling, constraint=replace(constraint, reasoning=reasoning))

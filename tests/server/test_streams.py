@@ -231,3 +231,25 @@ def test_stop_patterns(stream, more, shown, matched):
     chat = post(FakeClient(), "/v1/completions", {"prompt": "x", "stop_regex": "w.r", **more})
     (choice,) = chat.json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == (shown, "stop", matched)
+
+
+def test_a_thinking_budget_reaches_the_engine_with_the_tags():
+    client = FakeClient()
+    settings = {"reasoning_parser": "deepseek-v3"}
+    body = {**CHAT, "max_thinking_tokens": 5}
+    tags = client.tokenizer.token_id("<think>"), client.tokenizer.token_id("</think>")
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    assert post(client, "/v1/chat/completions", {**body, **thinking}, **settings).status_code == 200
+    native = {"text": "x", "require_reasoning": True, "sampling_params": {"max_thinking_tokens": 5}}
+    assert post(client, "/generate", native, **settings).status_code == 200
+    for request in client.requests:
+        found = request.sampling["max_thinking_tokens"], tuple(request.sampling["thinking_tags"])
+        assert found == (5, (-1, tags[1]))
+    for path, wrong, words in (
+        ("/generate", {**native, "require_reasoning": False}, "require_reasoning"),
+        ("/v1/completions", {"prompt": "x", "max_thinking_tokens": 5}, "needs a chat"),
+    ):
+        response = post(client, path, wrong, **settings)
+        assert response.status_code == 400 and "max_thinking_tokens: needs" in response.text and words in response.text
+    response = post(client, "/v1/chat/completions", body)
+    assert response.status_code == 400 and "--reasoning-parser" in response.text
