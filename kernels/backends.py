@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.ops.protocol import Ops
     from moe_engine.kernels.sampling.protocol import SamplingKernel
     from moe_engine.kernels.torch_regions import CompiledRegions
+    from moe_engine.kernels.varlen.protocol import VarlenKernel
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Backends:
     """The indexer of a model with sparse attention."""
     delta: DeltaKernel | None = None
     """The delta rule of a model with gated delta nets."""
+    varlen: VarlenKernel | None = None
+    """Of a model with a vision tower."""
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
@@ -46,8 +49,10 @@ FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
 
 
 def families_of(need: Need) -> tuple[str, ...]:
-    """The families that a model needs: with sparse attention an indexer too, with gated delta nets their rule."""
-    return (*FAMILIES, *(("indexer",) if need.index is not None else ()), *(("delta",) if need.delta else ()))
+    """The families that a model needs: with sparse attention an indexer too, with gated delta nets their rule, with a
+    vision tower its attention."""
+    more = {"indexer": need.index is not None, "delta": need.delta, "varlen": need.varlen}
+    return (*FAMILIES, *(family for family, needed in more.items() if needed))
 
 
 @dataclass(frozen=True)

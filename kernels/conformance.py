@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from moe_engine.kernels.sampling.protocol import SamplingKernel
     from moe_engine.kernels.sampling.reference import TorchSampling
     from moe_engine.kernels.sampling.triton_sampling import TritonSampling
+    from moe_engine.kernels.varlen.protocol import VarlenKernel
+    from moe_engine.kernels.varlen.reference import TorchVarlen
+    from moe_engine.kernels.varlen.triton_varlen import TritonVarlen
 
     MLA: list[MLABackend] = [
         torch_attention.TorchMLA(), cpu_attention.CpuMLA(), triton_attention.TritonMLA(), FA3MLA(), FlashInferMLA(),
@@ -67,5 +70,6 @@ if TYPE_CHECKING:
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
     INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer(), DeepGemmIndexer()]
+    VARLEN: list[VarlenKernel] = [TorchVarlen(), TritonVarlen()]
     DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta(), TritonDelta()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

@@ -54,7 +54,7 @@ class Need:
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
     attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
     it has sparse attention. `delta`: layers with a gated delta rule. `chains`: captured decodes draft chains, whose
-    lengths only the device knows.
+    lengths only the device knows. `varlen`: a vision tower.
     """
 
     dtype: str
@@ -70,6 +70,7 @@ class Need:
     biases: bool = False
     delta: bool = False
     chains: bool = False
+    varlen: bool = False
 
 
 @lru_cache

@@ -99,6 +99,7 @@ SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _alwa
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
+VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
 
@@ -146,6 +147,7 @@ INDEXER.append(
     )
 )
 DELTA.append(Row("triton", "moe_engine.kernels.delta.triton_delta:TritonDelta", 20, _triton))
+VARLEN.append(Row("triton", "moe_engine.kernels.varlen.triton_varlen:TritonVarlen", 20, _triton))
 LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
@@ -231,5 +233,6 @@ FAMILIES: dict[str, list[Row]] = {
     "lora": LORA,
     "indexer": INDEXER,
     "delta": DELTA,
+    "varlen": VARLEN,
 }
 """The rows of every family; attention has one family per kind."""

@@ -27,6 +27,16 @@ class WindowSlots:
     table: Tensor  # [max_rows, max_context] int32, in the place of `PagedQueries.slot_table`
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Image tokens of a step: their numbers in the step, what the vision tower computed for them, and their positions
+    by axis (frame, row, column)."""
+
+    tokens: Tensor  # [n] int64
+    rows: Tensor  # [n, VisionConfig.row_width]
+    axes: Tensor  # [3, n] int64
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
@@ -37,7 +47,8 @@ class ForwardBatch:
     result of the attention backend's `plan` for this step. `sizes` are all ranks' token counts in this step; needed
     with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
     own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real. `adapters`: LoRA
-    adapters of the tokens; None: none has one.
+    adapters of the tokens; None: none has one. `images`: image tokens, whose `input_ids` are placeholders; None: there
+    are none.
     """
 
     input_ids: Tensor  # [T] int64
@@ -52,6 +63,7 @@ class ForwardBatch:
     real: Tensor | None = None  # [T] int32
     adapters: AdapterTokens | None = None
     stored_states: StateRuns | None = None
+    images: ImageRows | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

@@ -24,6 +24,8 @@ _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.
 only."""
 _MAX_HEADER = 100 << 20
 _TEXT = "language_model."
+_INNER = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""Prefixes of models for images and text, as transformers names their parts since 4.52."""
 _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
@@ -107,9 +109,18 @@ def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     if any(name.startswith(f"{_TEXT}model.") for name in files):
         text = {name: file for name, file in files.items() if name.startswith(_TEXT)}
         return _renamed(text, {name: name.removeprefix(_TEXT) for name in text})
+    if any(name.startswith(tuple(_INNER)) for name in files):
+        return _renamed(files, {name: _outer_name(name) for name in files})
     if f"{_BODY[0]}weight" not in files:
         return files
     return _renamed(files, {name: f"model.{name}" for name in files if name.startswith(_BODY)})
+
+
+def _outer_name(name: str) -> str:
+    for inner, outer in _INNER.items():
+        if name.startswith(inner):
+            return outer + name.removeprefix(inner)
+    return name
 
 
 def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:

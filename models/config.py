@@ -17,6 +17,7 @@ from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.rope_config import RopeConfig
+from moe_engine.models.vision_config import VisionConfig
 
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Data types of `StatePart`, with the bytes of a number."""
@@ -266,6 +267,8 @@ class ModelConfig:
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
     pooling: PoolingConfig | None = None
     """Pooling of a model that serves vectors; None for text generation."""
+    vision: VisionConfig | None = None
+    """The vision tower; None: text alone."""
     raw: Mapping[str, Any] | None = None
 
     @cached_property

@@ -14,6 +14,7 @@ from moe_engine.models.rope_config import RopeConfig
 _MISSING: Any = object()
 _JSON_KINDS: Mapping[type, str] = {dict: "object", list: "list"}
 MAX_INTEGER = 2**53
+_TIED = "tie_word_embeddings"
 LARGEST = {"num_hidden_layers": 65536, "n_routed_experts": 65536, "num_experts": 65536, "num_local_experts": 65536}
 """Count fields that determine list lengths."""
 
@@ -46,7 +47,9 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         return dict(raw)
     outer = {key: value for key, value in raw.items() if key != "text_config"}
-    return {**outer, **text, "architectures": text.get("architectures") or raw.get("architectures")}
+    names = {"architectures": text.get("architectures") or raw.get("architectures")}
+    tied = {key: raw[key] for key in (_TIED,) if raw.get(key) is not None}  # the head is not a part of the text model
+    return {**outer, **text, **names, **tied}
 
 
 def is_whole(value: Any) -> TypeGuard[int | float]:

@@ -21,7 +21,7 @@ from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
-from moe_engine.models.weights import ReadFiles, WeightSource, open_source
+from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource, open_source
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
@@ -58,8 +58,15 @@ def load_model(
         raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: call with_dispatcher first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
     with torch.no_grad():
-        reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_model, config))
-        model: Model = target(config, reader, backends, parallel, **model_options)
+        ahead = parallel.world_size == 1  # other ranks read parts of tensors, or some experts only
+        outside = partial(names_outside_model, config)
+        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, ahead=ahead)
+        try:
+            model: Model = target(config, reader, backends, parallel, **model_options)
+        except BaseException:
+            if isinstance(reader, WeightReader):
+                reader.abandon()
+            raise
         reader.finish()
     return model
 
@@ -179,6 +186,7 @@ def _open(
     seed: int,
     ignore: Ignore,
     read: ReadFiles = read_checkpoint,
+    ahead: bool = False,
 ) -> WeightSource:
     device = torch.device(device)
     if isinstance(dtype, str):
@@ -187,5 +195,5 @@ def _open(
     if load_format == "dummy":
         options |= {"seed": seed}
     else:
-        options |= {"ignore": ignore, "progress": progress, "read": read}
+        options |= {"ignore": ignore, "progress": progress, "read": read, "ahead": ahead}
     return open_source(load_format, path, **options)

@@ -42,4 +42,5 @@ def need_of_model(
         sinks=isinstance(model.attention, GQAConfig) and model.attention.sinks,
         biases=model.moe is not None and model.moe.biased,
         delta=model.delta is not None,
+        varlen=model.vision is not None,
     )

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.gguf_container import find_gguf
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.kernels.quantization.reference import quantize_weight
@@ -73,6 +74,8 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
         ConfigError: unsupported source or settings. CheckpointError: unreadable files; `output` has another checkpoint.
     """
     config = load_model_config(source)
+    if find_gguf(source) is not None:
+        raise ConfigError(f"{source}: is a GGUF file; quantize the model's safetensors instead")
     if config.weight_format != PLAIN:
         raise ConfigError(
             f"{source}: is quantized already ({config.weight_format.name}); use an unquantized checkpoint"

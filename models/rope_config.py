@@ -26,3 +26,5 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    axes: tuple[int, ...] = ()
+    """Of each pair: the axis of a token's position that rotates it (0: frame, 1: row, 2: column); (): one axis."""

@@ -14,6 +14,7 @@ from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
+from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
@@ -150,6 +151,8 @@ def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, re
 
 def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
     """Number of equal parts that a tensor is sharded into."""
+    if name.startswith(VISION):
+        return 1
     if name == EMBEDDING:
         return topology.attn_tp_size
     if name == "lm_head.weight":

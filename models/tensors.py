@@ -14,6 +14,7 @@ from math import prod
 
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
+from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
@@ -104,6 +105,9 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
+    if config.vision is not None:
+        for name, shape, wide in vision_tensors(config.vision):
+            yield TensorSpec(name, shape, Kind.WIDE if wide else Kind.PLAIN)
     for i, is_moe in enumerate(config.moe_layers):
         yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe, i))
     if include_mtp:
@@ -245,16 +249,17 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     """Checkpoint tensors that no layer of the model needs.
 
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
-    have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); and the
-    layers that an override of num_hidden_layers cuts off.
+    have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); the
+    layers that an override of num_hidden_layers cuts off; and a vision tower, if it is not loaded.
     """
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
+    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None)
     return {
         name
         for name in names
-        if layer_index(name) in unread or name.endswith(_ROTARY) or (no_head and name.startswith("lm_head."))
+        if layer_index(name) in unread or name.endswith(_ROTARY) or (unused and name.startswith(unused))
     }
 
 

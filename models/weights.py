@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
 from moe_engine.models.gguf.file import GGUFFile
 from moe_engine.models.gguf.names import GGUFWeights
+from moe_engine.models.read_ahead import ReadAhead, spans
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
@@ -109,6 +111,7 @@ class WeightReader:
         ignore: returns the names that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and remaining time on stderr.
         read: the tensors of the directory by name, with their files.
+        ahead: the caller reads all tensors, so the files are read ahead of it.
 
     Attributes:
         num_bytes_read: bytes of tensors and scales read so far; only the slices of sliced tensors.
@@ -128,6 +131,7 @@ class WeightReader:
         ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
         read: ReadFiles = read_checkpoint,
+        ahead: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
@@ -143,6 +147,9 @@ class WeightReader:
             total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,
             disable=not progress,
         )  # fmt: skip
+        self._ahead = ReadAhead(spans(self._files, self._unread)) if ahead else None
+        if self._ahead is not None:
+            weakref.finalize(self, self._ahead.close)
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -202,6 +209,8 @@ class WeightReader:
 
     def finish(self) -> None:
         self._bar.close()
+        if self._ahead is not None:
+            self._ahead.close()
         left = sorted(self._unread)
         files = self._files
         self._files = {}
@@ -211,6 +220,12 @@ class WeightReader:
                 f"{self._directory}: {len(left)} tensors belong to no layer of the model: {some}"
                 f"{', ...' if len(left) > 5 else ''}; check that config.json belongs to these files"
             )
+
+    def abandon(self) -> None:
+        """Ends a load that has failed."""
+        self._bar.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _entry(self, name: str) -> TensorHeader:
         return self._files[name].entries[name]
@@ -243,6 +258,8 @@ class WeightReader:
         self.num_bytes_read += num_bytes
         if name in self._unread:
             self._unread.discard(name)
+            if self._ahead is not None:
+                self._ahead.take(self._entry(name).num_bytes)
             self._bar.total -= self._entry(name).num_bytes - num_bytes
             self._bar.update(num_bytes)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_engine.errors import InputError
+from moe_engine.image_tokens import ImageTokens as ImageTokens
 from moe_engine.kv_ops import KVBackup as KVBackup
 from moe_engine.kv_ops import KVFetch as KVFetch
 from moe_engine.kv_ops import KVLoad as KVLoad
@@ -255,6 +256,8 @@ class Request:
     """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
     bootstrap: tuple[str, int, int] | None = None  # host, port, room of a transfer of its prompt's KV
+    images: tuple[ImageTokens, ...] = ()
+    """In order; `prompt_ids` has ids by content in the place of their tokens (`image_tokens.keyed_ids`)."""
     lora_key: str = ""
     """Fingerprint of the adapter, for KV that outlives the engine; empty: not known."""
     hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested
@@ -342,6 +345,8 @@ class NewRow:
     returns_hidden: bool = False
     snapshot: int = -1
     """Snapshot of its state after the cached prefix; -1: the state begins with zeros, or the model has no states."""
+    images: tuple[ImageTokens, ...] = ()
+    """Those of the prompt; without pixels if all of their tokens are in the cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,6 @@ LONG = (
     "distributed/engine/test_pauses.py",
     "engine/test_structured_output.py",
     "slurm/test_cluster_check.py",
-    "benchmarks/test_gpu_suite_simulated.py",
     "distributed/engine/test_faults.py",
     "distributed/engine/test_listening.py",
     "speculation/test_memory_of_a_life.py",

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 80
 
 FACTS = {
     "errors", "kv_ops", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
-    "custom_logit_processor", "validation", "gguf_container",
+    "custom_logit_processor", "validation", "gguf_container", "image_tokens",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kv_ops": set(),
     "row_sizes": set(),
-    "types": {"errors", "kv_ops", "structured_output"},
+    "image_tokens": set(),
+    "types": {"errors", "image_tokens", "kv_ops", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors"},
     "parallel": {"errors", "kernels"},
     "models": {"errors", "kernels", "parallel", "gguf_container"},
+    "media": {"errors", "image_tokens", "models", "processes"},
     "scheduler": BASE,
     "tokenizer": BASE,
     "processes": {"errors"},
@@ -60,8 +62,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
-    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage"},
-    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
+    "frontend": BASE
+    | MODEL
+    | PLAN
+    | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage", "media"},
+    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "media", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
@@ -70,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NO_TORCH_FILES = (
     "step_settings",
+    "image_tokens",
     "kv_ops",
     "row_sizes",
     "types",
@@ -84,7 +90,17 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "storage", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
+NO_TORCH = (
+    "media",
+    "structured_output",
+    "storage",
+    "scheduler",
+    "tokenizer",
+    "server",
+    "processes",
+    "tuning",
+    *NO_TORCH_FILES,
+)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""
@@ -148,9 +164,27 @@ def sources() -> dict[str, ast.Module]:
     return found
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything imported below a node; ``from a import b`` gives ``a.b``."""
-    for node in ast.walk(tree):
+EXAMINED = (
+    ast.Import, ast.ImportFrom, ast.Attribute, ast.Compare, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef,
+)  # fmt: skip
+"""Kinds of nodes that the rules are about."""
+
+
+@lru_cache
+def nodes(path: str) -> tuple[ast.AST, ...]:
+    """The examined nodes of a file. The walk through all of its nodes takes longer than every rule."""
+    return tuple(node for node in ast.walk(sources()[path]) if isinstance(node, EXAMINED))
+
+
+@lru_cache
+def imports_of(path: str) -> tuple[tuple[str, int], ...]:
+    """`imports` of a whole file."""
+    return tuple(imports(nodes(path)))
+
+
+def imports(examined: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of everything that the nodes import; ``from a import b`` gives ``a.b``."""
+    for node in examined:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -170,7 +204,7 @@ def imports_on_import(tree: ast.Module) -> Iterator[tuple[str, int]]:
             pending += node.orelse
             continue
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from imports(node)
+            yield from imports([node])
         pending += ast.iter_child_nodes(node)
 
 
@@ -197,24 +231,29 @@ def test_every_package_has_a_place():
 
 def test_import_direction():
     found = []
-    for path, tree in sources().items():
+    for path in sources():
         own = package_of(path)
         allowed = MAY_IMPORT.get(own, set()) | {own}
-        for name, line in imports(tree):
+        for name, line in imports_of(path):
             package = project_package(name)
             if package and package not in allowed:
                 found.append(f"{path}:{line}: {own} must not import {name}")
     complain(found)
 
 
-def files_imported(path: str, tree: ast.AST) -> set[str]:
+@lru_cache
+def files_by_module() -> dict[str, str]:
+    return {module_of(path): path for path in sources() if not path.endswith("__init__.py")}
+
+
+def files_imported(path: str) -> set[str]:
     """The files of this project that a file takes names from, wherever in it the import stands."""
-    names = [name for name, _ in imports(tree)]
+    names = [name for name, _ in imports_of(path)]
     own = module_of(path).rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             names += [f"{own}.{node.module}.{alias.name}" for alias in node.names]
-    modules = {module_of(other): other for other in sources() if not other.endswith("__init__.py")}
+    modules = files_by_module()
     found = {modules.get(name) or modules.get(name.rpartition(".")[0]) for name in names}
     return {other for other in found if other is not None} - {path}
 
@@ -226,7 +265,7 @@ def module_of(path: str) -> str:
 
 def test_no_file_imports_itself_by_way_of_others():
     """Not for type checkers alone either: what two files need of each other belongs into a third."""
-    arrows = {path: files_imported(path, tree) for path, tree in sources().items()}
+    arrows = {path: files_imported(path) for path in sources()}
     assert sum(map(len, arrows.values())) > 1000  # they are seen
     try:
         tuple(TopologicalSorter(arrows).static_order())
@@ -238,9 +277,9 @@ def test_no_file_imports_itself_by_way_of_others():
 def test_no_folder_imports_itself_by_way_of_others(package):
     """An engineer can draw them: formats and structs, then families, then tables and what chooses rows."""
     arrows: dict[str, set[str]] = {}
-    for path, tree in sources().items():
+    for path in sources():
         if path.startswith(f"{package}/"):
-            others = [other for other in files_imported(path, tree) if other.startswith(f"{package}/")]
+            others = [other for other in files_imported(path) if other.startswith(f"{package}/")]
             folder, *targets = (part_of(each, package) for each in (path, *others))
             arrows.setdefault(folder, set()).update(target for target in targets if target != folder)
     assert sum(map(len, arrows.values())) > 15
@@ -258,8 +297,8 @@ def part_of(path: str, package: str) -> str:
 def test_linked_packages_are_imported_by_their_full_name():
     found = [
         f"{path}:{line}: import {name} as moe_engine.{name}"
-        for path, tree in sources().items()
-        for name, line in imports(tree)
+        for path in sources()
+        for name, line in imports_of(path)
         if name.split(".")[0] in LINKED
     ]
     complain(found)
@@ -271,7 +310,7 @@ def test_who_may_import_torch():
         package = package_of(path)
         if package in NO_TORCH:  # not even inside functions
             found += [
-                f"{path}:{line}: {package} must not import {name}" for name, line in imports(tree) if is_torch(name)
+                f"{path}:{line}: {package} must not import {name}" for name, line in imports_of(path) if is_torch(name)
             ]
         if package in TORCH_IN_FUNCTIONS_ONLY and not path.startswith(MAY_IMPORT_TORCH):
             found += [
@@ -285,8 +324,8 @@ def test_who_may_import_torch():
 def test_models_know_no_vendor_and_no_kernel_language():
     found = [
         f"{path}:{line}: models must not import {name}"
-        for path, tree in sources().items()
-        for name, line in imports(tree)
+        for path in sources()
+        for name, line in imports_of(path)
         if package_of(path) == "models" and name.split(".")[0] in VENDORS
     ]
     complain(found)
@@ -304,8 +343,8 @@ def _attribute_chain(node: ast.AST) -> str:
 
 def test_cuda_device_type_and_environment_live_in_few_files():
     found = []
-    for path, tree in sources().items():
-        for node in ast.walk(tree):
+    for path in sources():
+        for node in nodes(path):
             if isinstance(node, ast.Attribute):
                 chain = _attribute_chain(node)
                 if chain.startswith("torch.cuda") and path not in TOUCHES_CUDA:
@@ -346,9 +385,9 @@ def test_threads_report_their_failure():
     """`watched_thread` starts all but those of executors, whose futures hold what their work raised."""
     found = [
         f"{path}:{node.lineno}: start it by watched_thread.start_watched"
-        for path, tree in sources().items()
+        for path in sources()
         if path != "moe_engine/processes/watched_thread.py"
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Call) and _attribute_chain(node.func) in ("threading.Thread", "Thread")
     ]
     complain(found)
@@ -356,11 +395,11 @@ def test_threads_report_their_failure():
 
 def test_no_file_and_no_function_is_too_long():
     found = []
-    for path, tree in sources().items():
+    for path in sources():
         lines = len((ROOT / path).read_text().splitlines())
         if lines > MAX_LINES:
             found.append(f"{path}: {lines} lines; look for the second idea in it")
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:

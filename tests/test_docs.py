@@ -201,13 +201,19 @@ def _own_names(body: list[ast.stmt]) -> Iterator[str]:
             yield from (alias.asname or alias.name for alias in node.names)
 
 
-def _class_names(node: ast.ClassDef) -> set[str]:
-    attributes = {
-        item.attr
-        for item in ast.walk(node)
-        if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self"
-    }
-    return {*_own_names(node.body), *attributes}
+def _class_names(node: ast.ClassDef, lines: list[str]) -> set[str]:
+    """With the attributes of `self`. lines: of the file."""
+    text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return {*_own_names(node.body), *re.findall(r"\bself\.(\w+)", text)}
+
+
+def _classes(body: list[ast.stmt]) -> Iterator[ast.ClassDef]:
+    """Of a block, whatever they are nested in. Expressions, most nodes of a tree, hold none."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _classes(getattr(node, name, []))
 
 
 @lru_cache
@@ -222,10 +228,10 @@ def members() -> dict[str, set[str]]:
             found[module].update(re.findall(r"\w+", str(re.findall(r"__all__ = (.*)", (ROOT / name).read_text()))))
             found[module].update(("kernels", "models", "parallel"))
         found.setdefault(Path(name).parent.name, set()).add(Path(name).stem)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, set()).update(_class_names(node))
-                bases.setdefault(node.name, set()).update(base.id for base in node.bases if isinstance(base, ast.Name))
+        lines = (ROOT / name).read_text().splitlines()
+        for node in _classes(tree.body):
+            found.setdefault(node.name, set()).update(_class_names(node, lines))
+            bases.setdefault(node.name, set()).update(base.id for base in node.bases if isinstance(base, ast.Name))
     for name in files():  # of tests, documents name classes alone
         if name.startswith("tests/") and name.endswith(".py"):
             for cls in re.findall(r"^class (\w+)", (ROOT / name).read_text(), re.M):

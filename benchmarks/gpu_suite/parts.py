@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -151,12 +151,18 @@ def _where(at: dict[str, Any] | None) -> str:
     return f", at {at['kernel']} with {at['row']}" if at else ""
 
 
+def start_process(arguments: list[str], errors: IO[Any]) -> subprocess.Popen[Any]:
+    """The suite in a separate process and session."""
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+
+
 def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Path) -> int | None:
     """The exit code; None after the time limit."""
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--run-part", part.name, "--output", str(output)]
-    command += ["--seconds", str(seconds), *(["--dry-run", dry] if dry else [])]
+    arguments = ["--run-part", part.name, "--output", str(output)]
+    arguments += ["--seconds", str(seconds), *(["--dry-run", dry] if dry else [])]
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        process = start_process(arguments, errors)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

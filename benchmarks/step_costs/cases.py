@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,22 @@ class CaseFailed(RuntimeError):
     """A run of the program failed; with its last lines."""
 
 
-def run(group: Group, hardware: str = "H200x8") -> list[dict[str, Any]]:
-    """The values of a group's cases, from a separate process."""
+def in_an_interpreter(arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs the program in a separate process: return code and standard error."""
+    command = [sys.executable, "-m", "benchmarks.step_costs", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+def run(
+    group: Group, hardware: str = "H200x8", start: Callable[[Sequence[str]], tuple[int, str]] = in_an_interpreter
+) -> list[dict[str, Any]]:
+    """The values of a group's cases, from the process that `start` runs the program in."""
     with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:
         file = Path(folder) / "values.json"
-        command = [sys.executable, "-m", "benchmarks.step_costs", *group.arguments(), "--hardware", hardware]
-        done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise CaseFailed(f"{group.name}: {' '.join(done.stderr.strip().splitlines()[-3:])}")
+        code, errors = start([*group.arguments(), "--hardware", hardware, "--json", str(file)])
+        if code:
+            raise CaseFailed(f"{group.name}: {' '.join(errors.strip().splitlines()[-3:])}")
         found: list[dict[str, Any]] = json.loads(file.read_text())["cases"]
     return found
 

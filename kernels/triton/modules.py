@@ -42,6 +42,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.symm_mem.triton_dispatch",
     f"{_FAMILIES}.quantization.triton_groups",
     f"{_FAMILIES}.quantization.triton_rows",
+    f"{_FAMILIES}.varlen.triton_varlen",
     f"{_FAMILIES}.sampling.triton_sampling",
     f"{_FAMILIES}.speculation.triton_chains",
 )

@@ -1,4 +1,5 @@
-"""Experts of a layer in common tensors, as gpt-oss stores them: unquantized, or in MXFP4. Imports no torch.
+"""Experts of a layer in common tensors, as gpt-oss stores them (unquantized, or in MXFP4), and Qwen3-VL-MoE. Imports no
+torch.
 
 Legend: E experts, D hidden, I expert width, G groups of 32 numbers, N rows and K columns of a matrix.
 
@@ -43,10 +44,12 @@ class FusedExpertsFormat:
     Attributes:
         num_experts: E.
         method: `quant_method` in config.json, empty if there is none.
+        alternating: rows of gate and up alternate; else the gate's come first (Qwen3-VL-MoE).
     """
 
     num_experts: int
     method: str = ""
+    alternating: bool = True
 
     @property
     def name(self) -> str:
@@ -100,7 +103,10 @@ class FusedExpertsFormat:
             return
         stored = self.tensors(prefix, shape, source.names)
         expert = Cut(slice(int(match[2]), int(match[2]) + 1))
-        own = slice(_FIRST.get(match[3], 0), None, 1 if match[3] == "down" else 2)  # rows of this matrix
+        first = _FIRST.get(match[3], 0)
+        own = slice(first, None, 1 if match[3] == "down" else 2)  # rows of this matrix
+        if not self.alternating:
+            own = slice(first * shape[0], (first + 1) * shape[0])
         if len(stored) == 1:
             with source.open(stored[0], expert) as part:
                 out.copy_(cut.of(part[0][:, own].T))  # type: ignore[union-attr]

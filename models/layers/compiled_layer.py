@@ -31,7 +31,8 @@ class CompiledLayer:
         self.post_norm = layer.post_norm
         self.feed_forward = layer.feed_forward
         self.next_norm = layer.next_norm
-        self._whole = layer
+        self.whole = layer
+        """The layer for steps that are not compiled."""
         self._regions = regions
         self._before = regions.compile(_before_attention, (1, 2, 3))
         self._routed = layer.feed_forward if isinstance(layer.feed_forward, MoE) else None
@@ -39,9 +40,9 @@ class CompiledLayer:
         self._after = regions.compile(after, (1, 2))
 
     def forward(self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
-        routed, is_decode = self._routed, batch.attention.prefill is None
+        routed, is_decode = self._routed, batch.attention.prefill is None and batch.images is None
         if not (is_decode and self._regions.serves(len(hidden)) and (routed is None or routed.is_plain)):
-            return self._whole.forward(hidden, residual, batch, *more)
+            return self.whole.forward(hidden, residual, batch, *more)
         attention = self.attention
         query = self._before(
             attention, hidden, batch.positions, attention.slots_of(batch, *more), attention.cache_of(batch)

@@ -208,6 +208,10 @@ class Decoder:
             self.adapters.begin(batch.adapters, batch.sizes)
         return self.attention_args(batch)
 
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """The residual stream before the first layer, [T, D], new memory."""
+        return self.embedding(batch.input_ids)
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
         self.passes += 1
@@ -217,7 +221,7 @@ class Decoder:
             return self._forward_tapped(self.taps, batch, *args)
         if self.stack is not None and plain and self.stack.takes(*args):
             return self.stack.forward(*args)
-        residual = self.embedding(batch.input_ids)  # [T, D]
+        residual = self.embed(batch)  # [T, D]
         hidden = self._first_norm(residual)
         for index, layer in enumerate(self.layers):
             self.at_layer = index
@@ -225,7 +229,7 @@ class Decoder:
         return hidden
 
     def _forward_tapped(self, taps: HiddenTaps, batch: ForwardBatch, *args: Any) -> Tensor:
-        residual = self.embedding(batch.input_ids)
+        residual = self.embed(batch)
         taps.begin(residual)
         hidden = self._first_norm(residual)
         for index, layer in enumerate(self.layers):
@@ -242,7 +246,7 @@ class Decoder:
 
     def _stages(self, batch: ForwardBatch) -> Stages:
         args = self.step_args(batch)
-        residual = self.embedding(batch.input_ids)
+        residual = self.embed(batch)
         hidden = self._first_norm(residual)
         for index, layer in enumerate(self.layers):
             self.at_layer = index

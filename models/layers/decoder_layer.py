@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -46,10 +47,13 @@ class DecoderLayer:
         moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._moe = moe if moe is not None and moe.leaves_rows and next_norm.adds_rows else None
         """Set if `next_norm` sums the experts' rows."""
+        self.deepstack: DeepstackRows | None = None
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         """`batch` and `more` are the arguments of the attention after `hidden`."""
         hidden = self.post_norm.add(self.attention.forward(hidden, batch, *more), residual)
+        if self.deepstack is not None:
+            self.deepstack.add(residual, batch)
         if self._moe is not None:
             return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.real), residual)
         return self.next_norm.add(self.feed_forward.forward(hidden, real=batch.real), residual)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
@@ -52,6 +53,7 @@ class ShardedLayer:
             next_norm.sum_over(comm.norms_sum)
         self._moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._comm = comm
+        self.deepstack: DeepstackRows | None = None
         self._pairs = self._moe is not None and next_norm.adds_pairs and not comm.gathers_for_ffn and self.shares_out
         """True if `next_norm` sums routed and shared experts, since the result is not communicated."""
 
@@ -69,6 +71,8 @@ class ShardedLayer:
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]
         hidden = comm.gather(self.post_norm.add(mixed, rows), step)
+        if self.deepstack is not None:
+            self.deepstack.add(residual, batch)  # of whose rows `rows` is a view
         other: Tensor | None = None
         if staged and self._moe is not None:
             mixed = yield from self._moe.stages(hidden, step.phase, batch.real)

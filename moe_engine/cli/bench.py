@@ -12,7 +12,7 @@ from moe_engine.cli import USAGE_ERROR
 from moe_engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("agreeing_checkpoint", "checkpoints", "readme_figures")
+TOOLS = ("agreeing_checkpoint", "checkpoints", "gguf_export", "readme_figures")
 """Scripts of benchmarks/ that prepare or check data and measure nothing."""
 
 

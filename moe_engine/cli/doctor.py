@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.cli import doctor_libraries
+from moe_engine.cli.node_checks.node import check_node
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
@@ -84,6 +85,7 @@ def examine() -> dict[str, Any]:
     host = machine if machine.device == "cpu" else probe_machine("cpu")
     cpu = cpu_device()
     libraries = doctor_libraries.libraries(machine.device)
+    node = check_node()
     return {
         "device": {"kind": machine.device, "name": machine.device_name, "reason": machine.device_reason},
         "memory": {
@@ -105,7 +107,12 @@ def examine() -> dict[str, Any]:
         "kernels": _kernels(_device(machine.device, cpu)),
         "libraries": libraries,
         "cuda_compiler": doctor_libraries.cuda_compiler(),
-        "problems": [*_problems(cpu), *doctor_libraries.problems(libraries)],
+        "node": [{"name": check.name, "status": check.status, "text": check.text} for check in node],
+        "problems": [
+            *_problems(cpu),
+            *doctor_libraries.problems(libraries),
+            *(check.sentence for check in node if check.status == "problem"),
+        ],
     }
 
 
@@ -195,6 +202,7 @@ def as_text(found: dict[str, Any]) -> str:
         lines += [f"  {family:<16} {name:<10} {status}" for name, status in table.items()]
     lines += ["", "GPU libraries:", *(f"  {name:<18} {status}" for name, status in found["libraries"].items())]
     lines += [f"  {'nvcc':<18} {found['cuda_compiler']}"]
+    lines += ["", "node:", *(f"  {row['name']:<18} {row['status']:<8} {row['text']}" for row in found["node"])]
     problems = found["problems"]
     lines += ["", "problems:" if problems else "no problems found", *(f"  {text}" for text in problems)]
     return "\n".join(lines)

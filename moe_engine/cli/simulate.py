@@ -62,16 +62,16 @@ OWN_NAMES = ("agentic", "trace")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    own_parser = _own_parser()
-    own, rest = own_parser.parse_known_args(list(argv))
+    parser = own_parser()
+    own, rest = parser.parse_known_args(list(argv))
     if {"-h", "--help"} & set(rest):
         print(_help(prog))
         return 0
     args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
     check(own)
     goodput = parsed_goodput(own)
-    config, source = _source(own, args)
-    spec = _fleet(own, config, source)
+    config, source = source_of(own, args)
+    spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
     began = time.perf_counter()
@@ -104,12 +104,12 @@ def _few_collections() -> Iterator[None]:
 
 
 def _help(prog: str) -> str:
-    own = _own_parser().format_help().partition("\n\n")[2]
+    own = own_parser().format_help().partition("\n\n")[2]
     flags = build_parser(prog, description="", epilog=EPILOG).format_help().partition("\n\n")[2]
     return f"usage: {prog} [options] [flags of moe-engine serve]\n\n{DESCRIPTION}\n\n{own}\n{flags}"
 
 
-def _own_parser() -> Parser:
+def own_parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     costs = parser.add_argument_group("costs")
     costs.add_argument("--cost-file", metavar="FILE", help="step costs that `moe-engine calibrate` measured")
@@ -176,7 +176,7 @@ class _Source:
         )
 
 
-def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
+def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
     """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
     if own.hardware is None:
         file = CostFile.load(own.cost_file)
@@ -195,7 +195,7 @@ def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, 
     return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
 
 
-def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> FleetSpec:
+def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> FleetSpec:
     parallel = config.args.parallel
     topology = config.parallel.topology
     groups = topology.attn_dp_size

@@ -20,6 +20,7 @@ from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.lora import LoraArgs
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.config.model import ModelArgs
+from moe_engine.config.multimodal import MultimodalArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
@@ -36,6 +37,7 @@ PARTS: dict[str, type] = {
     "scheduling": SchedulingArgs,
     "speculative": SpeculativeArgs,
     "lora": LoraArgs,
+    "multimodal": MultimodalArgs,
     "disaggregation": DisaggregationArgs,
     "backends": BackendArgs,
     "logging": LoggingArgs,
@@ -58,6 +60,7 @@ class EngineArgs:
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
     speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
     lora: LoraArgs = field(default_factory=LoraArgs)
+    multimodal: MultimodalArgs = field(default_factory=MultimodalArgs)
     disaggregation: DisaggregationArgs = field(default_factory=DisaggregationArgs)
     backends: BackendArgs = field(default_factory=BackendArgs)
     logging: LoggingArgs = field(default_factory=LoggingArgs)

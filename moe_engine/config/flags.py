@@ -20,6 +20,7 @@ GROUPS = {
     "SchedulingArgs": "scheduling",
     "SpeculativeArgs": "speculative decoding",
     "LoraArgs": "LoRA adapters",
+    "MultimodalArgs": "images",
     "DisaggregationArgs": "prefill and decode on separate servers",
     "BackendArgs": "backends",
     "LoggingArgs": "logging and metrics",

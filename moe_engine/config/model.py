@@ -47,6 +47,11 @@ class ModelArgs:
             OTHER_FORMATS,
         ),
     )  # fmt: skip
+    delete_ckpt_after_loading: bool = flag(
+        False,
+        "Delete the weight files of --model-path when all ranks have loaded them, on this machine; config and "
+        "tokenizer stay. Weights can then only be updated from another folder, or over the network.",
+    )
     is_embedding: bool = flag(
         False,
         "Serve vectors instead of text: /v1/embeddings, /encode, /classify. Pooling and normalisation follow "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.models.config import PoolingConfig
+from moe_engine.models.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,8 @@ class EngineInfo:
     """Backend name by kernel family."""
     hicache_storage_backend: str | None = None
     """Storage below the host-RAM tier of the KV cache; None without one."""
+    disaggregation_mode: str = "null"
     pooling: PoolingConfig | None = None
     """Pooling of a model that serves vectors; None for text generation."""
+    vision: VisionConfig | None = None
+    """Of a model that takes images."""

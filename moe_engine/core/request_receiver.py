@@ -123,6 +123,7 @@ class RequestReceiver:
             bootstrap=message.bootstrap,
             hidden=[] if message.return_hidden_states else None,
             seed=message.seed,
+            images=tuple(message.images),
             output_ids=list(message.generated_ids),
             retractions=int(message.num_migrations),
         )

@@ -95,6 +95,7 @@ def make_core(
         methods={"write_experts": ExpertDumps(config.experts.directory).method()}
         | _lora_methods(scheduler)
         | _storage_methods(scheduler)
+        | _transfer_methods(scheduler)
         | settings_methods(scheduler.table.settings),
         check=check,
         dp_sync=dp_sync,
@@ -126,6 +127,11 @@ def _storage_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
     return (
         {} if storage is None else {"renew_storage": CoreMethod(lambda args: storage.renew(args.weights), NewWeights)}
     )
+
+
+def _transfer_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
+    tier = scheduler.kv_cache.transfers
+    return {} if tier is None else {"renew_transfers": CoreMethod(lambda args: tier.renew(args.weights), NewWeights)}
 
 
 def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:
@@ -162,6 +168,7 @@ def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:
         hidden_size=model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         pooling=model.pooling,
+        vision=model.vision,
         weight_bytes=found.weight_bytes,
         kv_bytes=found.kv_bytes,
         graph_bytes=config.ledger.bytes_of(GRAPHS_ROW) if found.num_graphs else 0,

@@ -17,6 +17,7 @@ from moe_engine import logs
 from moe_engine.config.args import EngineArgs
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
+from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.engine_loop import EngineLoop
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput
@@ -69,6 +70,7 @@ class Engine:
         try:
             tokenizer = open_tokenizer(self.config)  # while the core loads: a broken tokenizer fails early
             self.info: EngineInfo = wait_ready(self._cores)
+            delete_checkpoint(self.config)
             self._frontend: Frontend = self._loop.run(self._open(tokenizer))
             self._updates = WeightUpdates(self._frontend)
             self._settings = RunSettingsOfAll(self._frontend.client)

@@ -210,6 +210,7 @@ class Frontend:
     def close(self) -> None:
         """Ends helper processes. Safe to call twice."""
         self._preparer.grammar_checks.close()
+        self._preparer.images.close()
 
     # -- one sequence
 

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.image_prompts import sources_of
 from moe_engine.frontend.logprob_format import LogprobOptions
 from moe_engine.frontend.session_params import SessionParams
 from moe_engine.frontend.session_turns import Joined
+from moe_engine.media.settings import ImageSource
 from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
 from moe_engine.structured_output.constraint import FreeReasoning
-from moe_engine.types import SamplingParams
+from moe_engine.types import ImageTokens, SamplingParams
 from moe_engine.validation import OffOnly, check_unicode
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -32,6 +34,12 @@ DpRank = Annotated[int, Meta(ge=0, le=2**16, description="data-parallel rank tha
 BootstrapHost = Annotated[str, Meta(max_length=255, description="host of the prefill server")]
 BootstrapPort = Annotated[int, Meta(ge=0, le=65535, description="its --disaggregation-bootstrap-port")]
 BootstrapRoom = Annotated[int, Meta(ge=0, le=2**63 - 1, description="number of the transfer, the same on both servers")]
+
+Image = Annotated[str, Meta(min_length=1, description="data, http, https or file address, absolute path, or base64")]
+ImageData = Annotated[
+    Image | list[Image | list[Image] | None],
+    Meta(description="an image, the images of a prompt, or a list with those of each prompt of a batch"),
+]
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -62,7 +70,7 @@ class GenerateRequest(Struct, kw_only=True):
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
     input_embeds: OffOnly = None
-    image_data: OffOnly = None
+    image_data: ImageData | None = None
     video_data: OffOnly = None
     audio_data: OffOnly = None
     lora_path: Annotated[
@@ -102,6 +110,8 @@ class GenerateInput(GenerateRequest, kw_only=True):
     """Stream chunks hold the whole output so far, unless the server's settings override it."""
     model: str | None = None
     """OpenAI's `model`, which may select a LoRA adapter."""
+    image_data: Any = None
+    """As in the request; or a list of `ImageSource`, of one prompt."""
     pooled: bool = False
     """Requests the vector of each prompt instead of text; `dimensions`: its first numbers, None for all."""
     dimensions: int | None = None
@@ -125,6 +135,9 @@ class Prompt:
     """Return its final hidden states."""
     lora: str | None = None
     """Name of its LoRA adapter, as `lora_path` gives it."""
+    sources: list[ImageSource] = field(default_factory=list)
+    """Its images until they are read; `images`: from then on, and `ids` has their tokens."""
+    images: list[ImageTokens] = field(default_factory=list)
     bootstrap: tuple[str, int, int] | None = None
     """Host, port (0: the server's own) and bootstrap room of a transfer between servers."""
     session: SessionParams | None = None
@@ -172,6 +185,7 @@ def split_prompts(
                 bootstrap=_bootstrap(inp, i, count, is_batch),
                 length_asked=_length_asked(inp, i),
                 session=_session(inp, i, count, is_batch),
+                sources=sources_of(inp.image_data, i, count, is_batch) if inp.image_data else [],
             )
         )
     return prompts, is_batch

@@ -37,6 +37,7 @@ class Generation:
         rid: the client's id, used by aborts, logs and responses; `request.rid` is the engine's.
         index: position among the sequences of the request, prompt-major.
         prompt_index: index of its prompt in the request.
+        prompt_ids: of the client's prompt, if the engine has others in the place of image tokens.
         live: detokenize incrementally (a stream, or stop strings); otherwise once, at the end.
         interval: tokens between two pieces of a stream.
         observed: report it to metrics and request log.
@@ -59,13 +60,14 @@ class Generation:
         live: bool = True,
         interval: int = 1,
         prompt_text: str | None = None,
+        prompt_ids: list[int] | None = None,
         no_output: bool = False,
         observed: bool = True,
         weight_version: str = "default",
     ) -> None:
         self.request = request
         self.rid = rid or request.rid
-        self.prompt_ids = request.prompt_ids
+        self.prompt_ids = request.prompt_ids if prompt_ids is None else prompt_ids
         self.prompt_text = prompt_text
         self.sampling = sampling
         self.index = index

@@ -19,7 +19,8 @@ import msgspec
 
 from moe_engine.errors import GenerationError, InputError
 from moe_engine.processes.background import yield_session_to_steps
-from moe_engine.structured_output.check_process import CheckSpec, Verdict, read_frame, write_frame
+from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.structured_output.check_process import CheckSpec, Verdict
 from moe_engine.structured_output.constraint import Constraint
 
 COMPILE_SECONDS = 10.0

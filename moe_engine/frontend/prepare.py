@@ -25,9 +25,11 @@ from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_toke
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
+from moe_engine.frontend.image_prompts import ImagePrompts, engine_ids
 from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.frontend.sessions import Sessions
+from moe_engine.media.settings import MediaSettings
 from moe_engine.step_settings import LoraSettings
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
@@ -40,7 +42,7 @@ from moe_engine.types import SamplingParams
 BULK = (
     "text", "input_ids", "sampling_params", "rid", "extra_key", "cache_salt", "token_ids_logprob",
     "top_logprobs_num", "custom_logit_processor", "lora_path", "session_params", "bootstrap_host", "bootstrap_port",
-    "bootstrap_room",
+    "bootstrap_room", "image_data",
 )  # fmt: skip
 """Fields of a request that its prompts hold."""
 FormatOf = Callable[[LogprobOptions], LogprobFormat]
@@ -79,6 +81,8 @@ class FrontendSettings:
     grammars: GrammarSettings = field(default_factory=GrammarSettings)
     disaggregation_mode: str = "null"
     lora: LoraSettings | None = None
+    media: MediaSettings = field(default_factory=MediaSettings)
+    """Images of requests."""
     reasoning_parser: str | None = None
     """The reasoning parser, for requests with `require_reasoning`."""
 
@@ -129,6 +133,7 @@ class Preparer:
         self._choose = choose
         self._sessions = sessions
         self._seeds = random.Random(settings.random_seed)
+        self.images = ImagePrompts(info, settings.media)
         self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
         self._numbers = itertools.count(1)
 
@@ -161,7 +166,9 @@ class Preparer:
         complete_sampling(prompts, self._tokenizer, inp.sampling_field, custom=custom)
         self._add_reasoning(inp, prompts)
         for i, prompt in enumerate(prompts):
-            if prompt.session is None:  # else in `begin`, with the tokens of its session
+            where = inp.ids_field if prompt.text is None else inp.text_field
+            self.images.check(prompt.ids, prompt.sources, prompt.session is not None, where)
+            if prompt.session is None and not prompt.sources:  # else in `begin`, with the tokens of session or images
                 self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
         if inp.bootstrap_room is not None:
             apply_mode(settings.disaggregation_mode, prompts)
@@ -172,6 +179,8 @@ class Preparer:
         formats = logprob_format or self._python_logprobs
         self._continue_sessions(read)
         seeds = self._draw_seeds(read.prompts)  # before the first await: seeds depend only on the order of requests
+        if any(prompt.sources for prompt in read.prompts):
+            await self._place_images(read)
         await self._check_grammars(read.prompts)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(read.prompts):
@@ -201,6 +210,18 @@ class Preparer:
             self._check(read.inp, prompt, read.inp.ids_field)
         if joined:
             self._check_total(read.inp, read.prompts)
+
+    async def _place_images(self, read: ReadRequest) -> None:
+        """Reads the images of the prompts, and checks the prompts with their tokens."""
+        inp = read.inp
+        where = inp.ids_field if read.prompts[0].text is None else inp.text_field
+        for prompt in await self.images.place_all(read.prompts, where):
+            count = len(prompt.ids)
+            self._check(inp, prompt, where)
+            if len(prompt.ids) < count:
+                words = f"{count} tokens with its images are longer than this server takes, and images are not cut"
+                raise InputError(f"{where}: {words}; send fewer or smaller images", field=where)
+        self._check_total(inp, read.prompts)
 
     async def _check_grammars(self, prompts: list[Prompt]) -> None:
         """Raises InputError if a constraint cannot be compiled, with the reason."""
@@ -364,7 +385,8 @@ class Preparer:
         rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
         request = AddRequest(
             rid=f"{rid}-{next(self._numbers)}",  # unlike the client's id, never reused
-            prompt_ids=prompt.ids,
+            prompt_ids=engine_ids(prompt.ids, prompt.images),
+            images=prompt.images,
             sampling=msgspec.to_builtins(sampling),
             max_new_tokens=0 if inp.pooled else max(1, prompt.max_new_tokens),
             seed=seed,
@@ -394,6 +416,7 @@ class Preparer:
             live=bool(inp.stream),
             interval=sampling.stream_interval or self._settings.stream_interval,
             prompt_text=prompt.text,
+            prompt_ids=prompt.ids,
             no_output=prompt.max_new_tokens == 0,
             observed=inp.log_metrics is not False,
             weight_version=self._settings.weight_version,

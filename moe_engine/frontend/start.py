@@ -14,6 +14,8 @@ from moe_engine.executor.sharded_worker import rank_group_options
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import FrontendSettings
+from moe_engine.media.settings import MediaSettings
+from moe_engine.planning.images import max_images
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
@@ -95,4 +97,5 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
     """The flags that apply to every request, from HTTP or Python."""
     preferred = json.loads(config.server.preferred_sampling_params)
     grammars = config.select(GrammarSettings)
-    return config.select(FrontendSettings, preferred_sampling_params=preferred, grammars=grammars)
+    media = config.select(MediaSettings, max_images=max_images(config.args))
+    return config.select(FrontendSettings, preferred_sampling_params=preferred, grammars=grammars, media=media)

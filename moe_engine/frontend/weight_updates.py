@@ -145,7 +145,7 @@ class WeightUpdates:
                     await client.call("pause", retract=True)  # their KV is of the old weights
                 else:
                     await self.wait_idle()
-                await self._stage(change)
+                await self._stage(change, version)
                 await self._commit()
                 weights.replace(change.model_path, version)
                 self._frontend.weights_changed()
@@ -169,7 +169,7 @@ class WeightUpdates:
                 raise MoeEngineError(f"the schedulers are not idle after {IDLE_SECONDS:g} s")
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
-    async def _stage(self, change: Change) -> None:
+    async def _stage(self, change: Change, version: str | None) -> None:
         """Stages the weights on every rank, or on none."""
         try:
             await self._client.collective_rpc(change.stage, change.stage_args or change.args, LOAD_SECONDS)
@@ -177,6 +177,8 @@ class WeightUpdates:
                 raise MoeEngineError("the prefix cache could not be flushed")
             if self._client.info.hicache_storage_backend is not None:
                 await self._client.call("renew_storage", weights=uuid.uuid4().hex)
+            if self._client.info.disaggregation_mode != "null":
+                await self._client.call("renew_transfers", weights=version or f"unnamed {uuid.uuid4().hex}")
         except MoeEngineError:
             if self._client.health().alive:
                 await self._client.ask_ranks("discard_weights")

@@ -70,16 +70,21 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, flag:
         ) from None
 
 
-def sums(files: Mapping[str, WeightFile], num_layers: int, declared: WeightFormat = PLAIN) -> CheckpointFacts:
+def sums(
+    files: Mapping[str, WeightFile], num_layers: int, declared: WeightFormat = PLAIN, without: str | None = None
+) -> CheckpointFacts:
     """Sums over a checkpoint's headers.
 
     Args:
         num_layers: layers of the model; tensors of layers beyond (MTP) are not counted as weights.
         declared: the weight format in config.json.
+        without: beginning of the names of tensors that are not loaded.
     """
     format = format_in_files(declared, files)
     num_elements = stored = 0
     for name, file in files.items():
+        if without is not None and name.startswith(without):
+            continue
         tensor = file.tensors[name]
         stored += tensor.num_bytes
         if not format.is_scale(name) and layer_index(name) < num_layers:

@@ -7,6 +7,7 @@ from moe_engine.models import sizes
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.planning.dispatch_memory import exchange_rows
 from moe_engine.planning.draft_memory import count, draft_rows, step_bytes
+from moe_engine.planning.images import image_rows
 from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_lora import lora_rows
@@ -47,6 +48,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         _table_row(given),
         *window_rows(given),
         *state_rows(given),
+        *image_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
         *_exchange_rows(given),

@@ -24,10 +24,13 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
+from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
+from moe_engine.planning.checkpoint_deletion import check_deletion
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.draft_model import load_draft, with_nextn
+from moe_engine.planning.images import with_images
 from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.quantization import with_quantization
 from moe_engine.planning.remarks import unread_variables
@@ -63,9 +66,11 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
     model = with_quantization(with_pooling(model, args.model.is_embedding), args)
+    model = with_images(model, args, folder if folder.is_dir() else folder.parent)
     found = machine or probe_machine(args.model.device)
     folder = find_gguf(folder) or folder
     config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
+    check_deletion(args, config_folder)
     draft = load_draft(args, model)
     model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
@@ -74,7 +79,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         model=model,
         machine=found,
         model_path=str(config_folder),
-        checkpoint=sums(files, model.num_layers, model.weight_format) if files else None,
+        checkpoint=sums(files, model.num_layers, model.weight_format, _unloaded(model)) if files else None,
         draft=draft,
         adapters=read_adapters(args, model),
         drawn_seed=secrets.randbits(SEED_BITS),
@@ -99,6 +104,11 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
+
+
+def _unloaded(model: ModelConfig) -> str | None:
+    """Beginning of the names of tensors that are not loaded: those of a vision tower (--language-model-only)."""
+    return VISION if model.vision is None else None
 
 
 def secret_of_nodes(args: EngineArgs) -> DistSecret | None:

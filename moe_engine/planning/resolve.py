@@ -13,6 +13,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.planning import validate
 from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.cluster_env import ClusterPlace
+from moe_engine.planning.images import check_images
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
@@ -62,6 +63,7 @@ def resolve(
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     validate.check(args)
+    check_images(args, model)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record := Record()), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")

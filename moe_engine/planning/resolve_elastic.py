@@ -89,6 +89,8 @@ def _obstacles(
     if dispatch is None or dispatch.row.name not in BACKENDS:
         name = "none" if dispatch is None else dispatch.row.name
         yield f"--moe-a2a-backend {name} does not support losing ranks; give {', '.join(BACKENDS)}"
+    if args.model.delete_ckpt_after_loading:
+        yield "experts of a lost rank are read from the checkpoint again; leave out --delete-ckpt-after-loading"
     if args.lora.enable_lora or args.lora.lora_paths is not None:
         yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
     if args.disaggregation.disaggregation_mode != OFF:

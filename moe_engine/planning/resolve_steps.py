@@ -124,6 +124,7 @@ def _size(
             mem_fraction=memory.mem_fraction_static,
             max_total_tokens=memory.max_total_tokens,
             running_is_auto=memory.max_running_requests is None,
+            image_cache_bytes=args.multimodal.vlm_cache_size_mb << 20,
             checkpoint=checkpoint,
             uses_mtp=speculation is not None and speculation.method == "nextn",
             draft=None if draft is None else draft.local(parallel.topology.attn_tp_size),

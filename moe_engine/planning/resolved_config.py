@@ -113,6 +113,11 @@ class ResolvedConfig:
         return 0 if self.lora is None else self.lora.num_slots
 
     @property
+    def image_cache_bytes(self) -> int:
+        """Results of the vision tower that each rank keeps."""
+        return self.args.multimodal.vlm_cache_size_mb << 20
+
+    @property
     def host_tier_tokens(self) -> int:
         """Tokens of the host-RAM tier of the KV cache; 0: none."""
         return self.ledger.host_tier_tokens

@@ -55,6 +55,8 @@ class SizingInput:
     num_window_slots: int = 0
     """Tokens of the pool of windowed layers; 0: these layers have no pool of their own."""
     lora: LoraSettings | None = None
+    image_cache_bytes: int = 0
+    """Results of the vision tower that are kept."""
 
     @property
     def page_size(self) -> int:

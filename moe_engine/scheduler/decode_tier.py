@@ -15,7 +15,7 @@ from typing import ClassVar
 from moe_engine.kv_ops import KVOps
 from moe_engine.scheduler.host_tier import MIN_LOAD, HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
-from moe_engine.scheduler.transfer_link import TransferLink, digest_of
+from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.waiting_queue import prefix_limit
 from moe_engine.types import Request, Status
 
@@ -64,7 +64,7 @@ class DecodeTier(HostTier):
         keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
         limit = min(prefix_limit(request), len(keys))
         limit -= limit % self.tree.page_size
-        digest = digest_of(request.prompt_ids, request.extra_key)
+        digest = self.link.digest_of(request.prompt_ids, request.extra_key)
         node = self.tree.match(keys, limit, request.namespace)
         count = limit - node.end
         places = self.take_places(count) if count >= MIN_LOAD else None
@@ -118,6 +118,11 @@ class DecodeTier(HostTier):
             self._give(self.tree.add_absent(incoming.keys[:end], incoming.begin, pages[:count], namespace))
             pages = pages[count:]
         self._give(pages)
+
+    def renew(self, weights: str) -> None:
+        """The weights have changed; the cache is empty. Transfers to or from a server with weights of another name are
+        refused."""
+        self.link.weights = weights
 
     # -- failures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from moe_engine.image_tokens import needed_behind
 from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.types import KVOps, NewRow, Request, RowWrite, Speculation, StateOps, StepPlan
@@ -215,4 +216,5 @@ def _new_row(request: Request, job: PrefillJob) -> NewRow:
         lora_slot=request.lora_slot,
         snapshot=request.state_from,
         returns_hidden=request.hidden is not None,
+        images=needed_behind(request.images, job.start) if request.images else (),
     )

@@ -16,7 +16,7 @@ from moe_engine.kv_ops import KVOps
 from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Node
-from moe_engine.scheduler.transfer_link import TransferLink, digest_of
+from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.types import Request, Status
 
 PIECE_TOKENS = 256
@@ -71,7 +71,7 @@ class PrefillTier(HostTier):
         if room in self.outgoing:
             return  # a copy (n > 1), or a room in use: the decode server computes the prompt
         self.outgoing[room] = Outgoing(request, keys)
-        self.link.command("offer", room, digest_of(request.prompt_ids, request.extra_key))
+        self.link.command("offer", room, self.link.digest_of(request.prompt_ids, request.extra_key))
 
     def exchange(self, step: int) -> None:
         """Applies the reports of the transfer thread, and stages what can be sent; on the scheduler's thread."""
@@ -166,6 +166,11 @@ class PrefillTier(HostTier):
             self._new_stores.pop(place, None)
         self._stages = self._stages and bool(self._new_stores)
         self.give_places(places)
+
+    def renew(self, weights: str) -> None:
+        """The weights have changed; the cache is empty. Transfers to or from a server with weights of another name are
+        refused."""
+        self.link.weights = weights
 
     # -- failures
 

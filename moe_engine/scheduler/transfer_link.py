@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from moe_engine.scheduler.transfer_state import PROMPT_BYTES
+
 Command = tuple[Any, ...]
+MAX_NAME = 200
+"""Bytes of the name of weights in a digest."""
 
 
 @dataclass
@@ -42,6 +46,8 @@ class TransferLink:
     commands: deque[Command] = field(default_factory=deque)
     reports: deque[Command] = field(default_factory=deque)
     wake: Callable[[], None] = lambda: None
+    weights: str = ""
+    """Name of the weights of later transfers; empty: those of the start, which the handshake compares."""
     broken: str = ""
     """The reason why the thread has ended unexpectedly: no further report will arrive."""
 
@@ -49,7 +55,8 @@ class TransferLink:
         self.commands.append(values)
         self.wake()
 
-
-def digest_of(tokens: list[int], extra_key: str | None) -> bytes:
-    """Equal on both servers if and only if the KV of the prompt is equal."""
-    return blake2b(repr((extra_key, tokens)).encode(), digest_size=16).digest()
+    def digest_of(self, tokens: list[int], extra_key: str | None) -> bytes:
+        """Equal on both servers if and only if the KV of a prompt is: a hash of the prompt behind the name of the
+        weights."""
+        prompt = blake2b(repr((extra_key, tokens)).encode(), digest_size=PROMPT_BYTES).digest()
+        return self.weights.encode()[:MAX_NAME] + prompt

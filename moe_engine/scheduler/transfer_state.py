@@ -24,6 +24,8 @@ import enum
 from typing import Any
 
 Message = tuple[Any, ...]
+PROMPT_BYTES = 16
+"""Of a digest: its end, behind the name of the weights."""
 WINDOW = 4
 """Max pieces sent without an acknowledgement: bounds the data in the sockets."""
 
@@ -160,12 +162,18 @@ class Sending:
             return []  # the peer may be lost already
         digest, self.sent, self.limit = self.wanted
         if digest != self.digest:
-            return self.fail(
-                "the prompts of the two servers differ: their tokenizers or chat templates are not the same"
-            )
+            return self.fail(_difference(self.digest, digest))
         self.state = State.SENDING
         return []
 
     def _end(self, reason: str) -> None:
         self.state, self.reason = State.ENDED, reason
         self._unacked = []
+
+
+def _difference(ours: bytes, theirs: bytes) -> str:
+    """Between the digests of a prefill and a decode server, in words."""
+    names = [digest[:-PROMPT_BYTES].decode(errors="replace") or "those of its start" for digest in (ours, theirs)]
+    if names[0] != names[1]:
+        return f"weights: prefill server {names[0]}, decode server {names[1]}"
+    return "the prompts of the two servers differ: their tokenizers or chat templates are not the same"

@@ -78,7 +78,7 @@ class ControlApi:
             "architectures": list(info.architectures),
             "reasoning_parser": self._state.flags.reasoning_parser,
             "tool_call_parser": self._state.flags.tool_call_parser,
-            "has_image_understanding": False,
+            "has_image_understanding": info.vision is not None,
             "has_audio_understanding": False,
             "max_context_length": info.context_len,
             "vocab_size": info.vocab_size,

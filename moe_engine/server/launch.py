@@ -21,6 +21,7 @@ from moe_engine import logs
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.planning import explain
 from moe_engine.planning.cluster_env import ClusterPlace
@@ -79,6 +80,7 @@ def serve(args: EngineArgs) -> int:
         tokenizer, settings = open_tokenizer(config), server_settings(config, sock.getsockname()[1])
         make_template(settings, tokenizer)  # a broken template fails before the weights are loaded
         info = wait_ready(cores)  # on the main thread, so that a signal interrupts it
+        delete_checkpoint(config)
         return uvloop.run(_serve(config, cores, info, tokenizer, settings, sock, began))
     finally:
         stop_cores(cores)

@@ -28,6 +28,7 @@ from moe_engine.server.http_io import (
     read_small,
 )
 from moe_engine.server.native_types import AbortRequest, DetokenizeRequest, FlushQuery, Texts, TokenizeRequest
+from moe_engine.server.openai_images import take_images
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.state import ServerState
 from moe_engine.validation import refuse_unavailable
@@ -110,7 +111,8 @@ class NativeApi:
         many, counts, last = isinstance(asked.prompt, list), list[int](), -1
         texts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt or ""]
         if asked.messages is not None:
-            texts, add_special = [render_prompt(self._state, whole["messages"], asked)], False
+            messages, _ = take_images(self._state, whole["messages"])
+            texts, add_special = [render_prompt(self._state, messages, asked)], False
         yield b'{"tokens":' + (b"[" if many else b"")
         for index, ids in tokenizer.encode_parts(texts, add_special):
             if index != last:

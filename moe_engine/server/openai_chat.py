@@ -24,6 +24,7 @@ from moe_engine.server.http_io import cancel_on_disconnect, decode_body_and_rest
 from moe_engine.server.openai_answers import Usage
 from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
 from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai_images import take_images
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.openai_tools import ToolWish, tool_wish
 from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
@@ -65,8 +66,10 @@ class ChatApi:
         self._state.tokenizer()
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
+        messages, images = take_images(self._state, messages)
         prompt = render_prompt(self._state, messages, req, tools.offered, effort)
         inp = self._input(req, prompt)
+        inp.image_data = images or None
         enforced, before = self._enforce(inp, tools, req), num_calls(messages)
         parsers = parser_options(self._state, req, prompt, tools.called, enforced, before)
         inp.keep_special = parsers.keep_special

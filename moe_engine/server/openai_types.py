@@ -130,9 +130,17 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     model: Any = None
 
 
-class TextPart(TypedDict):
-    type: Annotated[str, Meta(pattern="^text$")]
+class ImageAddress(TypedDict, total=False):
+    url: Required[Annotated[str, Meta(description="data, http, https or file address, absolute path, or base64")]]
+    detail: Annotated[str | None, Meta(description="no effect: the model's image processor chooses the size")]
+
+
+class ContentPart(TypedDict, total=False):
+    """Text, or an image for models with a vision tower."""
+
+    type: Required[Annotated[str, Meta(pattern="^(text|image_url|video_url|audio_url|input_audio|file)$")]]
     text: str
+    image_url: ImageAddress
 
 
 class Function(TypedDict, total=False):
@@ -159,7 +167,7 @@ class Message(TypedDict, total=False):
     """Further fields are passed to the chat template. Only the assistant's content may be missing."""
 
     role: Required[Annotated[str, Meta(pattern="^(system|developer|user|assistant|tool|function)$")]]
-    content: str | list[TextPart] | None
+    content: str | list[ContentPart] | None
     tool_calls: list[ToolCall] | None
 
 

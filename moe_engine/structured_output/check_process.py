@@ -19,6 +19,7 @@ from typing import IO
 import msgspec
 
 from moe_engine.processes.background import yield_session_to_steps, yield_to_steps
+from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
 from moe_engine.structured_output.constraint import Constraint
@@ -28,7 +29,6 @@ from moe_engine.tokenizer.tokenizer import TokenizerSource
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20
 """Half of a thread's usual stack: a grammar that compiles here does not overflow the engine's stack."""
-LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,6 @@ class Verdict:
 
     problem: str | None = None
     prepared: Constraint | None = None
-
-
-def write_frame(stream: IO[bytes], data: bytes) -> None:
-    stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-    stream.flush()
-
-
-def read_frame(stream: IO[bytes]) -> bytes:
-    """Raises EOFError if the other side has closed the stream."""
-    length = stream.read(LENGTH_BYTES)
-    data = stream.read(int.from_bytes(length, "little")) if len(length) == LENGTH_BYTES else b""
-    if len(length) < LENGTH_BYTES or len(data) < int.from_bytes(length, "little"):
-        raise EOFError
-    return data
 
 
 def main() -> None:

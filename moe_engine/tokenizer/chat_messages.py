@@ -17,6 +17,10 @@ _RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_tok
 class ChatEncoder(Protocol):
     """Writes the prompt of a conversation: a Jinja template, or the encoder of a model that has none."""
 
+    @property
+    def reads_parts(self) -> bool:
+        """Whether it reads content parts other than text."""
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

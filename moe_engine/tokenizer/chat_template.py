@@ -27,7 +27,7 @@ from moe_engine.tokenizer.chat_messages import (
 )
 from moe_engine.tokenizer.deepseek_v32 import is_deepseek_v32, load_deepseek_v32
 
-_LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s[^%]*?(\.content|\[['\"]content['\"]\])")
+_LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -61,6 +61,11 @@ class ChatTemplate:
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
         self._sources = sources
         self._special_tokens = dict(special_tokens or {})
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether it loops over the parts of a message; else it gets their text joined."""
+        return all(self._wants_parts.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self._sources, self._special_tokens)

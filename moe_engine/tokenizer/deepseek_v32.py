@@ -64,6 +64,7 @@ class DeepseekV32Chat:
     tools_text: str = _OWN_TOOLS_TEXT
     bos: str = _BOS
     eos: str = _EOS
+    reads_parts = False
 
     def render(
         self,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
@@ -41,6 +43,9 @@ from moe_engine.worker.speculation.pending import PendingSpeculation, StepSecond
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.step_graphs import StepGraphs, StepShape
 from moe_engine.worker.step_sampling import Passes, StepSampling
+
+if TYPE_CHECKING:  # of models with a vision tower alone
+    from moe_engine.worker.image_encoder import ImageEncoder
 
 RUNNING = "running the model"
 
@@ -86,6 +91,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.drafted: DraftedStep | None = None
         self.taps: HiddenTaps | None = None
+        self.images: ImageEncoder | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
         self._phase = "idle"
@@ -245,6 +251,8 @@ class ModelRunner:
             self.rows.note_tokens(batch.slots, batch.input_ids)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+            if batch.images is not None:
+                forward = self._with_images(forward, batch.images)
             self._phase = RUNNING
             return batch, self.model.forward(forward)
         batches = [self.builder.build(part) for part, _ in parts]
@@ -258,6 +266,11 @@ class ModelRunner:
         self._phase = f"{RUNNING} in two halves"
         hidden = self._run_overlapped(forwards)
         return concatenate(*batches), torch.cat(hidden)
+
+    def _with_images(self, forward: ForwardBatch, images: StepImages) -> ForwardBatch:
+        assert self.images is not None
+        self._phase = f"encoding {len(images.parts)} images"
+        return replace(forward, images=self.images.rows(images))
 
     def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
         assert isinstance(self.model, Decoder | ExpertRecordingModel)

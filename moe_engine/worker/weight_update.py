@@ -202,6 +202,8 @@ class WeightUpdate:
         with torch.no_grad():
             for part in staged:
                 part.copy()
+        if self._runner.images is not None:
+            self._runner.images.forget()
         self._runner.stream.synchronize()
 
     def discard(self) -> None:

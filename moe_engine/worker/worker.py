@@ -25,6 +25,7 @@ from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
+from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -33,6 +34,7 @@ from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.row_adapters import RowAdapters
+from moe_engine.worker.batch.row_images import RowImages
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.kv_cache.kv_copies import Listener
@@ -243,7 +245,6 @@ def _prepare(
 ) -> tuple[ModelRunner, WorkerInfo, ExpertControl]:
     """Startup of the worker before READY; runs on the step thread."""
     from moe_engine.models.layers.decoder import Decoder
-    from moe_engine.models.loader import load_model
 
     began = time.perf_counter()
     guard.reset()
@@ -258,18 +259,7 @@ def _prepare(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
-    model = load_model(
-        options.model_path,
-        config,
-        dtype=dtype,
-        device=stream.device,
-        backends=backends,
-        parallel=parallel,
-        load_format=options.load_format,
-        progress=progress,
-        seed=options.dummy_seed,
-        max_positions=rows.width,
-    )
+    model = _load(options, stream, backends, parallel, progress, rows)
     loaded = time.perf_counter()
     pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
     form = form_policy(
@@ -289,6 +279,7 @@ def _prepare(
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)
         rows.adapters = RowAdapters(options.max_rows, stream)
+    _add_images(runner, model, options)
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft
@@ -315,6 +306,46 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts
+
+
+def _load(
+    options: WorkerOptions,
+    stream: DeviceStream,
+    backends: Backends,
+    parallel: ParallelContext,
+    progress: bool,
+    rows: RequestRows,
+) -> Model:
+    """The model with its weights."""
+    from moe_engine.models.loader import load_model
+
+    images = {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
+    return load_model(
+        options.model_path,
+        options.model,
+        dtype=getattr(torch, options.dtype),
+        device=stream.device,
+        backends=backends,
+        parallel=parallel,
+        load_format=options.load_format,
+        progress=progress,
+        seed=options.dummy_seed,
+        max_positions=rows.width,
+        **images,
+    )
+
+
+def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None:
+    """The parts of a runner that images need, if the model has a vision tower."""
+    if (vision := options.model.vision) is None:
+        return
+    from moe_engine.worker.image_encoder import ImageEncoder
+
+    axes = bool(options.model.rope.axes)
+    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes)
+    runner.images = ImageEncoder(model, options.image_cache_bytes, runner.stream)
+    if runner.stream.asynchronous:
+        runner.images.warm_up()
 
 
 def _make_pools(

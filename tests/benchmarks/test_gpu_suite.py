@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,18 @@ import torch
 from benchmarks import kernels
 from benchmarks.attention_cases import attention_case, attention_cases, queries
 from benchmarks.gpu_suite import __main__ as suite
-from benchmarks.gpu_suite import cases, engine_points, floors, kernel_times, parity, picture, profile, targets, tokens
+from benchmarks.gpu_suite import (
+    cases,
+    engine_points,
+    floors,
+    kernel_times,
+    parity,
+    parts,
+    picture,
+    profile,
+    targets,
+    tokens,
+)
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, write_model
 from benchmarks.gpu_suite.parts import PARTS, Part, run_apart, shares
 from benchmarks.gpu_suite.rows import Rows
@@ -30,9 +38,9 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
+from tests.fork_server import ForkedProcess
 from tests.models.parameters import num_active_parameters
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ModelOps("small", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
 
 
@@ -195,18 +203,23 @@ def test_sampling_case_draws_with_the_parameters_it_says():
     assert given[0].top_p.tolist() == pytest.approx([0.95] * 4) and not given[0].asynchronous
 
 
-def test_without_a_gpu_it_says_so_and_parts_fail_alone(tmp_path):
+def test_without_a_gpu_it_says_so_and_parts_fail_alone(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--output", str(tmp_path / "r.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "needs a CUDA device" in done.stderr
+    assert suite.main(["--output", str(tmp_path / "r.json")]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
     values = run_apart(Part("parity", 9, 60, lambda folder, setting: {}), 60)
     assert values["failed"].startswith("exit code 2")
 
 
-def test_a_dry_run_goes_through_parts_and_writes_all(tmp_path, capsys):
+def test_a_dry_run_goes_through_parts_and_writes_all(tmp_path, capsys, monkeypatch, fork_server):
     """Two parts in this test; the command runs all nine. The other parts run if one cannot start."""
+
+    def start_process(arguments, errors):
+        command = ["benchmarks.gpu_suite.__main__", *arguments]
+        return ForkedProcess(fork_server.address, command, (errors.fileno(), errors.fileno()))
+
+    monkeypatch.setattr(parts, "start_process", start_process)
     output = tmp_path / "r.json"
     asked = ["--dry-run", "--parts", "parity", "kernels", "--output", str(output)]
     assert suite.main(asked) == 0

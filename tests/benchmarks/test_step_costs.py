@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.step_costs import libraries, roofline, triton_costs
-from benchmarks.step_costs.cases import CHECKED, expected, held, run
+from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.models import MODELS, shortened
 from benchmarks.step_costs.recorder import Line, operator_cost
 from benchmarks.step_costs.summary import time_of
+from tests.fork_server import ForkServer
 from tests.simulated_cuda.install import require
 
 H200 = Hardware.named("H200x8")
@@ -25,14 +27,40 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+PROGRAM = "benchmarks.step_costs.__main__"
+PRELOADED = (
+    PROGRAM, *(f"benchmarks.step_costs.{name}" for name in ("exchange_costs", "one_rank", "steps", "summary")),
+    "benchmarks.step_driver", "tests.kernels.triton.interpreter", "torch._dynamo",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Sequence[str]], tuple[int, str]]]:
+    """Starts the program in processes that have imported what it needs; they install their devices themselves."""
+    server = ForkServer({"TRITON_INTERPRET": "1"}, PRELOADED)
+
+    def start(arguments: Sequence[str]) -> tuple[int, str]:
+        folder = tmp_path_factory.mktemp("step_costs")
+        code, _, errors = server.run([PROGRAM, *arguments], folder, 250.0)
+        return code, errors
+
+    yield start
+    server.close()
+
+
 @pytest.mark.parametrize("group", CHECKED, ids=lambda group: group.name)
-def test_a_step_launches_reads_and_waits_as_expected(group) -> None:
+def test_a_step_launches_reads_and_waits_as_expected(group, forked) -> None:
     """Exact counts. The command above writes an intended change to the file."""
     require()
     known = expected()
-    for values in run(group):
+    for values in run(group, start=forked):
         assert held(values) == known[values["case"]], f"{values['case']} differs: {UPDATE}"
         assert group.prefill or values["host_waits"] == 0
+
+
+def test_a_run_that_fails_says_why() -> None:
+    with pytest.raises(CaseFailed, match=r"nowhere tp1 .*'nowhere' is neither of v2-lite, v3 nor a folder"):
+        run(Group("nowhere", "tp1", (1,)))
 
 
 # -- the roofline

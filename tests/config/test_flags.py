@@ -205,7 +205,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
     ("text", "words"),
     [
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
-        ("--disable-fast-image-processor", "no image processor"),
+        ("--disable-fast-image-processor", "Pillow"),
         ("--disable-piecewise-cuda-graph", "without CUDA graphs"),
     ],
 )

@@ -76,6 +76,16 @@ def test_prompt_logprobs_and_streams(tmp_path: Path) -> None:
         refused = httpx.post(pair.decode.url + "/generate", json=body([ids, ids]) | pair.rooms(), timeout=60)
         assert refused.status_code == 400 and "bootstrap_room" in refused.text
         idle_and_free(pair)
+        path = httpx.get(pair.decode.url + "/get_model_info").json()["model_path"]
+        update = {"model_path": path, "weight_version": "step 7"}
+        names = ("step 7", "those of its start"), ("step 7", "step 7")
+        for server, (decode, prefill) in zip((pair.decode, pair.prefill), names):
+            answer = httpx.post(server.url + "/update_weights_from_disk", json=update, timeout=60)
+            assert answer.json()["success"], answer.text
+            (ids,) = prompts(1)
+            cached = pair.post("/generate", body(ids)).json()["meta_info"]["cached_tokens"]
+            assert cached == 0 if decode != prefill else cached >= 149
+        assert "weights: prefill server those of its start, decode server step 7" in pair.decode.log
 
 
 def test_a_lost_prefill_server_is_replaced_by_prefill_on_the_decode_server(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.gguf_blocks import values_of
 from moe_engine.models.formats.table import kept_format
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.gguf import BLOCK, dequantize, gguf_name, quantize, write_container, write_gguf
@@ -198,6 +199,12 @@ def test_headers_and_metadata_are_refused_by_name(tmp_path: Path) -> None:
         load_model_config(tmp_path)
     with pytest.raises(CheckpointError, match=r"--load-format safetensors: .* is a GGUF file"):
         read_checkpoint(path, "safetensors")
+
+
+def test_a_file_is_not_quantized_again(tmp_path: Path) -> None:
+    path, _ = write_both(tmp_path, "llama", lambda name: "F16")
+    with pytest.raises(ConfigError, match=r"model\.gguf: is a GGUF file; quantize the model's safetensors"):
+        quantize_checkpoint(path, tmp_path / "out", Target("int8"), lambda done: None)
 
 
 def test_rotary_settings_of_llama_3_come_from_the_factors(tmp_path: Path) -> None:

@@ -150,3 +150,25 @@ def test_a_thousand_faults() -> None:
         _prefill, _decode, network = play(seed, num=40, faults=0.2, aborts=0.1, failures=0.02, places=100)
         count += network.num_cuts + network.num_corrupted
         seed += 1
+
+
+def test_servers_with_other_weights_refuse_each_other() -> None:
+    """Weights that were replaced while serving: the transfer is refused with both names, and the prompt is computed."""
+    rng = random.Random(0)
+    prefill, decode = (ServerSimulation(BASE, mode, rng, 0.0) for mode in ("prefill", "decode"))
+    network = Network(prefill, decode, rng, 0.0)
+    for number, (ours, theirs) in enumerate([("step 7", ""), ("step 7", "step 8"), ("step 8", "step 8")]):
+        prefill.tier.renew(ours)
+        decode.tier.renew(theirs)
+        for server in (prefill, decode):
+            request = make_request(str(number), [number] * 60, 2, ignore_eos=True)
+            request.bootstrap = ("host", 1, number)
+            server.add(request)
+        while not (prefill.scheduler.is_idle() and decode.scheduler.is_idle()):
+            prefill.turn()
+            decode.turn()
+            network.step()
+        state = network.rooms[number].receiving
+        named = f"weights: prefill server {ours}, decode server {theirs or 'those of its start'}"
+        assert state is not None and state.reason == (named if ours != theirs else "")
+    assert decode.tier.num_transferred_tokens == 59 and decode.tier.num_failed_transfers == 2

@@ -18,6 +18,8 @@ PRELOADED = (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "tests.simulated_cuda.engine_of_two",
     "tests.simulated_cuda.tensor_parallel_engine",
+    "tests.simulated_cuda.quick_start",
+    "torch._dynamo",  # imported by operators that are composed of others, which is one CPU second of every process
 )
 
 

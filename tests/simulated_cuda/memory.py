@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from tests.simulated_cuda import observer
 POISON = 0xFF  # NaN in every float format, -1 in integers
 TOTAL = 8 << 30
 """Bytes of a device."""
+MAPPED = 1 << 18
+"""Bytes of blocks of zeros that are mappings of their own: an allocator would write zeros into memory used before."""
 _CUDA = 2  # DLPack's number
 _BYTES = (1, 8, 1)  # DLPack's uint8: code, bits, lanes
 
@@ -84,8 +86,11 @@ class Memory:
     def new(self, num_bytes: int, device: int) -> Tensor:
         """uint8 [num_bytes] on the device, poisoned."""
         size = max(num_bytes, 1)
-        if observer.observer is not None:  # zeros, of which pages that nothing touches take no memory
-            host = torch.from_numpy(np.zeros(size, np.uint8))
+        if observer.observer is not None and size < MAPPED:
+            host = torch.zeros(size, dtype=torch.uint8)
+        elif observer.observer is not None:  # pages that nothing touches take no memory and no time
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            host = torch.frombuffer(pages, dtype=torch.uint8)
         else:
             host = torch.full((size,), POISON, dtype=torch.uint8)
         made = self.adopt(host, device)

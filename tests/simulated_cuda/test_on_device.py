@@ -1,23 +1,75 @@
-"""Runs the tests of `on_device/` in processes of their own: devices stay simulated until the process exits."""
+"""Runs the tests of `on_device/`, some of those for real GPUs, and the GPU suite in processes of their own: devices
+stay simulated until the process exits."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
+import torch
 
-from tests.fork_server import ForkServer
-from tests.simulated_cuda.conftest import ROOT
+from benchmarks.gpu_suite import __main__ as suite
+from benchmarks.gpu_suite import cases, parts
+from tests.examples import FACTOR
+from tests.fork_server import ForkedProcess, ForkServer
+from tests.simulated_cuda.conftest import DEVICES, ROOT
+from tests.simulated_cuda.failures import BREAKS
 
 FOLDER = Path(__file__).with_name("on_device")
 ENGINES = FOLDER / "test_engines.py"
 FILES = {"engines": [ENGINES], "parts": sorted({*FOLDER.glob("test_*.py")} - {ENGINES})}
+PYTEST = ["pytest", "-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider"]
+BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path) -> None:
-    command = ["pytest", "-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider", *map(str, files)]
+    command = [*PYTEST, *map(str, files), "--durations=12"]
     # programs that these tests start have no simulated devices
-    code, out, errors = device_server.run([*command, "--durations=12"], tmp_path, 890.0, PYTHONPATH=str(ROOT))
+    code, out, errors = device_server.run(command, tmp_path, 890.0, PYTHONPATH=str(ROOT))
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
+
+
+def test_tests_for_a_gpu_run_on_a_simulated_one(device_server: ForkServer, tmp_path: Path) -> None:
+    """The fast ones; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all possible ones."""
+    files = [
+        "worker/test_before_ready.py",
+        "kernels/vendors/test_on_gpu.py",
+        "distributed/dispatch/test_symm_mem_gpu.py",
+    ]
+    chosen = "a_cuda_graph_reads or test_recorded_absorbed[1-triton] or streams_of_their_own"
+    command = [*PYTEST, "-m", "gpu", "-q", "-k", chosen, *(str(ROOT / "tests" / file) for file in files)]
+    code, out, errors = device_server.run(command, tmp_path, 250.0)
+    assert code == 0 and out.startswith("..s "), out[-20000:] + errors[-3000:]
+
+
+def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
+    device_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The GPU suite, whose parts are processes with a device that one kernel loses."""
+
+    def start_process(arguments: list[str], errors: IO[Any]) -> ForkedProcess:
+        command, environment = ["benchmarks.gpu_suite.__main__", *arguments], {**os.environ, **DEVICES}
+        output = errors.fileno(), errors.fileno()
+        return ForkedProcess(device_server.address, command, output, environment | {BREAKS: "expanded_kernel"})
+
+    monkeypatch.setattr(parts, "start_process", start_process)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # this process computes nothing
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "simulated")
+    output = tmp_path / "r.json"
+    asked = ["exchange", "kernels"] if FACTOR > 1 else ["kernels"]  # exchanges start three processes
+    assert suite.main(["--dry-run", "cuda", "--output", str(output), "--parts", *asked]) == 0
+    printed, result = capfd.readouterr().out, json.loads(output.read_text())
+    lines = [line for line in result["kernels"]["lines"] if line["row"] == "triton"]
+    lost = {line["kernel"] for line in lines if "illegal memory access" in line.get("failed", "")}
+    assert lost == BROKEN and result["kernels"]["restarts"] == len(BROKEN) and "failed" not in result["kernels"]
+    assert {line["kernel"] for line in lines} == {case.name for case in cases.tiny_cases()}
+    assert all("us" in line for line in lines if line["kernel"] not in lost)
+    if "exchange" in asked:
+        assert all(line["ok"] for line in result["exchange"]["lines"]) and len(result["exchange"]["lines"]) == 2
+    assert all(re.search(f"kernels: {name} with triton: .*illegal memory access", printed) for name in BROKEN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, repeat
 
 import pytest
 
@@ -169,6 +169,18 @@ def test_turns_of_agents_find_their_history_in_the_cache():
     flat = simulate(replace(spec, replica=replace(spec.replica, scheduler=config(disable_radix_cache=True))), Agents(
         shape, arrival_times("poisson", 2.0, random.Random(1)), 5, seed=3))[1]  # fmt: skip
     assert flat.cached_tokens == 0
+
+
+def test_an_idle_engine_waits_for_held_sessions():
+    """More sessions than fit: at times nothing runs, and what waits would evict the KV of sessions that return."""
+    shape = AgentShape(turns=6, system_len=0, input_len=300, output_len=10, pause=3.0, groups=1)
+    hits = []
+    for changes in ({}, {"session_hold": 0.0}):
+        scheduler = config(num_slots=4000, context_len=3000, max_rows=8, **changes)
+        workload = Limited(Agents(shape, repeat(0.0), 30, seed=4), 15)
+        outcome = simulate(FleetSpec(ReplicaSpec(scheduler, Linear(token=0.002))), workload)[1]
+        hits.append(outcome.cached_tokens / outcome.prompt_tokens)
+    assert hits[0] > 2 * hits[1]
 
 
 def test_limited_concurrency():

@@ -180,6 +180,11 @@ def _constants(nope: int, rotary: int, value: int, tile: ExpandedTile, dtype: to
 
 def aot_cases() -> list[AotCase]:
     """DeepSeek V2, V2-Lite and V3: heads of 192 and 128."""
+    return cases_of("heads of 192 and 128", 128, 64, 128)
+
+
+def cases_of(heads: str, nope: int, rotary: int, value: int) -> list[AotCase]:
+    """Ahead-of-time cases of the kernel for heads of these widths."""
     cases = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         tile, kind = expanded_tile(dtype), f"*{element(dtype)}"
@@ -188,7 +193,7 @@ def aot_cases() -> list[AotCase]:
             **dict.fromkeys(("q", "kv", "rope", "out"), kind), "lse": "*fp32", "records": "*i32:1",
             **{f"{name}_stride": "i32:16" for name in strides}, "scale": "fp32",
         }  # fmt: skip
-        constants = _constants(128, 64, 128, tile, dtype)
-        name = f"expanded attention, heads of 192 and 128, {element(dtype)}"
+        constants = _constants(nope, rotary, value, tile, dtype)
+        name = f"expanded attention, {heads}, {element(dtype)}"
         cases.append(AotCase(name, expanded_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     return cases

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from moe_engine.cli.cluster_check.report import Finding
+from moe_engine.cli.node_checks.node import check_node
 from moe_engine.kernels.host_memory import host_memory
 from moe_engine.planning.ledger import gb
 from moe_engine.planning.machine import usable_cores
@@ -41,12 +42,15 @@ def own_facts(address: str) -> Finding:
         problems.append(f"{host}: only {gb(memory.available_bytes)} of memory available ({memory.source})")
     if shared.is_dir() and (free := shutil.disk_usage(shared).free) < LEAST_SHARED_BYTES:
         problems.append(f"{host}: only {gb(free)} free in /dev/shm")
+    problems += [f"{host}: {check.sentence}" for check in check_node() if check.status == "problem"]
     return Finding(cells, problems, address)
 
 
 def versions() -> dict[str, str]:
     found = {name: distribution.version for name in PACKAGES for distribution in metadata.distributions(name=name)}
-    return {"python": platform.python_version(), **found}
+    driver = Path("/sys/module/nvidia/version")
+    gpus = {"NVIDIA driver": driver.read_text().strip()} if driver.is_file() else {}
+    return {"python": platform.python_version(), **gpus, **found}
 
 
 def differences(reference: Reference) -> list[str]:

@@ -55,6 +55,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _compile(args: Any, target: GPU, output: Path) -> int:
+    from moe_engine.cli.compile_kernels.absent_deep_gemm import note
     from moe_engine.cli.compile_kernels.exercise import exercise
     from moe_engine.cli.compile_kernels.other_rows import build_triton
     from moe_engine.kernels.triton.absent_device import absent_device
@@ -69,9 +70,11 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be created as a folder: {error.strerror}") from None
+    theirs = [choice.family for choice in choices if choice.row.name == "deep_gemm"]
     with absent_device(target.arch, output) as compilations:
-        for size in exercise(config, build_triton(choices)):
-            _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")
+        for takes_ends in (True, False) if "experts" in theirs and target.arch < 100 else (True,):  # by its build
+            for size in exercise(config, build_triton(choices, target.capability, takes_ends)):
+                _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")
     _progress("")
     reports = compilations.reports
     _write_index(output / INDEX, config, target, reports)
@@ -80,6 +83,8 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
         f"{len(reports)} kernels for {target.name} (sm_{target.arch}) in {output}, {compilations.num_cached} of them "
         f"there already; {seconds:.0f} s\nserve with TRITON_CACHE_DIR={output.resolve()}"
     )
+    if theirs:
+        print(f"warning: {note(theirs)}", file=sys.stderr)
     for report in reports:
         for problem in report.problems():
             grade = "error" if problem in report.faults() else "warning"

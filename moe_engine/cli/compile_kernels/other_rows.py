@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.cli.compile_kernels.absent_deep_gemm import absent_products
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.sampling.protocol import SamplingParameters
@@ -73,11 +76,24 @@ class NoExperts(TorchExperts):
         return torch.empty_like(x)
 
 
-def build_triton(choices: tuple[Choice, ...]) -> Backends:
-    """The chosen backends; attention and sampling are replaced by stand-ins unless they are Triton's, and experts if
-    they are torch's."""
+DEEP_GEMM: dict[str, Any] = {"linear": DeepGemmLinear, "experts": DeepGemmExperts}
+
+
+def build_triton(
+    choices: tuple[Choice, ...], capability: tuple[int, int] | None = None, takes_ends: bool = True
+) -> Backends:
+    """The chosen backends; attention and sampling are replaced by stand-ins unless they are Triton's, experts if they
+    are torch's, and DeepGEMM's products.
+
+    Args:
+        capability, takes_ends: of the target, as in `absent_products`; needed with DeepGEMM only.
+    """
     built: dict[str, Any] = {}
     for choice in choices:
+        if choice.row.name == DeepGemmLinear.name and choice.family in DEEP_GEMM:
+            assert capability is not None
+            built[choice.family] = DEEP_GEMM[choice.family](absent_products(capability, takes_ends))
+            continue
         if (choice.family, choice.row.name) == ("experts", NoExperts.name):
             built[choice.family] = NoExperts()
         elif choice.row.name == "triton" or choice.family in ("ops", "linear", "experts", "delta"):

@@ -27,6 +27,8 @@ MAX_JUMP = 64
 """Max steps without any event that are taken at once."""
 SLOWER = 1.02
 """Bound on the growth of a step's cost over such a jump; costs are linear between its ends."""
+HELD_POLL_SECONDS = 0.02
+"""As `moe_engine.core.loop`."""
 EndedHandler = Callable[["Replica", int, Running, float], None]
 
 
@@ -175,13 +177,20 @@ class Replica:
             shapes.append(runs.shape())
         if not shapes:
             if self._flight is None and not hold and self._num_live:
-                raise RuntimeError("the scheduler has requests and plans no step")
+                self._wait_for_sessions(until)
             self._take_turns(False)
             self._collect(None)
             return
         if len(self.groups) > 1:
             self._take_turns(prefilled)
         self._collect(self._launch(shapes, pending))
+
+    def _wait_for_sessions(self, until: float) -> None:
+        """Nothing runs, and requests wait because sessions are held: as an idle core, plans again after a while."""
+        if not any(self.groups[index].scheduler.is_held_back for index in self._awake):
+            raise RuntimeError("the scheduler has requests and plans no step")
+        after = self.now + HELD_POLL_SECONDS
+        self.now = min(after, until) if until > self.now else after
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
         waiting, decodes = len(self._runs.waiting) + len(self._held), bool(self._runs.members)

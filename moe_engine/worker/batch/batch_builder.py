@@ -121,6 +121,8 @@ class BatchBuilder:
         host32[:count] = lengths
         host32[count:] = host[count : 2 * count]
         self._rows.check_lengths(plan.rows, lengths)
+        if self._rows.images is not None:
+            self._rows.images.shift(same.rows, starts)
         positions, slots, flat, ints = self._stream.upload(staging).split(count)
         context_lens, slots32 = ints.view(torch.int32).split(count)
         self._rows.write_slots(flat, slots32)
@@ -155,6 +157,9 @@ class BatchBuilder:
         rows, starts, counts = (np.array(v, dtype=np.int64) for v in (plan.rows, plan.starts, plan.counts))
         ends = np.cumsum(counts)
         decode_rows = self._stream.upload(torch.from_numpy(rows[: plan.num_decodes]))
+        host_ids = np.array(plan.input_ids, dtype=np.int64)
+        if self._rows.images is not None:
+            host_ids = self._rows.images.plain(host_ids)
         return self.assemble(
             RaggedTokens(
                 rows=rows,
@@ -162,7 +167,7 @@ class BatchBuilder:
                 counts=counts,
                 num_decodes=plan.num_decodes,
                 device_ids=self._rows.last_token.index_select(0, decode_rows),
-                host_ids=np.array(plan.input_ids, dtype=np.int64),
+                host_ids=host_ids,
                 slots=np.array(plan.slots, dtype=np.int64),
                 sampled=ends[np.array(plan.samples, dtype=bool)] - 1,
                 stores=self.cuts(plan),
@@ -202,6 +207,9 @@ class BatchBuilder:
         self._rows.check_lengths(runs.rows, lengths)
         at = starts[owner] + within  # [T]: column in the row's slot table
         positions = at if runs.positions is None else runs.positions[plan_token]
+        turned, images = positions, None
+        if self._rows.images is not None:
+            turned, images = self._rows.images.place(rows[owner], at)
         flat = rows[owner] * self._rows.width + at
         step_token = np.empty_like(plan_token)
         step_token[plan_token] = np.arange(num_tokens)
@@ -209,7 +217,7 @@ class BatchBuilder:
 
         num_device, num_slots = len(runs.device_ids), len(runs.slots)
         given = step_token[num_tokens - num_slots :]  # tokens whose slots the plan gives: its last ones
-        fields = [np.zeros(num_tokens, dtype=np.int64), positions, flat, flat[given], sampled, rows[owner[sampled]]]
+        fields = [np.zeros(num_tokens, dtype=np.int64), turned, flat, flat[given], sampled, rows[owner[sampled]]]
         fields[0][step_token[num_device:]] = runs.host_ids
         in_order = num_device <= int(counts[: runs.num_decodes].sum())  # decodes are never reordered
         split = int(ends[num_absorbed - 1]) if num_absorbed else 0
@@ -260,6 +268,7 @@ class BatchBuilder:
             windows=None if self._windows is None else self._windows.of(flat_device),
             adapters=None if self._rows.adapters is None else self._rows.adapters.of(rows[owner]),
             stored_states=None if not runs.stores else self._stored_states(rows[order], query_lens, runs.stores),
+            images=images,
         )
 
     def _stored_states(

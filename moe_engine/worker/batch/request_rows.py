@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_engine.row_sizes import row_width
 from moe_engine.types import LogprobSpec, NewRow, RowWrite
 from moe_engine.worker.batch.row_adapters import RowAdapters
+from moe_engine.worker.batch.row_images import RowImages
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_int_table import DeviceIntTable
@@ -56,6 +57,8 @@ class RequestRows:
         """The states of requests, if layers of the model have one."""
         self.adapters: RowAdapters | None = None
         """LoRA adapters of rows; None without --enable-lora."""
+        self.images: RowImages | None = None
+        """Images of rows; None: the model has no vision tower."""
         self.history = TokenBuffer(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
@@ -138,6 +141,8 @@ class RequestRows:
         if not 0 <= new.row < self.max_rows:
             raise ValueError(f"request {new.rid}: row {new.row} is outside the worker's {self.max_rows} rows")
         self._forget(new.row)
+        if self.images is not None:
+            new = self.images.enter(new)
         self._point(new.row, 0, new.slots)
         if self.history is not None:
             self.history.enter(new)

@@ -18,6 +18,7 @@ from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.sampling.sampler import SampledRows
 
 
@@ -42,6 +43,8 @@ class StepBatch:
     adapters: AdapterTokens | None = None
     stored_states: StateRuns | None = None
     """Set if a step stores other states than those at its sequences' ends."""
+    images: StepImages | None = None
+    """Image tokens; the model runner adds them to the model's input (`worker.image_encoder`)."""
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""

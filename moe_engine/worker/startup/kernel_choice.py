@@ -19,6 +19,8 @@ from moe_engine.kernels.registry import Choice
 logger = logging.getLogger(__name__)
 
 FALLBACK = "torch"
+TORCH_ON_CPU = ("varlen",)
+"""Families whose row for the CPU is torch's: it replaces nothing there."""
 FAILED = "failed to load"
 
 
@@ -38,6 +40,8 @@ def build_backends(plan: KernelPlan) -> Backends:
 
 
 def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:
+    if choice.family in TORCH_ON_CPU and plan.device.kind == "cpu":
+        return False
     return choice.row.name == FALLBACK and plan.asked.get(choice.family, "auto") == "auto"
 
 

@@ -63,6 +63,7 @@ def test_losses_are_covered_as_far_as_slots_go(models: dict[str, ModelConfig]) -
         ({"device": "cuda"}, "ranks on cuda .* give --device cpu"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap .* leave it out"),
         ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap .* leave it out"),
+        ({"delete_ckpt_after_loading": True}, "leave out --delete-ckpt-after-loading"),
         ({"ep_num_redundant_experts": 0}, "12 slots for 16 experts.*--ep-num-redundant-experts 8 covers one"),
     ],
 )

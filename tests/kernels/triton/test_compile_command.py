@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from moe_engine.cli.compile_kernels.absent_deep_gemm import note
 from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import NoExperts, build_triton
 from moe_engine.cli.main import main
@@ -15,11 +17,12 @@ from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 
-pytest.importorskip("triton", reason="needs triton")
+GridExecutor = pytest.importorskip("triton.runtime.interpreter", reason="needs triton").GridExecutor
 
 
 def test_rows_in_plain_torch_need_no_compilation():
@@ -77,3 +80,34 @@ def test_kernels_that_only_some_models_need_are_built(row: str) -> None:
     choices = plan_kernels(device, Need("bfloat16", attention="gqa", delta=True), rows).choices
     delta = build_triton(choices).delta
     assert delta is not None and delta.name == row
+
+
+@pytest.mark.parametrize(("gpu", "takes_ends"), [("h200", True), ("h200", False), ("b200", True)])
+def test_rows_of_deep_gemm_launch_the_kernels_around_them(
+    gpu: str, takes_ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the library and without a GPU: block-FP8 layers and experts run on meta tensors, in every layout."""
+    from tests.models.checkpoints import make_checkpoint
+
+    monkeypatch.setattr(probe, "_found", lambda name: name == "deep_gemm")
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    path = make_checkpoint(
+        "deepseek_v3", tmp_path / "model", 1, num_hidden_layers=2, first_k_dense_replace=1, hidden_size=128,
+        intermediate_size=128, moe_intermediate_size=128,
+    )  # fmt: skip
+    config_file = path / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"quantization_config": blocks}))
+    rows = {"attention_backend": "triton", "linear_backend": "deep_gemm", "moe_runner_backend": "deep_gemm"}
+    args = EngineArgs.from_kwargs(
+        model_path=str(path), load_format="dummy", device="cuda", max_running_requests=2, chunked_prefill_size=512,
+        context_length=512, **rows,
+    )  # fmt: skip
+    config = prepare(args, GPUS[gpu].machine())
+    choices = config.kernels.model.choices
+    assert [choice.family for choice in choices if choice.row.name == "deep_gemm"] == ["linear", "experts"]
+    sizes = [StepSize(2, 1, 8), StepSize(0, 1, 0, 512, 0)]
+    launched: set[str] = set()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *args, **more: launched.add(self.fn.__name__))
+    backends = build_triton(choices, GPUS[gpu].capability, takes_ends)
+    assert list(exercise(config, backends, sizes)) == sizes
+    assert "DG_JIT_CACHE_DIR" in note(["linear"]) and launched

@@ -24,7 +24,7 @@ from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
-from tests.simulated_cuda import kernels, libraries, streams
+from tests.simulated_cuda import kernels, libraries, quick_start, streams
 from tests.speculation.agreeing import agreeing_checkpoint
 
 LIMITS: dict[str, Any] = {
@@ -143,9 +143,10 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "route_kernel", "greedy_kernel"}
 
 
-def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
+def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek V3.2 in this project's kernels, with contexts within the top-k and beyond it, and prompts in chunks: the
-    tokens of the CPU, decodes replayed, no waits."""
+    tokens of the CPU, decodes replayed, no waits. With the steps of every size before READY."""
+    monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
     fields = {"index_head_dim": 16, "index_topk": 8, "first_k_dense_replace": 2}
     path = agreeing_checkpoint("deepseek_v32", tmp_path / "model", 5, num_hidden_layers=2, **fields)
     requests = [Scripted("short", [9, 5, 7], 4, 0, sampling=GREEDY), *script([GREEDY, GREEDY])]

@@ -1,13 +1,8 @@
-"""The GPU suite on simulated devices, with a working and with a lost GPU. In separate processes."""
+"""The GPU suite when a GPU is lost: what its parts keep, skip and report. `tests/simulated_cuda/test_on_device.py`
+runs it on simulated devices."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,58 +12,6 @@ from benchmarks.gpu_suite.attempts import DEVICE_LOST, MOST_LOSSES, Attempts, De
 from benchmarks.gpu_suite.parts import PARTS, run_apart
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.texts import summary
-from tests.examples import FACTOR
-from tests.simulated_cuda.failures import BREAKS
-from tests.simulated_cuda.install import require
-
-ROOT = Path(__file__).resolve().parents[2]
-BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
-
-
-@pytest.fixture
-def simulated() -> dict[str, str]:
-    """The environment of a process with simulated devices."""
-    require()
-    return os.environ | {"PYTHONPATH": f"{ROOT / 'tests/simulated_cuda/site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-
-
-def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(simulated, tmp_path):
-    output = tmp_path / "r.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "cuda", "--output", str(output)]
-    environment = simulated | {BREAKS: "expanded_kernel"}
-    parts = ["exchange", "kernels"] if FACTOR > 1 else ["kernels"]  # exchanges start three processes
-    done = subprocess.run(
-        [*command, "--parts", *parts],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(output.read_text())
-    lines = [line for line in result["kernels"]["lines"] if line["row"] == "triton"]
-    lost = {line["kernel"] for line in lines if "illegal memory access" in line.get("failed", "")}
-    assert lost == BROKEN and result["kernels"]["restarts"] == len(BROKEN) and "failed" not in result["kernels"]
-    assert {line["kernel"] for line in lines} == {case.name for case in cases.tiny_cases()}
-    assert all("us" in line for line in lines if line["kernel"] not in lost)
-    if "exchange" in parts:
-        assert all(line["ok"] for line in result["exchange"]["lines"]) and len(result["exchange"]["lines"]) == 2
-    assert all(re.search(f"kernels: {name} with triton: .*illegal memory access", done.stdout) for name in BROKEN)
-
-
-def test_tests_for_a_gpu_run_on_a_simulated_one(simulated):
-    """The fast ones; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all possible ones."""
-    asked = [
-        "tests/worker/test_before_ready.py",
-        "tests/kernels/vendors/test_on_gpu.py",
-        "tests/distributed/dispatch/test_symm_mem_gpu.py",
-    ]
-    chosen = "a_cuda_graph_reads or test_recorded_absorbed[1-triton] or streams_of_their_own"
-    command = [sys.executable, "-m", "pytest", "-p", "tests.simulated_cuda.plugin", "-m", "gpu", "-q", "-k", chosen]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", *asked], env=simulated, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout.startswith("..s "), done.stdout + done.stderr
 
 
 def test_a_process_that_died_at_a_line_goes_on_behind_it(tmp_path):

@@ -1,0 +1,96 @@
+"""Cold load of a checkpoint against a plain sequential read of its files: ``python -m benchmarks.cold_load``.
+
+Each round drops the files from the page cache and reads them once from begin to end, drops them again and builds the
+model from them. The ratio of the two rates says how much of the disk a load uses; target 0.8. The last column is the
+load with a warm page cache: where it alone is slower than the disk, the processor limits the load.
+
+    python -m benchmarks.cold_load --shape moe-390m --rounds 3
+    python -m benchmarks.cold_load --model-path /models/Qwen3-0.6B --quantization int4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import SHAPES, ensure_checkpoint
+from moe_engine.config.args import EngineArgs
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.loader import load_model
+from moe_engine.planning.prepare import prepare
+from moe_engine.tuning.stats import median
+from moe_engine.worker.startup.kernel_choice import build_backends
+
+PART_BYTES = 8 << 20
+
+
+def drop(paths: Sequence[Path]) -> None:
+    """Removes files from the page cache, after their contents have reached the disk."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def read_plainly(paths: Sequence[Path]) -> float:
+    """Seconds of one sequential read of each file."""
+    buffer, began = bytearray(PART_BYTES), time.perf_counter()
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - began
+
+
+def load(config: Any) -> float:
+    """Seconds until the model is built."""
+    backends = build_backends(config.kernels.model)
+    began = time.perf_counter()
+    load_model(config.model_path, config.model, config.dtype, "cpu", backends, max_positions=config.context_len)
+    return time.perf_counter() - began
+
+
+def measure(config: Any, rounds: int) -> list[tuple[float, float, float]]:
+    """(plain read, cold load, warm load) of each round, in seconds."""
+    paths = sorted({file.path for file in read_checkpoint(Path(config.model_path)).values()})
+    load(config)  # imports, and the kernels' library
+    found = []
+    for _ in range(rounds):
+        drop(paths)
+        plain = read_plainly(paths)
+        drop(paths)
+        cold = load(config)
+        found.append((plain, cold, load(config)))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="moe-engine bench cold_load", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="moe-390m", choices=sorted(SHAPES), help="random checkpoint of this shape")
+    parser.add_argument("--model-path", help="a checkpoint instead")
+    parser.add_argument("--directory", help="where the random checkpoint lies; left out: the benchmarks' cache")
+    parser.add_argument("--quantization", help="int4 or int8: quantize while loading")
+    parser.add_argument("--rounds", type=int, default=3)
+    own = parser.parse_args(argv)
+    path = Path(own.model_path) if own.model_path else ensure_checkpoint(own.shape, own.directory)
+    asked = {"quantization": own.quantization} if own.quantization else {}
+    config = prepare(EngineArgs.from_kwargs(model_path=str(path), device="cpu", random_seed=0, **asked))
+    files = {file.path for file in read_checkpoint(Path(config.model_path)).values()}
+    size = sum(file.stat().st_size for file in files) / 1e9
+    found = measure(config, own.rounds)
+    print(f"{size:.2f} GB in {len(files)} files; medians of {own.rounds} rounds, least and largest ratio in brackets")
+    ratios = [plain / cold for plain, cold, _ in found]
+    plain, cold, warm = (median([row[i] for row in found]) for i in range(3))
+    print(f"plain read {size / plain:.2f} GB/s   cold load {size / cold:.2f} GB/s   warm load {size / warm:.2f} GB/s")
+    print(f"cold load / plain read: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), target 0.80")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Attention within runs of tokens, without a cache: of vision towers."""

@@ -1,0 +1,140 @@
+"""config.json of models for images and text -> ModelConfig. Imports no torch.
+
+The fields of the text model are at the top level or in `text_config`; `vision_config` has the tower's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_families import parse_gqa, parse_qwen3_moe
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.vision_config import QWEN2_5, QWEN3, VisionConfig
+
+QWEN2_5_VL_SECTIONS = (16, 24, 24)
+QWEN3_VL_SECTIONS = (24, 20, 20)
+
+
+def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen2.5-VL: a Qwen2.5 text model whose rotary channels are in three sections: frame, row, column."""
+    read = Fields({**fields.raw, "model_type": "qwen2"}, fields.source)
+    config = parse_gqa(read, generation, None, ())
+    section = _vision(fields)
+    half, layers = config.rope.width // 2, section.integer("depth")
+    sections = _sections(fields, half, QWEN2_5_VL_SECTIONS)
+    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    vision = replace(
+        _common(fields, section, QWEN2_5, config.hidden_size, patch_size=14),
+        window=section.integer("window_size", 112),
+        full_layers=_layers(section, "fullatt_block_indexes", (7, 15, 23, 31), layers),
+        activation=_activation(section, "silu", ("silu",)),
+    )
+    if vision.window < vision.patch_size * vision.merge:
+        section.fail("window_size", f"{vision.window} is smaller than a token of {vision.patch_size * vision.merge}")
+    return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
+
+
+def parse_qwen3_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3-VL: a Qwen3 text model whose rotary pairs take turns between frame, row and column."""
+    return _qwen3(fields, parse_gqa(Fields({**fields.raw, "model_type": "qwen3"}, fields.source), generation, None, ()))
+
+
+def parse_qwen3_vl_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3-VL-MoE: the same on a Qwen3-MoE text model, whose checkpoints have a layer's experts in common tensors:
+    `gate_up_proj` [E, D, 2I], the gate's columns first, and `down_proj` [E, I, D]."""
+    raw = {"norm_topk_prob": True, **fields.raw, "model_type": "qwen3_moe"}
+    config = parse_qwen3_moe(Fields(raw, fields.source), generation)
+    if not config.weight_format.name and config.moe is not None:
+        config = replace(config, weight_format=FusedExpertsFormat(config.moe.num_experts, alternating=False))
+    return _qwen3(fields, config)
+
+
+def _qwen3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    section, half = _vision(fields), config.rope.width // 2
+    sections, layers = _sections(fields, half, QWEN3_VL_SECTIONS), section.integer("depth")
+    axes = [0] * half
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sections[axis], 3):
+            if pair >= half:
+                fields.fail("mrope_section", f"{list(sections)} leaves no pairs for axis {axis} of {half} in turns")
+            axes[pair] = axis
+    deepstack = _layers(section, "deepstack_visual_indexes", (8, 16, 24), layers)
+    if len(deepstack) > config.num_layers or sorted(set(deepstack)) != list(deepstack):
+        section.fail("deepstack_visual_indexes", f"{list(deepstack)} must ascend, at most {config.num_layers} layers")
+    positions = section.integer("num_position_embeddings", 2304)
+    if int(positions**0.5) ** 2 != positions:
+        section.fail("num_position_embeddings", f"{positions} is no square")
+    vision = replace(
+        _common(fields, section, QWEN3, config.hidden_size, patch_size=16),
+        num_positions=positions,
+        deepstack_layers=deepstack,
+        activation=_activation(section, "gelu_pytorch_tanh", ("gelu_pytorch_tanh",)),
+    )
+    return replace(_named(config, fields), rope=replace(config.rope, axes=tuple(axes)), vision=vision)
+
+
+def _common(fields: Fields, section: Fields, tower: str, hidden: int, patch_size: int) -> VisionConfig:
+    width, heads = section.integer("hidden_size"), section.integer("num_heads")
+    if width % heads or (width // heads) % 4:
+        section.fail("num_heads", f"{heads} does not divide hidden_size {width} into heads of a multiple of 4 channels")
+    out_width = section.integer("out_hidden_size", hidden)
+    if out_width != hidden:
+        section.fail("out_hidden_size", f"{out_width} is not hidden_size {hidden} of the text model")
+    channels = section.integer("in_channels", None) or section.integer("in_chans", 3)
+    return VisionConfig(
+        tower=tower,
+        width=width,
+        num_layers=section.integer("depth"),
+        num_heads=heads,
+        intermediate=section.integer("intermediate_size"),
+        patch_size=section.integer("patch_size", patch_size),
+        temporal_patch_size=section.integer("temporal_patch_size", 2),
+        channels=channels,
+        merge=section.integer("spatial_merge_size", 2),
+        out_width=out_width,
+        image_token=fields.integer("image_token_id", minimum=0),
+        video_token=fields.integer("video_token_id", None, minimum=0),
+    )
+
+
+def _vision(fields: Fields) -> Fields:
+    section = fields.section("vision_config")
+    if section is None:
+        fields.fail("vision_config", "is missing; the architecture has a vision tower")
+    return section
+
+
+def _sections(fields: Fields, half: int, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    """`mrope_section`: rotary pairs of the frame, the row and the column."""
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    found = list(default) if section is None else section.raw.get("mrope_section") or list(default)
+    counts = isinstance(found, list) and len(found) == 3 and all(isinstance(n, int) and n >= 0 for n in found)
+    if not counts or sum(found) != half:
+        (section or fields).fail("mrope_section", f"needs three counts with the sum {half}, found {found!r}")
+    return found[0], found[1], found[2]
+
+
+def _layers(section: Fields, name: str, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Layer numbers; those of the default that the tower has, if the field is missing."""
+    found = section.raw.get(name)
+    if found is None:
+        return tuple(i for i in default if i < num_layers)
+    if not isinstance(found, list) or not all(isinstance(i, int) and 0 <= i < num_layers for i in found):
+        section.fail(name, f"needs numbers of the {num_layers} layers, found {found!r}")
+    return tuple(found)
+
+
+def _activation(section: Fields, default: str, known: tuple[str, ...]) -> str:
+    found: str = section.text("hidden_act", default)
+    if found not in known:
+        section.fail("hidden_act", f"{found!r} is not supported; supported: {', '.join(known)}")
+    return found
+
+
+def _named(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """With the file's own model_type and fields."""
+    return replace(config, model_type=fields.text("model_type", ""), raw=fields.raw)

@@ -1,0 +1,82 @@
+"""The vision tower of Qwen2.5-VL: attention within windows, in some layers within a frame.
+
+Legend: P patches, N tokens of an image, D width, H heads, Dh head width, I intermediate, M merge size, O out width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.varlen.protocol import VarlenKernel
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.vision.grid import Grid, patch_angles, window_order
+from moe_engine.models.vision.products import load_product
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.vision_tensors import PREFIX, patch_shape
+from moe_engine.models.weights import WeightSource
+
+
+class _Block:
+    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
+        ops = backends.ops
+        self.norm1 = RMSNorm(ops, reader, f"{prefix}.norm1", v.width, v.norm_eps)
+        self.norm2 = RMSNorm(ops, reader, f"{prefix}.norm2", v.width, v.norm_eps)
+        self.qkv = load_product(backends, reader, [f"{prefix}.attn.qkv"], 3 * v.width, v.width)
+        self.proj = load_product(backends, reader, [f"{prefix}.attn.proj"], v.width, v.width)
+        gate_up = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
+        self.gate_up = load_product(backends, reader, gate_up, v.intermediate, v.width)
+        self.down = load_product(backends, reader, [f"{prefix}.mlp.down_proj"], v.width, v.intermediate)
+
+
+class Qwen25Tower:
+    """Pixels of an image -> embeddings of its tokens; the whole tower on one rank."""
+
+    def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
+        v = vision
+        self._vision, self._ops = v, backends.ops
+        assert backends.varlen is not None
+        self._attention: VarlenKernel = backends.varlen
+        name = f"{PREFIX}patch_embed.proj"
+        self.patches = load_product(backends, reader, [name], v.width, v.patch_width, patch_shape(v), bias=False)
+        self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
+        self.merge_norm = RMSNorm(backends.ops, reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
+        merged = v.merged_width
+        self.merge_in = load_product(backends, reader, [f"{PREFIX}merger.mlp.0"], merged, merged)
+        self.merge_out = load_product(backends, reader, [f"{PREFIX}merger.mlp.2"], v.out_width, merged)
+
+    def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """pixels [P, channels * frames * height * width of a patch], in the activation dtype -> [N, O]."""
+        v, device = self._vision, pixels.device
+        windows = window_order(grid, v.merge, v.window // v.merge // v.patch_size)
+        order, back = windows.order.to(device), windows.back.to(device)
+
+        def by_window(x: Tensor) -> Tensor:  # [P, any]
+            return x.view(len(order), v.merge**2, -1)[order].flatten(0, 1)
+
+        angles = patch_angles(grid, v.merge, v.head_dim, v.theta).to(device)
+        table, places = RotaryTable(by_window(angles), interleaved=False), torch.arange(len(pixels), device=device)
+        frames = (grid[1] * grid[2],) * grid[0]
+        residual = by_window(self.patches(pixels))  # [P, D]
+        hidden = self.blocks[0].norm1(residual)
+        for i, block in enumerate(self.blocks):
+            lens = frames if i in v.full_layers else windows.lens
+            hidden = block.norm2.add(self._attend(block, hidden, places, table, lens), residual)
+            hidden = block.down(self._ops.silu_and_mul(block.gate_up(hidden)))
+            last = i + 1 == len(self.blocks)
+            hidden = (self.merge_norm if last else self.blocks[i + 1].norm1).add(hidden, residual)
+        merged = gelu(self.merge_in(hidden.view(len(order), -1)))  # [N, D * M * M]
+        return self.merge_out(merged)[back]
+
+    def _attend(
+        self, block: _Block, hidden: Tensor, places: Tensor, table: RotaryTable, lens: tuple[int, ...]
+    ) -> Tensor:
+        """hidden [P, D] -> [P, D]."""
+        heads, width = self._vision.num_heads, self._vision.head_dim
+        qkv = block.qkv(hidden).view(-1, 3 * heads, width)  # [P, 3H, Dh]
+        self._ops.rotate_leading(qkv[:, : 2 * heads], places, table)
+        q, k, v = qkv.split(heads, 1)
+        return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))

@@ -1,0 +1,77 @@
+"""Config of a vision tower, and the families that have one. Imports no torch.
+
+Legend: P patches of an image, M patches of a token in one direction (merge size), N tokens of an image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
+QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
+"""Values of `VisionConfig.tower`."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A vision tower and its tokens in the text.
+
+    Attributes:
+        tower: dotted path of the tower's class.
+        width, num_layers, num_heads, intermediate: of the transformer over patches.
+        patch_size, temporal_patch_size, channels: of a patch's pixels.
+        merge: M.
+        window: side of an attention window in pixels, for the layers outside `full_layers`; 0: no windows.
+        out_width: channels of a token's embedding, those of the text model.
+        num_positions: rows of the learned position table; 0: none.
+        deepstack_layers: layers whose states are added to the first layers of the text model too.
+        image_token, video_token: placeholder tokens of the text.
+        max_patches: patches of the largest image that is taken.
+        norm_eps, theta: epsilon of the norms, base of the rotary frequencies.
+        activation: of the MLP without a gate.
+    """
+
+    tower: str
+    width: int
+    num_layers: int
+    num_heads: int
+    intermediate: int
+    patch_size: int
+    temporal_patch_size: int
+    channels: int
+    merge: int
+    out_width: int
+    image_token: int
+    video_token: int | None
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
+    num_positions: int = 0
+    deepstack_layers: tuple[int, ...] = ()
+    max_patches: int = 0
+    norm_eps: float = 1e-6
+    theta: float = 10000.0
+    activation: str = "silu"
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch as the image processor writes it."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def merged_width(self) -> int:
+        """Channels of the patches of a token together."""
+        return self.width * self.merge**2
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that the tower computes for a token: its embedding, and those of deepstack layers."""
+        return self.out_width * (1 + len(self.deepstack_layers))
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of an image of (frames, rows, columns) patches."""
+        frames, rows, columns = grid
+        return frames * (rows // self.merge) * (columns // self.merge)

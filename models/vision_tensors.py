@@ -1,0 +1,74 @@
+"""Tensors of a vision tower, by their names in the checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from moe_engine.models.vision_config import QWEN2_5, QWEN3, VisionConfig
+
+PREFIX = "visual."
+Entry = tuple[str, tuple[int, ...], bool]
+"""Name, shape, and whether the tensor is kept in float32."""
+
+
+def vision_tensors(vision: VisionConfig) -> Iterator[Entry]:
+    """All tensors of the tower."""
+    for name, shape, wide in _BY_TOWER[vision.tower](vision):
+        yield PREFIX + name, shape, wide
+
+
+def _linear(name: str, rows: int, columns: int) -> Iterator[Entry]:
+    yield f"{name}.weight", (rows, columns), False
+    yield f"{name}.bias", (rows,), False
+
+
+def _qwen2_5(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    for i in range(v.num_layers):
+        block = f"blocks.{i}"
+        yield f"{block}.norm1.weight", (v.width,), True
+        yield f"{block}.norm2.weight", (v.width,), True
+        yield from _linear(f"{block}.attn.qkv", 3 * v.width, v.width)
+        yield from _linear(f"{block}.attn.proj", v.width, v.width)
+        yield from _linear(f"{block}.mlp.gate_proj", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.up_proj", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.down_proj", v.width, v.intermediate)
+    yield "merger.ln_q.weight", (v.width,), True
+    yield from _linear("merger.mlp.0", v.merged_width, v.merged_width)
+    yield from _linear("merger.mlp.2", v.out_width, v.merged_width)
+
+
+def _qwen3(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    yield "patch_embed.proj.bias", (v.width,), False
+    yield "pos_embed.weight", (v.num_positions, v.width), False
+    for i in range(v.num_layers):
+        block = f"blocks.{i}"
+        for name in ("norm1", "norm2"):
+            yield from _layer_norm(f"{block}.{name}", v.width)
+        yield from _linear(f"{block}.attn.qkv", 3 * v.width, v.width)
+        yield from _linear(f"{block}.attn.proj", v.width, v.width)
+        yield from _linear(f"{block}.mlp.linear_fc1", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.linear_fc2", v.width, v.intermediate)
+    yield from _merger("merger", v, v.width)
+    for i in range(len(v.deepstack_layers)):
+        yield from _merger(f"deepstack_merger_list.{i}", v, v.merged_width)
+
+
+def _merger(name: str, v: VisionConfig, norm_width: int) -> Iterator[Entry]:
+    yield from _layer_norm(f"{name}.norm", norm_width)
+    yield from _linear(f"{name}.linear_fc1", v.merged_width, v.merged_width)
+    yield from _linear(f"{name}.linear_fc2", v.out_width, v.merged_width)
+
+
+def _layer_norm(name: str, width: int) -> Iterator[Entry]:
+    yield f"{name}.weight", (width,), False
+    yield f"{name}.bias", (width,), False
+
+
+_BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {QWEN2_5: _qwen2_5, QWEN3: _qwen3}
+
+
+def patch_shape(v: VisionConfig) -> tuple[int, ...]:
+    """Of the convolution over patches, whose steps are its size: a product with the patch's numbers in order."""
+    return v.width, v.channels, v.temporal_patch_size, v.patch_size, v.patch_size

@@ -1,0 +1,43 @@
+"""Flags of images in prompts, for models with a vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.field import flag
+from moe_engine.config.values import parse_json_object
+
+
+@dataclass(frozen=True)
+class MultimodalArgs:
+    language_model_only: bool = flag(
+        False,
+        "Of a model with a vision tower load the language model alone: images are refused, drafts are allowed.",
+    )
+    allowed_local_media_path: str | None = flag(
+        None,
+        "Folder below which requests may name image files, as paths or file:// addresses. Left out: files are refused.",
+        metavar="FOLDER",
+    )
+    allow_private_media_urls: bool = flag(
+        False,
+        "Images may come from private addresses (127.0.0.1, 10.0.0.0/8, ...), also by redirects. By default a request "
+        "cannot make the server read from its own network.",
+    )
+    media_fetch_timeout: float = flag(
+        10.0, "Seconds for reading one image from an address, redirects included.", metavar="SECONDS"
+    )
+    max_media_mb: int = flag(
+        32, "Largest image of a request in MB (2^20 bytes), as it is encoded (JPEG, PNG, ...).", metavar="MB"
+    )
+    limit_mm_data_per_request: str = flag(
+        '{"image": 16}',
+        "JSON object with the most images of a request, for instance '{\"image\": 4}'.",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    vlm_cache_size_mb: int = flag(
+        100,
+        "Results of the vision tower that each rank keeps, in MB (2^20 bytes): a repeated image is not encoded again.",
+        metavar="MB",
+    )

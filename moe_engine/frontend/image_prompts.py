@@ -1,0 +1,107 @@
+"""Images of prompts: which images a request names, and prompts with the tokens of their images."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from moe_engine.errors import InputError
+from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.image_tokens import ImageTokens, keyed_ids
+from moe_engine.media.images import Images, place_images
+from moe_engine.media.settings import ImageSource, MediaSettings
+
+FIELD = "image_data"
+
+
+def sources_of(image_data: Any, index: int, count: int, is_batch: bool) -> list[ImageSource]:
+    """The images of one prompt: `image_data` is one image, the images of one prompt, or for a batch a list with the
+    image or images of each prompt.
+
+    Raises:
+        InputError: a value of another kind.
+    """
+    if not image_data:
+        return []
+    if is_batch:
+        if not isinstance(image_data, list) or len(image_data) != count:
+            raise InputError(f"{FIELD}: a batch of {count} prompts needs a list with the images of each", field=FIELD)
+        image_data = image_data[index]
+    own = image_data if isinstance(image_data, list) else [image_data]
+    field = f"{FIELD}[{index}]" if is_batch else FIELD
+    several = len(own) > 1
+    return [_source(one, f"{field}[{i}]" if several else field) for i, one in enumerate(own) if one is not None]
+
+
+def _source(value: Any, field: str) -> ImageSource:
+    if isinstance(value, ImageSource):
+        return value
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{field}: expected an address, a path or base64, got {value!r:.80}", field=field)
+    return ImageSource(value, field)
+
+
+class ImagePrompts:
+    """Images of requests; their readers and processors start with the first one."""
+
+    def __init__(self, info: EngineInfo, settings: MediaSettings) -> None:
+        self._info, self._settings = info, settings
+        self._images: Images | None = None
+
+    def check(self, ids: Sequence[int], sources: Sequence[ImageSource], is_joined: bool, field: str) -> None:
+        """Checks a prompt before its images are read; `is_joined`: it continues a session.
+
+        Raises:
+            InputError: names the field, `field` for the prompt's.
+        """
+        vision = self._info.vision
+        if vision is None:
+            if sources:
+                where = sources[0].field
+                name = self._info.served_model_name
+                raise InputError(f"{where}: {name} takes text alone; leave the images out", field=where)
+            return
+        if not sources:
+            if vision.image_token in ids or vision.video_token in ids:
+                raise InputError(
+                    f"{field}: the prompt has a placeholder of an image or video, and the request has no images; leave "
+                    f"the placeholder out, or send the image ({FIELD}, or an image_url part of a message)",
+                    field=field,
+                )
+            return
+        if is_joined:
+            raise InputError(f"{sources[0].field}: not available yet in sessions; leave out session_params")
+        if len(sources) > self._settings.max_images:
+            raise InputError(
+                f"{FIELD}: {len(sources)} images; this server takes {self._settings.max_images} in a request "
+                "(--limit-mm-data-per-request)",
+                field=sources[self._settings.max_images].field,
+            )
+
+    async def place(
+        self, ids: Sequence[int], sources: Sequence[ImageSource], field: str
+    ) -> tuple[list[int], list[ImageTokens]]:
+        """The prompt with the tokens of its images, and the images. Raises InputError."""
+        vision = self._info.vision
+        assert vision is not None
+        if self._images is None:
+            self._images = Images(vision, self._info.model_path, self._settings)
+        return place_images(ids, await self._images.load(sources), vision, field)
+
+    async def place_all(self, prompts: Sequence[Any], field: str) -> list[Any]:
+        """`place` for the prompts (`generate_input.Prompt`) that have images; returns these."""
+        chosen = [prompt for prompt in prompts if prompt.sources]
+        found = await asyncio.gather(*(self.place(prompt.ids, prompt.sources, field) for prompt in chosen))
+        for prompt, (ids, images) in zip(chosen, found):
+            prompt.ids, prompt.images, prompt.sources = ids, images, []
+        return chosen
+
+    def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
+
+
+def engine_ids(ids: list[int], images: Sequence[ImageTokens]) -> list[int]:
+    """The prompt as the engine's caches know it."""
+    return keyed_ids(ids, images) if images else ids

@@ -1,0 +1,96 @@
+"""Child process that decodes images and runs the checkpoint's image processor, so that a slow or broken image harms
+nothing else. It imports no torch: transformers' Pillow processors compute with numpy.
+
+Frames on standard input and output: 4 bytes of length, then msgpack. The first frame in is the checkpoint's folder, the
+others are encoded images. It exits when its input closes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import signal
+import sys
+import warnings
+from contextlib import suppress
+from functools import partial
+from typing import IO, Any
+
+import msgspec
+
+from moe_engine.processes.pipe_frames import read_frame, write_frame
+
+MAX_MEMORY_BYTES = 8 << 30
+NICENESS = 5
+MAX_PIXELS = 1 << 27
+"""Of an image as it is sent; larger ones are not decoded."""
+
+
+class Processed(msgspec.Struct, array_like=True):
+    """An image as the model reads it, or the reason against it."""
+
+    problem: str | None = None
+    grid: tuple[int, int, int] = (0, 0, 0)
+    pixels: bytes = b""
+    """float32 in native byte order, [patches, numbers of a patch]."""
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    absent: dict[str, Any] = dict.fromkeys(("torch", "torchvision"))
+    sys.modules.update(absent)  # transformers would import them where they are installed
+    with suppress(EOFError, BrokenPipeError):
+        _work(sys.stdin.buffer, sys.stdout.buffer)
+
+
+def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
+    folder: str = msgspec.msgpack.decode(read_frame(requests))
+    try:
+        process = partial(_processed, load_processor(folder))
+        write_frame(answers, msgspec.msgpack.encode(None))
+    except Exception as error:
+        write_frame(answers, msgspec.msgpack.encode(f"{type(error).__name__}: {error}"))
+        return
+    while True:
+        write_frame(answers, msgspec.msgpack.encode(process(read_frame(requests))))
+
+
+def load_processor(folder: str) -> Any:
+    """The image processor of a checkpoint, in transformers' form for Pillow."""
+    from transformers import AutoImageProcessor
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def _processed(processor: Any, data: bytes) -> Processed:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as opened:
+            warnings.simplefilter("ignore")
+            width, height = opened.size
+            if width * height > MAX_PIXELS:
+                return Processed(f"the image has {width} x {height} pixels; send at most {MAX_PIXELS >> 20} megapixels")
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except UnidentifiedImageError:
+        return Processed("is no image of a known format")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return Processed(f"cannot be decoded as an image ({error})")
+    try:
+        found = processor(images=[image], return_tensors="np")
+    except ValueError as error:
+        return Processed(f"cannot be processed ({error})")
+    except MemoryError:
+        return Processed("needs too much memory; send a smaller image")
+    frames, rows, columns = (int(count) for count in found["image_grid_thw"][0])
+    return Processed(None, (frames, rows, columns), found["pixel_values"].astype("float32").tobytes())
+
+
+if __name__ == "__main__":
+    main()

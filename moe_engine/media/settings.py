@@ -1,0 +1,29 @@
+"""What requests may name, and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSettings:
+    """A field with the name of a flag has that flag's value."""
+
+    allowed_local_media_path: str | None = None
+    allow_private_media_urls: bool = False
+    media_fetch_timeout: float = 10.0
+    max_media_mb: int = 32
+    max_images: int = 16
+    """Most images of a request."""
+
+    @property
+    def max_bytes(self) -> int:
+        return self.max_media_mb << 20
+
+
+class ImageSource(NamedTuple):
+    """An image of a request: an address, a path or base64 data, and the client's name of the field."""
+
+    text: str
+    field: str = "image_data"

@@ -1,0 +1,60 @@
+"""Images in the content parts of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_engine.errors import InputError
+from moe_engine.media.settings import ImageSource
+from moe_engine.server.state import ServerState
+
+OTHER_KINDS = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "file": "files"}
+
+
+def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+    """The conversation with plain image parts, as chat templates read them, and its images in order.
+
+    Raises:
+        InputError: names the part that is no text and no image, or the image that the model cannot take.
+    """
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return messages, []
+    sources: list[ImageSource] = []
+    made = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [_part(part, f"messages[{i}].content[{j}]", sources) for j, part in enumerate(content)]
+            message = {**message, "content": parts}
+        made.append(message)
+    if sources:
+        _check_model(state, sources[0].field)
+    return made, sources
+
+
+def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[str, Any]:
+    kind = part["type"]
+    if kind in OTHER_KINDS:
+        raise InputError(f"{where}: {OTHER_KINDS[kind]} are not supported; send text and images", field=f"{where}.type")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise InputError(f"{where}.text: is required", field=f"{where}.text")
+        return part
+    image = part.get("image_url")
+    address = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(address, str) or not address:
+        words = 'is required: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+        raise InputError(f"{where}.image_url.url: {words}", field=f"{where}.image_url.url")
+    sources.append(ImageSource(address, f"{where}.image_url.url"))
+    return {"type": "image"}
+
+
+def _check_model(state: ServerState, field: str) -> None:
+    if state.client.info.vision is None:
+        raise InputError(f"{field}: {state.model_name} takes text alone; leave the images out", field=field)
+    if state.chat_template is not None and not state.chat_template.reads_parts:
+        raise InputError(
+            f"{field}: the chat template reads no content parts, so it cannot place images; start the server with "
+            "--chat-template FILE of a template that does",
+            field=field,
+        )

@@ -1,0 +1,103 @@
+"""Images of request rows: positions of several axes, and the image tokens of a step.
+
+Positions behind an image are smaller than places in the sequence, by a number that each row keeps.
+
+Legend: T tokens of the step, n image tokens of them, L tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_engine.image_tokens import FIRST_KEY, ImageTokens
+from moe_engine.models.vision.positions import axis_positions
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.types import NewRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """Image tokens of a step, image by image: `parts` has each image and its tokens in the step, as numbers within the
+    image."""
+
+    tokens: np.ndarray  # [n] int64, numbers in the step
+    axes: np.ndarray  # [3, n] int64
+    parts: list[tuple[ImageTokens, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    images: tuple[ImageTokens, ...]
+    axes: np.ndarray  # [3, L] int64
+    image: np.ndarray  # [L] int64: number of the image, -1 for text
+
+
+class RowImages:
+    """Images of `max_rows` rows. A prompt is kept until its last token is in a step.
+
+    Args:
+        has_axes: positions of image tokens have several axes; else they are places in the sequence.
+    """
+
+    def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool) -> None:
+        self._vision, self._has_axes = vision, has_axes
+        self._shifts = np.zeros(max_rows, dtype=np.int64)
+        self._prompts: dict[int, _Prompt] = {}
+
+    def plain(self, ids: np.ndarray) -> np.ndarray:
+        """Ids with the placeholder in the place of keys (`image_tokens`)."""
+        return np.where(ids >= FIRST_KEY, self._vision.image_token, ids)
+
+    def enter(self, new: NewRow) -> NewRow:
+        """A new row; returns it with plain token ids."""
+        self._prompts.pop(new.row, None)
+        self._shifts[new.row] = 0
+        if not new.images:
+            return new
+        length, spans = new.num_prompt, [(image.start, image.grid) for image in new.images]
+        places = np.arange(length)
+        axes, shift = np.broadcast_to(places, (3, length)), 0
+        if self._has_axes:
+            axes, shift = axis_positions(length, spans, self._vision.merge)
+        number = np.full(length, -1, dtype=np.int64)
+        for i, image in enumerate(new.images):
+            number[image.start : image.stop] = i
+        self._shifts[new.row] = shift
+        self._prompts[new.row] = _Prompt(new.images, axes, number)
+        return replace(new, token_ids=self.plain(np.array(new.token_ids)).tolist())
+
+    def shift(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Places of tokens behind the prompts [T] become positions, in place; rows [T]: the row of each."""
+        positions += self._shifts[rows]
+
+    def place(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, StepImages | None]:
+        """Positions [T] of tokens at places [T] of rows [T], and the image tokens among them, if any."""
+        positions = places + self._shifts[rows]
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        parts: list[tuple[ImageTokens, np.ndarray]] = []
+        for row in self._with_prompts(rows):
+            prompt = self._prompts[row]
+            last = len(prompt.image) - 1
+            tokens = np.flatnonzero((rows == row) & (places <= last))
+            at = places[tokens]
+            positions[tokens] = prompt.axes[0, at]
+            for i in np.unique(prompt.image[at]).tolist():
+                if i < 0:
+                    continue
+                own = prompt.image[at] == i
+                found.append((tokens[own], prompt.axes[:, at[own]]))
+                parts.append((prompt.images[i], at[own] - prompt.images[i].start))
+            if last in at:
+                del self._prompts[row]
+        if not parts:
+            return positions, None
+        tokens, axes = zip(*found)
+        return positions, StepImages(np.concatenate(tokens), np.concatenate(axes, axis=1), parts)
+
+    def _with_prompts(self, rows: np.ndarray) -> Sequence[int]:
+        if not self._prompts:
+            return ()
+        return [row for row in np.unique(rows).tolist() if row in self._prompts]

@@ -1,0 +1,214 @@
+"""`moe-engine serve` with images: the official client of OpenAI and /generate, against transformers' processor and
+model; what is refused."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import io
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+
+from tests.e2e.server_process import ServerProcess
+from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
+from tests.models.vision_checkpoints import END, IMAGE, NAMES, START, Oracle, Pixels, make_checkpoint, random_picture
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+GREEDY = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+
+
+@dataclass
+class Served:
+    server: ServerProcess
+    oracle: Oracle
+    processor: Any
+    files: Path
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(self.server.url + "/generate", json={"sampling_params": GREEDY, **body}, timeout=60)
+
+    def pixels(self, picture: Any) -> Pixels:
+        found = self.processor(images=[picture], return_tensors="pt")
+        return Pixels(tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"])
+
+    def expected(self, text: str, pictures: list[Any]) -> list[int]:
+        """Tokens of transformers' answer to a text with a placeholder for each picture."""
+        images = [self.pixels(picture) for picture in pictures]
+        ids: list[int] = []
+        parts = text.split(NAMES[IMAGE])
+        for part, image in zip(parts, [*images, None]):
+            for piece in part.replace(NAMES[START], f"\0{START}\0").replace(NAMES[END], f"\0{END}\0").split("\0"):
+                ids += [int(piece)] if piece in (str(START), str(END)) else self.tokenize(piece)
+            ids += [IMAGE] * (image.num_tokens if image is not None else 0)
+        return [token for token, _ in self.oracle.greedy(ids, images, 5)]
+
+    def tokenize(self, text: str) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": False}
+        return httpx.post(self.server.url + "/tokenize", json=body).json()["tokens"] if text else []
+
+
+def encoded(picture: Any, form: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    picture.save(out, form)
+    return out.getvalue()
+
+
+def data_address(picture: Any) -> str:
+    return "data:image/png;base64," + base64.b64encode(encoded(picture)).decode()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Served]:
+    from transformers import AutoImageProcessor
+
+    request.getfixturevalue("forked_processes")
+    folder, files = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("files")
+    path = make_checkpoint("qwen2_5_vl", folder / "checkpoint", random.randrange(1000))
+    flags = {
+        "model-path": path, "dtype": "float32", "max-total-tokens": 1024, "allowed-local-media-path": files,
+        "max-media-mb": 1, "limit-mm-data-per-request": '{"image": 3}', "cpu-threads": 1, "media-fetch-timeout": 5,
+    }  # fmt: skip
+    arguments = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    with ServerProcess(folder, *arguments, "--enable-cache-report") as server:
+        yield Served(server, Oracle(path), AutoImageProcessor.from_pretrained(path, backend="pil"), files)
+
+
+def test_generate(served: Served) -> None:
+    """By data address, base64 and file; token ids; again as a cached prefix; another image of the same size is none."""
+    first, second = (random_picture(70, 90, seed) for seed in random.sample(range(1000), 2))
+    (served.files / "a b.png").write_bytes(encoded(first))
+    text = f"look at {NAMES[START]}{NAMES[IMAGE]}{NAMES[END]} this"
+    expected = served.expected(text, [first])
+    sources = [data_address(first), base64.b64encode(encoded(first)).decode(), str(served.files / "a b.png")]
+    for source in [*sources, (served.files / "a b.png").as_uri(), [sources[0]]]:
+        answer = served.post(text=text, image_data=source).json()
+        assert answer["output_ids"][: len(expected)] == expected, answer
+    tokens = served.pixels(first).num_tokens
+    meta = answer["meta_info"]
+    assert meta["prompt_tokens"] - 1 == meta["cached_tokens"] > tokens
+    ids = [*served.tokenize("look at "), START, IMAGE, END, *served.tokenize(" this")]
+    assert served.post(input_ids=ids, image_data=sources[0]).json()["output_ids"] == answer["output_ids"]
+    other = served.post(text=text, image_data=data_address(second)).json()
+    wanted = served.expected(text, [second])
+    assert other["output_ids"][: len(wanted)] == wanted
+    assert other["meta_info"]["cached_tokens"] == len(served.tokenize("look at ")) + 1
+    batch = served.post(text=[text, "only text"], image_data=[sources[0], None]).json()
+    assert batch[0]["output_ids"] == answer["output_ids"]
+    wanted = served.expected("only text", [])
+    assert batch[1]["output_ids"][: len(wanted)] == wanted
+
+
+def test_chat(served: Served) -> None:
+    pictures = [random_picture(random.randint(40, 120), random.randint(40, 120), seed) for seed in range(2)]
+    content: list[Any] = [{"type": "text", "text": "first "}]
+    content += [{"type": "image_url", "image_url": {"url": data_address(one), "detail": "auto"}} for one in pictures]
+    content += [{"type": "text", "text": " then"}]
+    with openai.OpenAI(base_url=served.server.url + "/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=5,
+            logprobs=True, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+    place = f"{NAMES[START]}{NAMES[IMAGE]}{NAMES[END]}"
+    expected = served.expected(f"[user]first {place}{place} then[assistant]", pictures)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.content is not None
+    tokenizer = httpx.post(served.server.url + "/detokenize", json={"tokens": expected}).json()["text"]
+    if len(expected) == 5:  # no doubtful token
+        assert answer.choices[0].message.content == tokenizer
+    assert answer.usage is not None and answer.usage.prompt_tokens > sum(served.pixels(p).num_tokens for p in pictures)
+    assert httpx.get(served.server.url + "/model_info").json()["has_image_understanding"] is True
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(302 if self.path == "/away" else 200)
+        self.send_header("Location", "/image")
+        self.end_headers()
+        self.wfile.write(encoded(random_picture(50, 50, 1)) if self.path == "/image" else b"text")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_is_refused(served: Served, tmp_path: Path) -> None:
+    text = f"a{NAMES[IMAGE]}"
+    good = data_address(random_picture(30, 30, 0))
+    (tmp_path / "x.png").write_bytes(encoded(random_picture(30, 30, 0)))
+    (served.files / "link.png").symlink_to(tmp_path / "x.png")
+    large = base64.b64encode(bytes(2 << 20)).decode()
+    for body, field, words in (
+        ({"text": text, "image_data": "data:image/png;base64,####"}, "image_data", "base64"),
+        ({"text": text, "image_data": [good, "data:text/plain,hello"]}, "image_data[1]", "no image of a known format"),
+        ({"text": text, "image_data": str(tmp_path / "x.png")}, "image_data", "outside the folder"),
+        ({"text": text, "image_data": str(served.files / "link.png")}, "image_data", "outside the folder"),
+        ({"text": text, "image_data": str(served.files / "absent.png")}, "image_data", "cannot be read"),
+        ({"text": text, "image_data": "http://127.0.0.1:9/x.png"}, "image_data", "private address"),
+        ({"text": text, "image_data": "http://[::ffff:10.0.0.1]/x.png"}, "image_data", "private address"),
+        ({"text": text, "image_data": "ftp://host/x.png"}, "image_data", "neither an address"),
+        ({"text": text, "image_data": large}, "image_data", "more than 1 MB"),
+        ({"text": text, "image_data": "data:video/mp4;base64,AAAA"}, "image_data", "video input is not supported"),
+        ({"text": "no place", "image_data": good}, "text", "1 images for 0 image placeholders"),
+        ({"text": text}, "text", "no images"),
+        ({"text": text * 4, "image_data": [good] * 4}, "image_data[3]", "takes 3 in a request"),
+        ({"text": text, "image_data": {"url": good}}, "image_data", "expected"),
+        ({"text": text, "video_data": good}, "video_data", "not available"),
+    ):
+        answer = served.post(**body)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and words in message, (body["text"], message)
+        assert answer.json()["error"].get("param", field) == field or message.startswith(field), answer.json()
+    for part, words in (
+        ({"type": "video_url", "video_url": {"url": good}}, "videos are not supported"),
+        ({"type": "image_url", "image_url": {}}, "url"),
+        ({"type": "image_url", "image_url": {"url": "data:,x"}}, "messages[0].content[0].image_url.url"),
+    ):
+        body = {"model": "default", "messages": [{"role": "user", "content": [part]}]}
+        answer = httpx.post(served.server.url + "/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    again = served.post(text=text, image_data=good)
+    assert again.status_code == 200
+
+
+def test_addresses(tmp_path: Path) -> None:
+    """A server that may read private addresses reads images, also by redirects; one with text alone reads none."""
+    path = make_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{web.server_address[1]}"
+        flags = ["--model-path", str(path), "--max-total-tokens", "512", "--allow-private-media-urls"]
+        with ServerProcess(tmp_path, *flags, "--cpu-threads", "1") as server:
+            body = {"text": NAMES[IMAGE], "sampling_params": GREEDY}
+            answers = [
+                httpx.post(server.url + "/generate", json={**body, "image_data": source}, timeout=60)
+                for source in (f"{root}/image", f"{root}/away", f"{root}/text")
+            ]
+        web.shutdown()
+    assert [answer.status_code for answer in answers] == [200, 200, 400], answers[-1].text
+    assert answers[0].json()["output_ids"] == answers[1].json()["output_ids"]
+    assert torch.tensor(answers[0].json()["output_ids"]).shape == (5,)
+
+
+def test_text_model(tmp_path: Path) -> None:
+    path = make_text_checkpoint("qwen2", tmp_path / "model")
+    flags = ["--model-path", str(path), "--max-total-tokens", "512", "--cpu-threads", "1"]
+    with ServerProcess(tmp_path, *flags) as server:
+        image = data_address(random_picture(30, 30, 0))
+        native = httpx.post(server.url + "/generate", json={"text": "a", "image_data": image})
+        part = {"type": "image_url", "image_url": {"url": image}}
+        body = {"model": "default", "messages": [{"role": "user", "content": [part]}]}
+        chat = httpx.post(server.url + "/v1/chat/completions", json=body)
+    for answer, field in ((native, "image_data"), (chat, "messages[0].content[0].image_url.url")):
+        assert answer.status_code == 400
+        assert "takes text alone" in answer.json()["error"]["message"] and field in answer.text

@@ -1,0 +1,195 @@
+"""Tiny random checkpoints of models for images and text, with tokenizer, chat template and image processor, and
+transformers' models as oracles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_engine.models.checkpoint_files import read_checkpoint
+from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
+
+START, IMAGE, VIDEO, END = range(270, 274)
+"""Placeholder tokens: ids of the byte tokenizer's fillers."""
+NAMES = {START: "<|extra_270|>", IMAGE: "<|extra_271|>", VIDEO: "<|extra_272|>", END: "<|extra_273|>"}
+PATCH, MERGE = 14, 2
+TIE = 1e-3
+"""Best two log-probabilities that are closer than this: rounding decides between them."""
+TOKEN_PIXELS = PATCH * MERGE
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] in ('image', 'image_url') %}" + NAMES[START] + NAMES[IMAGE] + NAMES[END]
+    + "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)  # fmt: skip
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rms_norm_eps": 1e-6, "initializer_range": 0.15,
+    "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False,
+}  # fmt: skip
+_VISION: dict[str, Any] = {
+    "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "out_hidden_size": 64, "patch_size": PATCH,
+    "spatial_merge_size": MERGE, "temporal_patch_size": 2, "initializer_range": 0.15,
+}  # fmt: skip
+_FAMILY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", {}, {"window_size": 56, "fullatt_block_indexes": [1]}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        }
+        | {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 3, 3], "mrope_interleaved": True}},
+        {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16, "intermediate_size": 52},
+    ),
+}
+_FAMILY["qwen3_vl"] = (
+    "Qwen3VL", {name: _FAMILY["qwen3_vl_moe"][1][name] for name in ("head_dim", "rope_scaling")},
+    _FAMILY["qwen3_vl_moe"][2],
+)  # fmt: skip
+KINDS = ("qwen2_5_vl", "qwen3_vl_moe")
+
+
+def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
+    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    family, more, vision = _FAMILY[kind]
+    path.mkdir(parents=True, exist_ok=True)
+    config = getattr(transformers, f"{family}Config")(
+        text_config=_TEXT | more | text, vision_config=_VISION | vision, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=START, vision_end_token_id=END, eos_token_id=EOS,
+    )  # fmt: skip
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+    for name, tensor in model.named_parameters():
+        if "norm" in name or "ln_q" in name:
+            tensor.data = (0.0 if name.endswith("bias") else 1.0) + 0.2 * torch.randn_like(tensor)
+        elif name.endswith("bias"):
+            tensor.data = 0.3 * torch.randn_like(tensor)
+        elif "patch_embed" in name:
+            tensor.data = 0.05 * torch.randn_like(tensor)
+    model.lm_head.weight.data[START : END + 1] = 0  # no answer has placeholders, which the oracle would take for images
+    model.save_pretrained(path)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(path / "model.safetensors")
+    torch.random.set_rng_state(state)
+    write_tokenizer(path)
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 2,
+        "merge_size": MERGE, "min_pixels": TOKEN_PIXELS**2, "max_pixels": 60 * TOKEN_PIXELS**2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }  # fmt: skip
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
+    assert read_checkpoint(path)
+    return path
+
+
+def _transpose_experts(file: Path) -> None:
+    """As published checkpoints have them."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """An image as the processor writes it."""
+
+    grid: tuple[int, int, int]
+    values: Tensor  # [P, patch width] float32
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid[1] * self.grid[2] // MERGE**2
+
+
+def random_pixels(rows: int, columns: int, generator: torch.Generator) -> Pixels:
+    """Of rows x columns tokens. As of a still image, the frames of a patch are the same."""
+    shape = (rows * columns * MERGE**2, 3, 1, PATCH * PATCH)
+    values = torch.randn(shape, generator=generator).expand(-1, -1, 2, -1).flatten(1).contiguous()
+    return Pixels((1, rows * MERGE, columns * MERGE), values)
+
+
+def with_images(parts: list[list[int] | Pixels]) -> tuple[list[int], list[Pixels], list[int]]:
+    """Token ids of text and images, the images, and the places of their first tokens."""
+    ids: list[int] = []
+    images, places = [], []
+    for part in parts:
+        if isinstance(part, Pixels):
+            places.append(len(ids) + 1)
+            images.append(part)
+            ids += [START, *[IMAGE] * part.num_tokens, END]
+        else:
+            ids += part
+    return ids, images, places
+
+
+class Oracle:
+    """transformers' model of a checkpoint, in float32 with eager attention."""
+
+    def __init__(self, path: Path) -> None:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
+        """[T, V] float32."""
+        tokens = torch.tensor([ids])
+        given = {}
+        if images:
+            given = {
+                "pixel_values": torch.cat([image.values for image in images]),
+                "image_grid_thw": torch.tensor([image.grid for image in images]),
+                "mm_token_type_ids": (tokens == IMAGE).int(),
+            }
+        self.model.model.rope_deltas = None
+        return self.model(tokens, **given).logits[0]
+
+    def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
+        """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""
+        answer: list[tuple[int, float]] = []
+        for _ in range(count):
+            scores = self.logits([*ids, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < TIE:
+                break
+            token = int(best.indices[0])
+            answer.append((token, float(scores[token])))
+        return answer
+
+
+def random_picture(width: int, height: int, seed: int) -> Any:
+    """A PIL image of noise with a gradient."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    noise = rng.integers(0, 256, (height, width, 3))
+    ramp = np.linspace(0, 255, width)[None, :, None]
+    return Image.fromarray(((noise + ramp) // 2).astype(np.uint8))

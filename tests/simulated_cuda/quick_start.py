@@ -1,0 +1,12 @@
+"""Workers of this process start without steps of every size. Those steps compile kernels on a real GPU; interpreted
+kernels compile nothing, and the steps are most of what an engine on a simulated device computes.
+
+`tests/worker/test_before_ready.py` tests them, and one engine in `on_device/test_engines.py` runs them.
+"""
+
+from __future__ import annotations
+
+from moe_engine.worker import worker
+
+warm_sizes = worker.warm_sizes
+worker.warm_sizes = lambda runner, num_tokens: 0
