@@ -154,10 +154,14 @@ def metadata_of(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "expert_weights_scale": fields["routed_scaling_factor"], "expert_weights_norm": fields["norm_topk_prob"],
             "expert_gating_func": 2 if fields["scoring_func"] == "sigmoid" else 1,
             "expert_group_count": fields["n_group"], "expert_group_used_count": fields["topk_group"],
-            "rope.scaling.type": "yarn", "rope.scaling.factor": float(fields["rope_scaling"]["factor"]),
-            "rope.scaling.original_context_length": fields["rope_scaling"]["original_max_position_embeddings"],
-            "rope.scaling.yarn_log_multiplier": 0.1 * fields["rope_scaling"]["mscale_all_dim"],
         }  # fmt: skip
+        if (yarn := fields.get("rope_scaling")) is not None:
+            found |= {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": float(yarn["factor"]),
+                "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+                "rope.scaling.yarn_log_multiplier": 0.1 * yarn["mscale_all_dim"],
+            }
         if fields["q_lora_rank"] is not None:
             found["attention.q_lora_rank"] = fields["q_lora_rank"]
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}

@@ -252,6 +252,7 @@ def test_time_that_is_over_is_noticed_before_the_next_case():
     assert "no time left" in kernel_times.as_text(values)
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_offline_keeps_what_it_has_when_time_is_over(tmp_path, monkeypatch):
     # The pool holds two requests at a time: seconds of work, so that an abort whose thread starts late is in time.
     flags = (("chunked_prefill_size", 16), ("max_total_tokens", 1024))

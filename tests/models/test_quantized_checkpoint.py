@@ -86,6 +86,7 @@ def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     assert float((values - weight).norm() / weight.norm()) < 0.15
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_the_command_measures_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_checkpoint("llama", tmp_path / "in", seed=3)
     text = tmp_path / "text.txt"

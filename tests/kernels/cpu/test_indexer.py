@@ -40,8 +40,15 @@ def kernels(library: Library) -> list[IndexerKernel]:
     return [TorchIndexer(), CpuIndexer(library), CpuIndexer(library, logits_bytes=9000)]
 
 
-@pytest.mark.parametrize(("heads", "width", "page_size"), [(64, 128, 64), (5, 16, 1), (32, 32, 8)])
-@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "width", "page_size", "trees"),
+    [
+        (64, 128, 64, False),
+        (5, 16, 1, True),
+        (32, 32, 8, True),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((64, 128, 64, True), (5, 16, 1, False))),
+    ],
+)
 def test_selection(
     any_library: Library, dtype: torch.dtype, heads: int, width: int, page_size: int, trees: bool
 ) -> None:

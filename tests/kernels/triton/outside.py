@@ -33,6 +33,7 @@ from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
+from tests.examples import FACTOR
 from tests.kernels.triton.cache_keys import difference
 
 ARCH = 90
@@ -138,11 +139,12 @@ def reachable(cache: str) -> Any:
         )  # fmt: skip
         launch = prepare(args, target.machine())
         backends = build_triton(launch.kernels.model.choices)
-        others = [StepSize(0, 1, 0, tokens) for tokens in (*range(1, 100, 3), *range(100, 1500, 67))]
-        others += [StepSize(decodes, 1, 777) for decodes in range(1, 200, 13)]
-        others += [StepSize(decodes, 4, 99) for decodes in range(1, 50, 9)]
-        others += [StepSize(1, tokens, 1000 + tokens) for tokens in range(1, 170, 11)]
-        others += [StepSize(7, 1, 50, tokens, 64) for tokens in range(5, 500, 81)]
+        sparse = 1 if FACTOR > 1 else 3
+        others = [StepSize(0, 1, 0, tokens) for tokens in (*range(1, 100, 3 * sparse), *range(100, 1500, 67 * sparse))]
+        others += [StepSize(decodes, 1, 777) for decodes in range(1, 200, 13 * sparse)]
+        others += [StepSize(decodes, 4, 99) for decodes in range(1, 50, 9 * sparse)]
+        others += [StepSize(1, tokens, 1000 + tokens) for tokens in range(1, 170, 11 * sparse)]
+        others += [StepSize(7, 1, 50, tokens, 64) for tokens in range(5, 500, 81 * sparse)]
         needed = []
         for sizes in (None, others, [StepSize(1, 1, 777), StepSize(0, 1, 0, 1500, 99)]):
             with listed(ARCH) as kernels:
