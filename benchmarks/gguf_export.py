@@ -72,7 +72,7 @@ def _q8_0(x: np.ndarray) -> np.ndarray:
 
 
 def reorder(weight: Tensor, heads: int) -> Tensor:
-    """Rows as llama.cpp's converter orders those of Llama's q and k."""
+    """Rows in llama.cpp's order for Llama's q and k."""
     return weight.view(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -168,7 +168,7 @@ def metadata_of(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def tokenizer_metadata(folder: Path, pre: str = "default") -> dict[str, Any]:
-    """Of a byte-level tokenizer.json beside the weights; {} without one."""
+    """Metadata of a byte-level tokenizer.json beside the weights; {} without one."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}

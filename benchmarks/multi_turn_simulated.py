@@ -1,8 +1,8 @@
 """`multi_turn_load` for DeepSeek V3 on 16 H200, simulated: ``python -m benchmarks.multi_turn_simulated``.
 
 The production scheduler runs on a simulated clock, with the step costs of `moe-engine plan` and the KV cache of the
-memory ledger. Sessions in closed loop, at `--loads` times the KV cache: each sends all text before and a new input,
-reads the answer, and pauses. Two ways, each load with both:
+memory ledger. Sessions in a closed loop, at `--loads` times the KV cache: each sends all earlier text and a new input,
+reads the answer, and pauses. Two variants, each measured at every load:
 
 - recompute: no KV is held for sessions (``--session-hold 0``)
 - hold: the KV of sessions that fit is held (the default)
@@ -38,10 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {"recompute": {"session_hold": 0.0}, "hold": {
 
 
 class Closed:
-    """`count` sessions at once, which begin during `warm` seconds in the middle of their lives; a new session takes the
-    place of one that has ended. Behind `end` nothing is sent. Implements `Workload`.
+    """`count` sessions at once, which start during `warm` seconds at a random turn; a new session replaces an ended
+    one. After `end` no request is sent. Implements `Workload`.
 
-    `returning`: by time of arrival, whether the turn before was computed here.
+    `returning`: by time of arrival, True if the previous turn was computed here.
     """
 
     total = 0
@@ -78,7 +78,7 @@ class Closed:
 
 
 def point(way: str, load: float, args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """One way at one load."""
+    """One variant at one load."""
     own = simulate.own_parser().parse_args(["--hardware", args.hardware])
     flags: dict[str, Any] = {"model_path": str(model), "tp_size": args.tp_size, "ep_size": args.tp_size, **WAYS[way]}
     if args.max_total_tokens:

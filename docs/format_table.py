@@ -56,12 +56,12 @@ CHECKPOINTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("int8", "bitsandbytes", {"load_in_8bit": True}),
     *((kind, "gguf", {"types": {MATRIX: kind, EXPERT.replace(".0.up", ".*.up"): kind}}) for kind in BLOCK_TYPES),
 )  # fmt: skip
-"""What a checkpoint has, `quant_method`, and the rest of `quantization_config`."""
+"""Stored form, `quant_method`, and the rest of `quantization_config`."""
 ONLINE = ("int4", "int8", "int4wo-128", "int8wo", "fp8")
 
 
 def page() -> str:
-    """Both tables, with their begin and end."""
+    """Both tables, with their start and end marks."""
     formats = table(("weights", "chosen by", "on a CPU", "on a GPU"), format_rows())
     kernels = table(("architecture", "attention", "on a CPU", "on a GPU"), architecture_rows())
     texts = (BEGIN, "", formats, "Kernels of attention:", "", kernels, END)
@@ -94,7 +94,7 @@ def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
 
 
 def place(format: WeightFormat, device: str, prefix: str) -> str:
-    """The form that kernels multiply on a device, with the rows that do."""
+    """The forms that kernels multiply on a device, with their rows."""
     rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
     coded = frozenset(family for family in PRODUCTS if any(row.codes for row in rows[family]))
     if format == PLAIN:
@@ -122,7 +122,7 @@ def text_of(form: Any) -> str:
 
 
 def on_device(rows: Iterable[Row], device: str) -> list[Row]:
-    """The most preferred first."""
+    """Rows on a device, the most preferred first."""
     found = [row for row in rows if row.name == "torch" or (row.name == "cpu") == (device == "cpu")]
     return sorted(found, key=lambda row: -row.preference)
 
@@ -153,7 +153,7 @@ def architecture_rows() -> Iterator[tuple[str, ...]]:
 
 
 def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, ...], str]:
-    """Text, kernel families, and what a row of the first one must support."""
+    """Text, kernel families, and the required capability of a row of the first one."""
     parser, target = str(architecture.config_parser), str(architecture.target)
     if "parse_sparse_deepseek" in parser:
         return "MLA, sparse", ("mla", "indexer"), "sparse"
@@ -172,7 +172,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def replaced(text: str) -> str:
-    """The page with the tables as they must be."""
+    """The page with the current tables."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(f"{END}\n")
     return before + page() + after

@@ -34,7 +34,7 @@ class Row:
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
-        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as they are.
+        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.

@@ -38,8 +38,8 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
 
     Args:
         directory: or a GGUF file.
-        load_format: ``safetensors``, ``pt`` (files of torch.save) or ``gguf`` reads these alone; other formats read
-        safetensors files, or files of torch.save or GGUF if there are none.
+        load_format: ``safetensors``, ``pt`` (files of torch.save) or ``gguf`` reads only this format; other values read
+        safetensors files, else files of torch.save or GGUF.
 
     Raises:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.

@@ -1,4 +1,4 @@
-"""The container of GGUF files (llama.cpp): metadata, and where in the file each tensor lies. Reads no tensor data.
+"""The container of GGUF files (llama.cpp): metadata, and the position of each tensor in the file. Reads no tensor data.
 
 Little-endian: magic ``GGUF``, version (2 or 3), counts of tensors and of metadata entries; the entries; name,
 dimensions (the fastest first), type and offset of each tensor; then, at the next multiple of ``general.alignment``, the
@@ -29,8 +29,8 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor: `shape` in torch's order (the fastest dimension last), ggml's number of its type, first byte in the
-    file."""
+    """A tensor: `shape` in torch's order (the fastest dimension last), ggml's number of its type, and its first byte in
+    the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Container:
 
 def find_gguf(path: str | Path) -> Path | None:
     """The GGUF file that a model path names: the file itself, or the only one of a folder without other weights (of a
-    model in parts the first one). None: the path names none.
+    model in parts the first one). None: the path names no GGUF file.
 
     Raises:
         CheckpointError: a folder with several models in GGUF and no other weights.
@@ -74,7 +74,7 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model that is stored in parts (name-00001-of-00003.gguf), or the one file.
+    """The files of a model in parts (name-00001-of-00003.gguf), or the single file.
 
     Raises:
         CheckpointError: a part is missing.
@@ -99,7 +99,7 @@ def read_container(path: Path) -> Container:
     """Metadata and tensors of one file.
 
     Raises:
-        CheckpointError: not such a file, truncated, or of an unknown version.
+        CheckpointError: not a GGUF file, truncated, or of an unknown version.
     """
     try:
         status = path.stat()

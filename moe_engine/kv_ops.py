@@ -62,8 +62,8 @@ class KVOps:
     """Operations of the storage below the connector's memory (`scheduler.storage_tier`), run after the stores; `stops`
     are fetches and backups that end with their current page. A number repeated after a failed step is begun once."""
     serial: int = 0
-    """Number of the stores, where a transfer between servers waits for some of them (`scheduler.prefill_tier`,
-    `scheduler.decode_tier`); 0: none waits."""
+    """Number of the stores, if a transfer between servers waits for some of them (`scheduler.prefill_tier`,
+    `scheduler.decode_tier`); 0: no transfer waits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class SharedSegment:
         """Returns when every rank has raised the flag to `value`.
 
         A wait of more than `SPIN_S` shortens the spinning of the next waits, a shorter one lengthens it: a peer that is
-        so late has no core, or much to compute. Spinning would take its core then, because `sched_yield` gives it to
-        processes of the same session only (Linux's autogroups), and each engine process has its own.
+        so late has no core, or much to compute. Spinning would then take its core, because `sched_yield` yields only to
+        processes of the same session (Linux's autogroups), and each engine process has a separate session.
 
         Raises:
             PeerLost: a rank died, or the group's timeout expired; the message lists the ranks.

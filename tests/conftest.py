@@ -34,8 +34,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: an en
 
 @pytest.fixture(scope="module", autouse=True)
 def variables_of_the_module() -> Iterator[None]:
-    """Variables that libraries set in a module end with it: `CUDA_HOME` of DeepEP, folders of compilers. Engines of
-    later modules would start interpreters, because a forked process has read the variables already."""
+    """Removes variables that libraries set in a test module: `CUDA_HOME` of DeepEP, folders of compilers. Otherwise
+    engines of later modules would start interpreters, because a forked process has already read the variables."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

@@ -159,7 +159,7 @@ class ForkServer:
     Args:
         environ: variables that differ from those of this process, in the server and in programs of `run`.
         preloaded: modules imported in addition to `PRELOADED`.
-        address: of a running server with these variables and modules, which another process started.
+        address: address of a running server with these variables and modules, started by another process.
     """
 
     def __init__(
@@ -210,14 +210,14 @@ class ForkServer:
 
 @lru_cache
 def engine_server() -> ForkServer:
-    """The server with `PRELOADED` alone, one for all test processes of a run."""
+    """The server with only `PRELOADED`, one for all test processes of a run."""
     server = ForkServer(address=SHARED.get("address"))
     atexit.register(server.close)
     return server
 
 
 SHARED: dict[str, str] = {}
-"""In processes of pytest-xdist: the address of the server that the process which starts them has."""
+"""In processes of pytest-xdist: the address of the parent process's server."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -283,7 +283,7 @@ def serve(listening: socket.socket) -> list[str]:
 
 def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None:
     """Gives this process the state of an interpreter started by the other process."""
-    os.setpgid(0, 0)  # no session of its own: `sched_yield` of a rank gives the core to others of its session only
+    os.setpgid(0, 0)  # no separate session: `sched_yield` of a rank yields the core only within its session
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -302,7 +302,7 @@ def show_command(command: list[str]) -> None:
 
 def main() -> NoReturn:
     listening = socket.socket(fileno=int(sys.argv[2]))
-    if 0 in select.select([0, listening], [], [])[0]:  # no process was ever wanted
+    if 0 in select.select([0, listening], [], [])[0]:  # no process was requested
         os._exit(0)
     from moe_engine.processes import child
 

@@ -1,4 +1,4 @@
-"""How many lines of Python a call runs: a measure of work that does not depend on how busy the machine is."""
+"""Number of Python lines that a call runs: a measure of work independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], Any]) -> int:
-    """Lines that `call` runs in this thread, those of the functions it calls included."""
+    """Lines that `call` runs in this thread, including called functions."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

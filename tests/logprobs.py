@@ -11,7 +11,7 @@ from moe_engine.types import PackedLogprobs
 
 
 class Entry(NamedTuple):
-    """Of one token; `logprob` None: nothing was computed. `top`: (token id, value) of the best ones."""
+    """Log-probabilities of one token; `logprob` None: not computed. `top`: (token id, value) of the best tokens."""
 
     token_id: int
     logprob: float | None
@@ -37,7 +37,7 @@ def unpack(block: PackedLogprobs | None) -> list[Entry]:
 
 
 def pack(entries: Sequence[Entry], best: int = 0, num_asked: int = 0) -> PackedLogprobs:
-    """`best` and `num_asked`: rivals of entries without a value."""
+    """`best` and `num_asked`: top tokens of entries without a value."""
     tops = [pair for e in entries for pair in (e.top if e.logprob is not None else ((0, nan),) * best)]
     asked = [value for e in entries for value in (e.asked if e.logprob is not None else (nan,) * num_asked)]
     values = [nan if e.logprob is None else e.logprob for e in entries]

@@ -1,6 +1,6 @@
-"""How much memory torch operators take: live bytes of all storages made while the meter is on, and their peak.
+"""Memory of torch operators: live bytes of all storages created while the meter is on, and their peak.
 
-Memory that an operator takes and gives back inside itself is not seen.
+Temporary memory inside an operator is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MemoryMeter(TorchDispatchMode):
         self.calls = 0
 
     def restart(self) -> None:
-        """The peak from now on, above what lives now."""
+        """Restarts the peak, relative to the current live bytes."""
         self.peak, self.largest, self.calls = self.live, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

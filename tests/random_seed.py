@@ -1,8 +1,9 @@
-"""One seed for what tests draw from the module `random`: fresh in each run, part of each failure, and repeatable.
+"""One seed for all random values of tests from the module `random`: new in each run, shown with each failure, and
+repeatable.
 
-``MOE_TEST_SEED=N python -m pytest ...`` draws again what the run with seed N drew, also for a test alone: each test and
-each fixture has its own sequence. Processes that a test starts are given a number drawn here. The second attempt at a
-failed test (``--reruns 1``) draws anew; the summary shows the seed of the first one.
+``MOE_TEST_SEED=N python -m pytest ...`` repeats the values of the run with seed N, also for a single test: each test
+and each fixture has its own sequence. Processes started by a test get a number from it. The second attempt at a failed
+test (``--reruns 1``) has new values; the summary shows the seed of the first attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 
 def _attempt(item: pytest.Item) -> str:
-    """Empty for the first attempt."""
+    """Suffix of the sequence for an attempt; empty for the first attempt."""
     count = getattr(item, "execution_count", 1)
     return f" {count}" if count > 1 else ""
 

@@ -1,4 +1,4 @@
-"""Rules that are checked in the source: import directions; modules that may use torch, devices and the environment.
+"""Rules of the source: import directions; modules that may use torch, devices and the environment.
 
 kernels <- parallel <- models <- worker <- core <- executor <- cluster <- elastic <- frontend <- {server, cli}
 """
@@ -29,7 +29,7 @@ FACTS = {
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
-# package -> what it may import of this project, besides itself
+# package -> packages of this project that it may import, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kv_ops": set(),
@@ -103,21 +103,21 @@ NO_TORCH = (
 )
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
-"""Rooms of the packages above that are imported by one command alone."""
+"""Subpackages of the packages above that only one command imports."""
 VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_gemm", "nvshmem", "sgl_kernel"}
 
-# files that may look at the accelerator, at a device's kind, at the environment: keep these lists short
+# files that may read the accelerator, a device's kind, the environment: keep these lists short
 TOUCHES_CUDA = {
     "kernels/device.py",
     "moe_engine/planning/machine.py",
     "moe_engine/worker/device_stream.py",
-    "parallel/dispatch/symm_mem/nvshmem4py.py",  # its stream, as the package takes it
+    "parallel/dispatch/symm_mem/nvshmem4py.py",  # its stream, in the form of the package
 }
 TESTS_DEVICE_TYPE = {"moe_engine/worker/device_stream.py"}
 READS_ENVIRONMENT = {
     "kernels/cpu/library.py",
     "kernels/torch_regions.py",
-    "kernels/vendors/cuda_home.py",  # of the libraries' compiler
+    "kernels/vendors/cuda_home.py",  # variables of the libraries' compiler
     "parallel/dispatch/deepep/startup.py",  # DeepEP has no arguments for these
     "parallel/trainer_group.py",  # torch's NCCL group has no argument for this
     "moe_engine/cli/cluster_check/command.py",
@@ -133,7 +133,8 @@ READS_ENVIRONMENT = {
 }
 
 
-# --elastic-ep lives in moe_engine/elastic; the seam is moe_engine/cluster/rank_loss.py, which does not name it
+# --elastic-ep is implemented in moe_engine/elastic; the interface is moe_engine/cluster/rank_loss.py, which does not
+# name it
 ELASTIC = re.compile(r"(?<!torch)elastic(?!ity|buffer|dispatcher)|survivor|survival|regroup", re.IGNORECASE)
 MAY_NAME_ELASTIC = {
     "moe_engine/config/parallel.py",  # the flag
@@ -153,7 +154,7 @@ def package_of(path: str) -> str:
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """Every file of the package, by its path in the repository; links are not followed twice."""
+    """Every file of the package, by its path in the repository; each link is followed once."""
     found = {}
     for top in ("moe_engine", *LINKED):
         for folder, _, files in os.walk(ROOT / top, followlinks=False):
@@ -167,12 +168,12 @@ def sources() -> dict[str, ast.Module]:
 EXAMINED = (
     ast.Import, ast.ImportFrom, ast.Attribute, ast.Compare, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef,
 )  # fmt: skip
-"""Kinds of nodes that the rules are about."""
+"""Kinds of nodes that the rules examine."""
 
 
 @cache
 def nodes(path: str) -> tuple[ast.AST, ...]:
-    """The examined nodes of a file. The walk through all of its nodes takes longer than every rule."""
+    """The examined nodes of a file. A walk over all nodes takes longer than every rule."""
     return tuple(node for node in ast.walk(sources()[path]) if isinstance(node, EXAMINED))
 
 
@@ -183,7 +184,7 @@ def imports_of(path: str) -> tuple[tuple[str, int], ...]:
 
 
 def imports(examined: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything that the nodes import; ``from a import b`` gives ``a.b``."""
+    """(dotted name, line) of all imports of the nodes; ``from a import b`` gives ``a.b``."""
     for node in examined:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -247,7 +248,7 @@ def files_by_module() -> dict[str, str]:
 
 
 def files_imported(path: str) -> set[str]:
-    """The files of this project that a file takes names from, wherever in it the import stands."""
+    """The files of this project from which a file imports names, at any place in the file."""
     names = [name for name, _ in imports_of(path)]
     own = module_of(path).rpartition(".")[0]
     for node in nodes(path):
@@ -264,9 +265,9 @@ def module_of(path: str) -> str:
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    """Not for type checkers alone either: what two files need of each other belongs into a third."""
+    """Also not only for type checkers: names that two files need of each other belong in a third file."""
     arrows = {path: files_imported(path) for path in sources()}
-    assert sum(map(len, arrows.values())) > 1000  # they are seen
+    assert sum(map(len, arrows.values())) > 1000  # imports are found
     try:
         tuple(TopologicalSorter(arrows).static_order())
     except CycleError as error:
@@ -275,7 +276,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 @pytest.mark.parametrize("package", ["kernels", "models", "parallel", "moe_engine/worker"])
 def test_no_folder_imports_itself_by_way_of_others(package):
-    """An engineer can draw them: formats and structs, then families, then tables and what chooses rows."""
+    """Folders form a layered graph: formats and structs, then families, then tables and the selection of rows."""
     arrows: dict[str, set[str]] = {}
     for path in sources():
         if path.startswith(f"{package}/"):
@@ -290,7 +291,7 @@ def test_no_folder_imports_itself_by_way_of_others(package):
 
 
 def part_of(path: str, package: str) -> str:
-    """Of kernels: ``kernels/ops/cpu.py`` -> ops, ``kernels/device.py`` -> device.py."""
+    """Part of the kernels: ``kernels/ops/cpu.py`` -> ops, ``kernels/device.py`` -> device.py."""
     return path.removeprefix(f"{package}/").partition("/")[0]
 
 
@@ -382,7 +383,7 @@ def test_the_normal_path_does_not_name_elastic_ep():
 
 
 def test_threads_report_their_failure():
-    """`watched_thread` starts all but those of executors, whose futures hold what their work raised."""
+    """`watched_thread` starts all threads except those of executors, whose futures contain the exceptions."""
     found = [
         f"{path}:{node.lineno}: start it by watched_thread.start_watched"
         for path in sources()
@@ -415,11 +416,11 @@ def test_links_are_relative(name):
 
 
 BEHIND_EXTRAS = {"moe_engine/server/tracing.py"}
-"""Imported only where a flag needs the extra."""
+"""Modules imported only if a flag needs the extra."""
 
 
 def test_importing_the_front_end_loads_no_torch():
-    """At run time too: nothing the front end imports brings torch along."""
+    """Also at run time: no import of the front end loads torch."""
     packages = (*NO_TORCH, *TORCH_IN_FUNCTIONS_ONLY)
     modules = [
         path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

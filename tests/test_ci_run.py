@@ -1,4 +1,4 @@
-"""`.ci/run` with stand-ins for the programs of a machine: a failed install is an error, omissions are listed last."""
+"""`.ci/run` with stand-ins for the machine's programs: a failed install is an error, omissions are listed last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that is installed is pinned, and goes with any build of torch: what torch itself pins is left to it."""
+"""All installed packages are pinned, for any build of torch: torch's own pins are left to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pins() -> dict[str, str]:
 
 
 def installed_for_tests() -> set[str]:
-    """The distributions that `make test` asks for, and what those ask for."""
+    """The distributions that `make test` requires, and their requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"], "setuptools"]
     pending, seen = [Requirement(text) for text in wanted], set()
@@ -44,7 +44,7 @@ def installed_for_tests() -> set[str]:
     return {name for name, _ in seen}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pinned is what Linux needs")
+@pytest.mark.skipif(sys.platform != "linux", reason="the packages needed on Linux are pinned")
 def test_what_is_pinned_is_what_is_installed() -> None:
     of_torch = {name for name in installed_for_tests() if name == "triton" or name.startswith(("nvidia-", "cuda-"))}
     assert set(pins()) == installed_for_tests() - of_torch
@@ -60,7 +60,8 @@ def test_pins_agree_with_what_torch_asks_for() -> None:
 
 
 def test_gpu_constraints_fit_the_extras() -> None:
-    """Every GPU library has a version there that its extra accepts; libraries built for one torch name its range."""
+    """Every GPU library has a pinned version that its extra accepts; libraries built for one torch require its
+    range."""
     lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints-gpu.txt").read_text().splitlines())
     given = {requirement.name: requirement.specifier for requirement in map(Requirement, filter(None, lines))}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -75,7 +76,8 @@ def test_gpu_constraints_fit_the_extras() -> None:
 
 
 def test_triton_is_left_to_torch() -> None:
-    """GPU builds of torch, PyPI's among them, ask for one Triton: another pin would refuse every fresh machine."""
+    """GPU builds of torch, including PyPI's, require one version of Triton: another pin would fail on every new
+    machine."""
     assert "triton" not in pins()
     found = re.search(r"^TRITON := triton==(.+)$", (ROOT / "Makefile").read_text(), re.M)
     assert found is not None

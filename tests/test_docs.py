@@ -1,4 +1,4 @@
-"""Flags, paths and names in documents exist, generated pages are current, numbers in the help are those of the code."""
+"""Flags, paths and names in documents exist, generated pages are current, numbers in the help match the code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_flags_in_documents_exist(document):
 
 
 def test_the_search_finds_flags():
-    """Guards the test above: it must be able to fail."""
+    """A check that the test above can fail."""
     found = {flag for document in DOCUMENTS for flag in FLAG.findall(document.read_text())}
     assert len(found) > 60 and {"--model-path", "--tp", "--speculative-num-steps"} <= found
     assert "--unheard-of" not in own_flags()
@@ -148,7 +148,7 @@ OUTSIDE = {
     "gdrcopy_sanity", "MLX5_1.25", "PeerMappingOverride", "NET/IB", "NET/Socket", "libcudart.so.13",
     "benchmarks/results/<date>_<gpu>_gpu_suite.json",
 }  # fmt: skip
-"""Names of other programs, of drivers, of HTTP and of files that users make."""
+"""Names of other programs, of drivers, of HTTP and of users' files."""
 
 
 def spans(document: Path) -> Iterator[tuple[int, str]]:
@@ -172,7 +172,8 @@ def folders() -> frozenset[str]:
 
 
 def path_exists(path: str, document: Path) -> bool:
-    """Whether the path, or the end of a path, is a file or folder here. ``*`` stands for any part of a name."""
+    """True if the path, or the end of a path, is a file or folder of the repository. ``*`` matches any part of a
+    name."""
     if (document.parent / path).exists():
         return True
     wanted = re.compile(r"(?:.*/)?" + re.escape(path.rstrip("/")).replace(r"\*", "[^/]*"))
@@ -181,7 +182,7 @@ def path_exists(path: str, document: Path) -> bool:
 
 @lru_cache
 def trees() -> dict[str, ast.Module]:
-    """Every Python file but tests, by its path; links are not followed."""
+    """Every Python file except tests, by its path; links are not followed."""
     return {
         name: ast.parse((ROOT / name).read_text())
         for name in files()
@@ -218,13 +219,13 @@ def _classes(body: list[ast.stmt]) -> Iterator[ast.ClassDef]:
 
 @lru_cache
 def members() -> dict[str, set[str]]:
-    """Names in each module, package and class, by the last part of its name; those of namesakes together."""
+    """Names in each module, package and class, by the last part of its name; equal names are merged."""
     found: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for name, tree in trees().items():
         module = Path(name).parent.name if name.endswith("__init__.py") else Path(name).stem
         found.setdefault(module, set()).update(_own_names(tree.body))
-        if module == "moe_engine":  # names that load when used
+        if module == "moe_engine":  # names that are loaded on use
             found[module].update(re.findall(r"\w+", str(re.findall(r"__all__ = (.*)", (ROOT / name).read_text()))))
             found[module].update(("kernels", "models", "parallel"))
         found.setdefault(Path(name).parent.name, set()).add(Path(name).stem)
@@ -232,7 +233,7 @@ def members() -> dict[str, set[str]]:
         for node in _classes(tree.body):
             found.setdefault(node.name, set()).update(_class_names(node, lines))
             bases.setdefault(node.name, set()).update(base.id for base in node.bases if isinstance(base, ast.Name))
-    for name in files():  # of tests, documents name classes alone
+    for name in files():  # documents name only classes of tests
         if name.startswith("tests/") and name.endswith(".py"):
             for cls in re.findall(r"^class (\w+)", (ROOT / name).read_text(), re.M):
                 found.setdefault(cls, set())
@@ -258,7 +259,7 @@ def endpoints() -> frozenset[str]:
 
 
 def dotted_name_exists(name: str) -> bool:
-    """Each part must be a member of the part before it; the first may be any module, package or class."""
+    """Each part must be a member of the previous part; the first may be any module, package or class."""
     parts = name.removesuffix("()").split(".")
     return parts[0] in members() and all(
         part in members().get(owner, set()) for owner, part in pairwise(parts) if owner in members()
@@ -266,7 +267,8 @@ def dotted_name_exists(name: str) -> bool:
 
 
 def why_unknown(span: str, document: Path) -> str | None:
-    """Why a code span names nothing of this project; None where it does, or where it is no path and no name."""
+    """The reason why a code span names nothing of this project; None if it does, or if it is neither a path nor a
+    name."""
     if span in OUTSIDE or span.split(".")[0] in ("torch", "transformers"):
         return None
     if ENDPOINT.fullmatch(span):
@@ -322,7 +324,7 @@ def test_modules_and_commands_in_documents_exist():
 
 
 def test_links_between_documents_lead_somewhere():
-    """Files, and headings by their anchor as GitHub writes it."""
+    """Links to files, and to headings by GitHub's anchors."""
     broken = []
     for document in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", document.read_text())):
@@ -381,7 +383,7 @@ def test_every_metric_is_documented_with_its_type():
 
 
 def _text(node: ast.expr) -> str:
-    """A literal as it reads, with ``...`` for what is put in."""
+    """A literal's text, with ``...`` for inserted values."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) for part in node.values)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -400,7 +402,7 @@ def messages() -> str:
 
 @pytest.mark.parametrize(("name", "least"), [("troubleshooting.md", 30), ("gpu_quickstart.md", 25)])
 def test_messages_in_tables_exist_in_the_source(name, least):
-    """Each part of a quoted message between its ``...``, as the source has it."""
+    """Each part of a quoted message between its ``...`` occurs in the source."""
     page = (ROOT / "docs" / name).read_text()
     quoted = [span for row in re.findall(r"^\| ([^|]+)\|", page, re.M) for span in SPAN.findall(row) if " " in span]
     quoted = [span for span in quoted if not FLAG.match(span) or ":" in span]  # without flags and their values
@@ -424,12 +426,12 @@ SEARCHED = {
     "dispatcher": "parallel/dispatch/protocol.py",
     "speculative worker": "moe_engine/worker/speculation/step.py",
 }
-"""Names of the field that a newcomer searches for, and the file that owns each."""
+"""Common terms of the field, and the file that implements each."""
 
 
 @pytest.mark.parametrize("name", SEARCHED)
 def test_a_plain_search_for_a_name_of_the_field_leads_to_its_file(name):
-    """The docstring of the file contains the name, in any case of letters."""
+    """The docstring of the file contains the term, in upper or lower case."""
     head = " ".join((ast.get_docstring(trees()[SEARCHED[name]]) or "").split())
     found = name.lower() in head.lower()
     assert found, f"the docstring of {SEARCHED[name]} does not contain {name!r}: {head[:120]}"

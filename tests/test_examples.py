@@ -1,4 +1,4 @@
-"""What `make test` leaves out: combinations, never a value."""
+"""The cases that `make test` skips: combinations, never a value."""
 
 from __future__ import annotations
 

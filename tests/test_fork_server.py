@@ -1,4 +1,4 @@
-"""Forked processes end, and are waited for, like interpreters."""
+"""Forked processes end, and are reaped, like interpreters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_killed_process(forked_processes: None) -> None:
     assert isinstance(process, ForkedProcess) and process.poll() is None
     process.kill()
     assert process.wait() == process.poll() == -9
-    watched = child.ChildProcess("core", CORE, None, note)  # a specification without the fields of one
+    watched = child.ChildProcess("core", CORE, None, note)  # a specification without further fields
     assert ended.wait(60)
     assert ends == [f"core (pid {watched.pid}) exited with code 1"] and watched.returncode == 1
 

@@ -1,4 +1,4 @@
-"""What messages and documents say to install can be installed: moe-engine itself is on no package index."""
+"""Install commands in messages and documents work: moe-engine itself is on no package index."""
 
 from __future__ import annotations
 

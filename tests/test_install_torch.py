@@ -1,4 +1,4 @@
-"""Which build of torch `make` installs. A stand-in for the environment's Python notes what pip is asked for."""
+"""The build of torch that `make` installs. A stand-in for the environment's Python records pip's arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def installed(
     refused: str = "nothing",
     system: str = "Linux",
 ) -> tuple[list[str], str]:
-    """What pip was asked to install, and what the user saw."""
+    """The packages that pip was called with, and the output."""
     programs = folder / "bin"
     programs.mkdir()
     asked, driver_file = folder / "asked", folder / "driver"
     for name, text in {
         "python": PYTHON,
         "uname": f"#!/bin/sh\necho {system}\n",
-        "nvidia-smi": "#!/bin/sh\nexit 9\n",  # as where its package is installed and no driver is
+        "nvidia-smi": "#!/bin/sh\nexit 9\n",  # as with its package installed but no driver
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)

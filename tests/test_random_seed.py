@@ -1,4 +1,4 @@
-"""What a test drew can be drawn again from what its failure shows, and no test draws in another way."""
+"""The seed shown with a failure repeats a test's random values, and tests use no other source of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it(of_module):
 
 
 def draws(folder: Path, *arguments: str, seed: str | None = None) -> tuple[str, list[str]]:
-    """The seed that failures show and what their tests drew."""
+    """The seed shown with failures, and the random values of their tests."""
     environment = {name: value for name, value in os.environ.items() if name != "MOE_TEST_SEED"}
     environment |= {"PYTHONPATH": str(TESTS.parent)} | ({} if seed is None else {"MOE_TEST_SEED": seed})
     command = [sys.executable, "-m", "pytest", "-p", "tests.random_seed", "-p", "no:cacheprovider", "-c", os.devnull]
@@ -61,7 +61,7 @@ def test_a_second_attempt_draws_anew(tmp_path: Path) -> None:
 
 
 def hidden_draws(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Calls whose outcome no seed repeats: (line, name)."""
+    """Calls whose result no seed repeats: (line, name)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -2,8 +2,8 @@
 
 The trace serves the same requests (greedy, sampled, penalties, log-probabilities, copies, stop strings, shared prefix)
 on seeded float32 checkpoints of several families under several parallel forms and drafters. ``--against FILE`` compares
-with a file that another build wrote on the same machine, and exits with 1 on a difference. Only the public API is used,
-so that the command runs on builds whose files have moved.
+with the file of another build on the same machine, and exits with 1 on a difference. Only the public API is used, so
+that the command runs on builds with other file names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODELS = ("deepseek_v3", "deepseek_v2_lite", "qwen3_moe", "qwen3", "llama")
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """(model, form, drafter): every form of V3 with every drafter that it takes, the other models in fewer forms."""
+    """(model, form, drafter): every form of V3 with every possible drafter, the other models in fewer forms."""
     found = [("deepseek_v3", form, drafter) for form in FORMS for drafter in DRAFTERS]
     found = [case for case in found if case[1] in ("one", "tp") or case[2] != "tree"]
     for model in MODELS[1:]:
@@ -59,7 +59,7 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def trace() -> list[dict[str, Any]]:
-    """Keyword arguments of `Engine.generate`, one a call."""
+    """Keyword arguments of `Engine.generate`, one dictionary per call."""
     draw = random.Random(20)
     shared = [draw.randrange(ORDINARY) for _ in range(40)]
 
@@ -86,7 +86,7 @@ def trace() -> list[dict[str, Any]]:
 
 
 def serve(path: Path, flags: dict[str, Any]) -> list[Any]:
-    """Tokens of every call of the trace, made one after the other and then all greedy ones together."""
+    """Tokens of every call of the trace, called one after the other, then all greedy calls together."""
     engine = Engine(model_path=str(path), dtype="float32", device="cpu", log_level="error", random_seed=1, **flags)
     try:
         outputs = []
@@ -106,11 +106,11 @@ def serve(path: Path, flags: dict[str, Any]) -> list[Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.token_trace", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="where to write the tokens")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="tokens of another build, to compare with")
+    parser.add_argument("--json", type=Path, help="output file of the tokens")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="tokens of another build, for the comparison")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains TEXT")
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that are started
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for started processes
     other = json.loads(args.against.read_text()) if args.against else {}
     found: dict[str, Any] = {}
     different = []

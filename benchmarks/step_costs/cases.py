@@ -90,7 +90,7 @@ def in_an_interpreter(arguments: Sequence[str]) -> tuple[int, str]:
 def run(
     group: Group, hardware: str = "H200x8", start: Callable[[Sequence[str]], tuple[int, str]] = in_an_interpreter
 ) -> list[dict[str, Any]]:
-    """The values of a group's cases, from the process that `start` runs the program in."""
+    """The values of a group's cases; `start` runs the program in another process."""
     with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:
         file = Path(folder) / "values.json"
         code, errors = start([*group.arguments(), "--hardware", hardware, "--json", str(file)])

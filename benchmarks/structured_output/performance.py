@@ -132,7 +132,7 @@ async def _gaps(engine: Engine, rounds: int) -> dict[str, Any]:
 
     for number in range(rounds + 1):
         for name in rng.sample(sorted(found), len(found)):
-            constraint = constraint_of(name)  # before the streams: it takes this thread, their reader, milliseconds
+            constraint = constraint_of(name)  # before the streams: this thread reads them
             moments: list[list[float]] = [[] for _ in range(4)]
             running = [asyncio.ensure_future(neighbour(times)) for times in moments]
             while min(map(len, moments)) < 20:

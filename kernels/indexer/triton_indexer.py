@@ -50,7 +50,7 @@ class IndexPlan:
 
     @classmethod
     def find(cls, plan: Any, queries: PagedQueries) -> IndexPlan:
-        """`plan` if it is of these queries, else a new one."""
+        """`plan` if it belongs to these queries, else a new plan."""
         return plan if isinstance(plan, IndexPlan) and plan.queries is queries else cls.of(queries)
 
     def records_for(self, heads: int) -> tuple[Tensor, np.ndarray]:

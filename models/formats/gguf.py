@@ -1,6 +1,6 @@
 """Matrices of GGUF files: blocks of numbers along the rows. Imports no torch.
 
-Each matrix has a type of its own. Q4_0 (4 bits, a scale per 32 columns), Q8_0 (8 bits, per 32) and Q6_K (6 bits, per
+Each matrix has its own type. Q4_0 (4 bits, a scale per 32 columns), Q8_0 (8 bits, per 32) and Q6_K (6 bits, per
 16) have a kernel form with exactly their values; Q4_K, whose blocks have an offset too, is dequantized.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 METHOD = "gguf"
 _CODES = {"Q4_0": (4, 32, "float16"), "Q8_0": (8, 32, "float16"), "Q6_K": (8, 16, "float32")}
-"""Kernel form of a type: bits, columns of a group, dtype of the scales, which holds them exactly."""
+"""Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MERGED = (
     re.compile(r"(.*\.self_attn)\.(?:q|k|v|q_a)_proj|(.*\.self_attn)\.kv_a_proj_with_mqa"),
     re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"),
 )
-"""Projections that layers stack: a stack is kept as stored if all have one type."""
+"""Projections that layers stack: a stack is kept as stored if all its matrices have one type."""
 _OF_EXPERTS = re.compile(r"(.*\.experts)\.\*\.\w+")
 """The projections of all experts of a layer are one weight."""
 
@@ -45,8 +45,8 @@ class Blocks:
     """A `Scheme`: the blocks of one type.
 
     Attributes:
-        type: of `BLOCK_TYPES`.
-        kept: kernels may multiply them as stored.
+        type: a key of `BLOCK_TYPES`.
+        kept: True if kernels may multiply the blocks as stored.
     """
 
     type: str
@@ -125,7 +125,7 @@ class GGUFFormat(SchemeFormat):
 
     @staticmethod
     def parse(section: Fields) -> GGUFFormat:
-        """Of the section that `gguf.config` makes."""
+        """Parses the section created by `gguf.config`."""
         types = section.raw.get("types")
         if not isinstance(types, Mapping):
             section.fail("types", "is missing; give the GGUF file itself as --model-path")
@@ -149,7 +149,7 @@ class GGUFFormat(SchemeFormat):
 
 
 def matrix_types(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
-    """Matrix, ``*`` for all experts -> its block type, of tensors by the hub's names."""
+    """Matrix, ``*`` for all experts -> its block type, from tensors by the hub's names."""
     return {
         _EXPERT.sub(".experts.*.", name.removesuffix(".weight")): header.dtype
         for name, header in headers.items()
@@ -158,7 +158,7 @@ def matrix_types(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
 
 
 def _schemes(types: Mapping[str, str]) -> dict[str, Blocks]:
-    """Types of which a stack has several are not kept."""
+    """The schemes by matrix. Stacks with several types are not kept as stored."""
     stacks: dict[str, list[str]] = {}
     for name in types:
         stacks.setdefault(_stack_of(name), []).append(name)

@@ -33,7 +33,7 @@ def codes_into(type: str, blocks: Tensor, out: CodedWeight) -> None:
 
 
 def _codes_of(type: str, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Codes uint8 [R, groups, n], scales [R, groups] in the dtype that holds them, and the code of 0."""
+    """Codes uint8 [R, groups, n], scales [R, groups] in the dtype that represents them exactly, and the code of 0."""
     if type == "Q4_0":
         packed = blocks[..., 2:]
         return torch.cat((packed & 15, packed >> 4), -1), _half(blocks, 0).flatten(1), 8
@@ -50,7 +50,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, int]:
     rows, count, _ = blocks.shape
     low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32))
-    low = torch.cat((low & 15, low >> 4), -1)  # of each half of a block: 128 numbers in runs of 32
+    low = torch.cat((low & 15, low >> 4), -1)  # for each half of a block: 128 numbers in runs of 32
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
     codes = (low | high << 4).view(rows, count * 16, 16)
     factors = blocks[..., 192:208].contiguous().view(torch.int8).float()

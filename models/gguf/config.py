@@ -1,7 +1,7 @@
 """Metadata of a GGUF file -> the fields of config.json. Imports no torch.
 
-Keys: gguf-py's constants. What llama.cpp leaves out of the metadata is taken from the tensors: the vocabulary's size,
-the tied head, and the parameters of Llama 3's rotary embedding, whose factors the file has as a tensor.
+Keys: gguf-py's constants. Fields that llama.cpp omits from the metadata are taken from the tensors: the vocabulary's
+size, the tied head, and the parameters of Llama 3's rotary embedding, whose factors the file has as a tensor.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")
 _SIGMOID = 2
 _GROUPS = {160: "V2", 256: "V3"}
-"""Experts of the DeepSeek models whose router has groups, which files of older converters do not mention."""
+"""Number of experts of the DeepSeek models whose router has groups; files of older converters do not list the
+groups."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LOW, _HIGH = 1.0, 4.0
-"""Of every published Llama 3: `low_freq_factor`, `high_freq_factor`."""
+"""`low_freq_factor` and `high_freq_factor` of every published Llama 3."""
 
 
 def gguf_fields(path: Path) -> dict[str, Any]:
-    """What config.json of the same model has.
+    """The fields of config.json of the same model.
 
     Raises:
         ConfigError: an architecture that is not served, or metadata that are missing or contradictory.
@@ -180,7 +181,7 @@ def _deepseek(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(keys: _Keys) -> dict[str, Any] | None:
-    """`rope_scaling` by the metadata."""
+    """`rope_scaling` from the metadata."""
     kind, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
     if kind in (None, "none") or (kind == "linear" and factor in (None, 0.0, 1.0)):
         return None

@@ -1,4 +1,4 @@
-"""One GGUF file as `SafetensorsFile`: block types are converted where a read has a destination.
+"""One GGUF file as `SafetensorsFile`: block types are converted if a read has a destination.
 
 Legend: N rows, K columns, B blocks, S bytes of a block, H heads, C kv_lora_rank.
 """
@@ -58,7 +58,7 @@ class GGUFFile:
             self._dequantize(name, cut, out)
 
     def _dequantize(self, name: str, cut: Cut, out: Tensor) -> None:
-        """Some rows at a time."""
+        """Dequantizes some rows at a time."""
         dtype, (rows, columns) = self.entries[name].dtype, self.entries[name].shape
         numbers, _ = BLOCK_TYPES[dtype]
         first, stop, _ = (cut.rows or slice(None)).indices(rows)

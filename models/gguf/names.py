@@ -2,7 +2,7 @@
 
 Legend: E experts, H heads, N rows, K columns, C kv_lora_rank.
 
-llama.cpp keeps the experts of a layer in one tensor [E, N, K]; each expert is a part of it here. In files of the
+llama.cpp stores the experts of a layer in one tensor [E, N, K]; here each expert is a part of it. In files of the
 architecture ``llama`` the rows of a head in q and k are reordered, because llama.cpp rotates adjacent channels: row
 2j + a of the file is row a * (rows / 2) + j of a hub checkpoint. DeepSeek's kv_b_proj is stored as attn_k_b [H, C,
 nope] (transposed) and attn_v_b [H, v, C] by newer converters. Source: llama.cpp's convert_hf_to_gguf and gguf-py.
@@ -74,7 +74,7 @@ class GGUFWeights(WeightFile):
 
     Attributes:
         heads: tensors whose rows are reordered within each head, with their number of heads.
-        joined: tensors that the file has in two parts.
+        joined: tensors that are stored in two parts.
     """
 
     heads: Mapping[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class _Names:
     """The tensors of one file.
 
     Args:
-        metadata: of the model's first file.
+        metadata: metadata of the model's first file.
     """
 
     def __init__(self, part: Container, metadata: Mapping[str, object]) -> None:
@@ -134,7 +134,7 @@ class _Names:
         return GGUFWeights(self._part.path, tensors, heads, joined)
 
     def _headers(self, info: TensorInfo) -> Iterator[tuple[str, TensorHeader]]:
-        """The hub's names of a tensor; unknown names stay, for the header check to refuse."""
+        """The hub's names of a tensor; unknown names are kept, and the header check refuses them."""
         whole, match = self._header(info), _BLOCK.fullmatch(info.name)
         if match is None:
             yield _WHOLE.get(info.name, info.name), whole

@@ -1,4 +1,4 @@
-"""Types of tensors in GGUF files: which are served, and their sizes. Imports no torch.
+"""Served types of tensors in GGUF files, and their sizes. Imports no torch.
 
 A block type stores the numbers of a row in blocks of fixed size and bytes. Source: ggml's ggml.h and ggml-quants.
 """
@@ -9,7 +9,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models.tensor_header import BLOCK_TYPES
 
 ELEMENT_TYPES = {0: "F32", 1: "F16", 28: "F64", 30: "BF16", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
-"""ggml's numbers of types with one number an element, by the names of safetensors."""
+"""ggml's numbers of unquantized types, by the names of safetensors."""
 BLOCKS = {2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K"}
 """ggml's numbers of the served block types."""
 UNSERVED = {

@@ -36,10 +36,9 @@ class ModelArgs:
     )
     load_format: str = flag(
         "auto",
-        "auto: *.safetensors, or files of torch.save (*.bin, *.pt) where there are none; safetensors, pt: these alone. "
-        "gguf: a GGUF file, which auto takes too. "
-        "layered: as auto; every load takes one layer at a time. dummy fills the weights with random values (for "
-        "benchmarks).",
+        "auto: *.safetensors, else files of torch.save (*.bin, *.pt), else a GGUF file; safetensors, pt, gguf: only "
+        "this format. layered: like auto; every load takes one layer at a time. dummy fills the weights with random "
+        "values (for benchmarks).",
         choices=("auto", "safetensors", "pt", "gguf", "layered", "dummy"),
         unsupported=dict.fromkeys(
             ("npcache", "sharded_state", "bitsandbytes", "remote", "presharded", "mistral",

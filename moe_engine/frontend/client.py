@@ -74,7 +74,7 @@ class _SchedulerEndpoint:
 
     def send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
-            # A PUSH socket without a high-water mark never blocks. asyncio's sockets make a future for each message.
+            # A PUSH socket without a high-water mark never blocks. asyncio's sockets create a future for each message.
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
 

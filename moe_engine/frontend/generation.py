@@ -103,7 +103,7 @@ class Generation:
         self._interval = interval
         self._live = live or bool(sampling.stop)
         self._streams_plainly = live and interval == 1 and not sampling.stop and logprobs is None and not no_output
-        """Every token is a piece of its own."""
+        """True if every token is a separate piece."""
         self._piece: Piece | None = None
         self._shown_any = False
         self._assembler: TextAssembler | None = None
@@ -151,8 +151,8 @@ class Generation:
         self._note(text, ids, logprobs, finish)
 
     def take_plain(self, delta: RequestDelta) -> Piece | None:
-        """`feed` and then `take_piece`, of a delta with nothing but tokens (`inbox.is_plain`): the hot path of streams.
-        None, too, if the sequence has ended."""
+        """`feed` and then `take_piece`, for a delta with only tokens (`inbox.is_plain`): the hot path of streams. Also
+        None if the sequence has ended."""
         ids, assembler = delta.token_ids, self._assembler
         if assembler is None or not self._streams_plainly or self._piece is not None or not ids:
             self.feed(delta)

@@ -94,7 +94,7 @@ def feed(sequence: Sequence, delta: RequestDelta, observer: Observer | None) -> 
 
 
 def _fed(sequence: Sequence, observer: Observer | None, before: int, last: float | None) -> None:
-    """After a delta. `before`, `last`: number of tokens and time of the last one before it."""
+    """Called after a delta. `before`, `last`: number of tokens, and time of the last token, before it."""
     generation = sequence.generation
     if sequence.followers and (generation.output_ids or generation.finish):
         sequence.let_followers_go()

@@ -1,4 +1,4 @@
-"""Work that gives way to the engine's steps: threads and processes that compile grammars or read large bodies.
+"""Background work that yields to the engine's steps: threads and processes that compile grammars or read large bodies.
 
 Niceness alone does not do it on Linux. It counts within a scheduling group, and every session of processes is a group
 of its own (`sched_autogroup_enabled`), with a niceness of its own. And since Linux 6.12 a thread that has a core keeps
@@ -21,14 +21,14 @@ NICENESS = 15
 SLICE_SECONDS = 0.0001
 """The kernel's least."""
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
-"""Number of the system call sched_setattr by machine; Python has no function of it."""
+"""Number of the system call sched_setattr by machine; Python has no function for it."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Size, policy, flags, niceness, priority, runtime (the slice in ns), deadline, period: `man 2 sched_setattr`."""
 
 
 def yield_to_steps(niceness: int = NICENESS) -> None:
-    """The calling thread, and those that it starts, get a core when no step needs it, and return it at once when one
-    does. Linux has priorities of threads; elsewhere nothing changes."""
+    """The calling thread, and threads that it starts, get a core when no step needs it, and release it at once when a
+    step does. Only Linux has priorities of threads; elsewhere there is no effect."""
     if sys.platform != "linux":
         return
     thread = get_native_id()
@@ -50,14 +50,14 @@ def yield_session_to_steps(pid: int, niceness: int = NICENESS) -> None:
 
 
 def _lower_priority(thread: int, niceness: int) -> int:
-    """The niceness from then on. It may not be reduced without a privilege."""
+    """Raises the niceness, which cannot be reduced again without a privilege."""
     niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, thread))
     os.setpriority(os.PRIO_PROCESS, thread, niceness)
     return niceness
 
 
 def _shorten_slice(thread: int, niceness: int) -> None:
-    """Older kernels ignore it."""
+    """Requests a short slice; older kernels ignore it."""
     number = _SET_ATTRIBUTES.get(platform.machine())
     if number is None:
         return

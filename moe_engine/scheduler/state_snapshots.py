@@ -55,7 +55,7 @@ class SnapshotTree(RadixCache):
     # -- slots
 
     def take_slot(self, step: int, but: Container[int] = ()) -> int:
-        """A slot for a snapshot that step `step` stores, none of `but`; NONE: all others belong to requests."""
+        """A slot for a snapshot that step `step` stores, not one of `but`; NONE: all other slots belong to requests."""
         if not self._free_slots:
             nodes = [node for slot, node in self.holders.items() if slot not in but]
             if not nodes:

@@ -1,7 +1,7 @@
 """Access log: uvicorn's lines, formatted and written with little processor time.
 
-The logger's own formatter and a write for each line take a tenth of the time that the front end needs for a short
-request. Here the lines of `WRITE_SECONDS` are written together.
+The logger's formatter and one write per line take a tenth of the front end's time for a short request. Here the lines
+of `WRITE_SECONDS` are written together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from moe_engine.logs import DATE_FORMAT
 
 WRITE_SECONDS = 0.01
-"""A line is written at most so long after its response began."""
+"""Max seconds from the start of a response to the write of its line."""
 _PHRASES = {status.value: f" {status.phrase}" for status in http.HTTPStatus}
 
 
@@ -33,14 +33,14 @@ class AccessFormatter(logging.Formatter):
         if second != self._second:
             self._second = second
             self._head = f"[{time.strftime(DATE_FORMAT, time.localtime(second))}] "
-        args: Any = record.args  # of uvicorn's one call
+        args: Any = record.args  # arguments of uvicorn's only call
         client, method, path, version, status = args
         line = f'{self._head}{record.levelname}:     {client} - "{method} {path} HTTP/{version}" {status}'
         return line + _PHRASES.get(status, "")
 
 
 class AccessHandler(logging.StreamHandler):  # type: ignore[type-arg]  # typeshed's alone is generic
-    """Collects lines in the event loop that serves, and writes them `WRITE_SECONDS` later, at exit at the latest."""
+    """Collects lines in the server's event loop, and writes them `WRITE_SECONDS` later, at the latest at exit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class AccessHandler(logging.StreamHandler):  # type: ignore[type-arg]  # typeshe
             self.handleError(record)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):  # the reader of the log is gone, or the stream is closed
+        with suppress(OSError, ValueError):  # the log's pipe or stream is closed
             self.acquire()
             try:
                 lines, self._lines = self._lines, []

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 class _Cors(CORSMiddleware):
-    """Starlette's reads every message of every response; only those to web pages have headers to add."""
+    """Starlette's middleware reads every message of every response; only responses to web pages need further
+    headers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and all(name != b"origin" for name, _ in scope["headers"]):
@@ -49,7 +50,8 @@ class _Cors(CORSMiddleware):
 
 
 class _Endpoint:
-    """ASGI application of a guarded handler. Starlette's own for functions handles exceptions that none raises."""
+    """ASGI application of a guarded handler. Starlette's application for functions handles exceptions that no handler
+    here raises."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler

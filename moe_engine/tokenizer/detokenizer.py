@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
 
 class ByteTable(Protocol):
-    """Tokens as byte strings, by id."""
+    """Byte strings of tokens, by id."""
 
     @property
     def texts(self) -> Mapping[int, str | None]:
@@ -47,11 +47,11 @@ class ByteDetokenizer:
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_between = True
-        """No bytes of an incomplete character are held back."""
+        """True if no bytes of an incomplete character are pending."""
 
     def push(self, ids: Sequence[int]) -> str:
         table, skip = self._table, self._skip
-        if self._is_between and len(ids) == 1 and ids[0] not in skip:  # nearly every push of a stream
+        if self._is_between and len(ids) == 1 and ids[0] not in skip:  # the usual case of a stream
             text = table.texts[ids[0]]
             if text is not None:
                 return text

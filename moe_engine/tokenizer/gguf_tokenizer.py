@@ -2,9 +2,9 @@
 
 Byte-level vocabularies (``tokenizer.ggml.model`` gpt2) are built with the `tokenizers` library; SentencePiece
 vocabularies (llama), whose merges follow from the scores, by transformers. transformers' conversion of byte-level
-vocabularies is not used: it adds GPT-2's end of text as one more id, and takes tokens such as DeepSeek's, whose
-characters lie outside the byte alphabet, for plain text. A file names its way of splitting texts
-(``tokenizer.ggml.pre``); unknown ones are refused, because another split gives other tokens without a message.
+vocabularies is not used: it adds GPT-2's end of text as a further id, and encodes tokens such as DeepSeek's, whose
+characters are outside the byte alphabet, as plain text. A file names its pre-tokenizer (``tokenizer.ggml.pre``);
+unknown names are refused, because another split would silently give other tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SPECIAL = {
 
 
 def load_gguf_tokenizer(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The `tokenizers.Tokenizer` of a GGUF file, and the fields of tokenizer_config.json, its chat template among them.
+    """The `tokenizers.Tokenizer` of a GGUF file, and the fields of tokenizer_config.json, including its chat template.
 
     Raises:
         ConfigError: a vocabulary that is not supported. CheckpointError: a damaged file.

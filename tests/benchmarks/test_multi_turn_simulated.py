@@ -1,4 +1,4 @@
-"""The benchmark of simulated multi-turn load: a small KV cache, and where its sessions begin."""
+"""The benchmark of simulated multi-turn load: a small KV cache, and the first turns of its sessions."""
 
 from __future__ import annotations
 

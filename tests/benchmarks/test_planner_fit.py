@@ -45,7 +45,7 @@ def test_a_fit_predicts_points_of_unknown_constants():
     judged = residuals(points[60:], share)
     assert error(judged[:, 0], 0.5) < 0.1 and error(judged[:, 1], 0.5) < 0.15
     untrained = residuals(points[60:], share_of("any", np.zeros(len(PRIOR))))
-    assert error(judged[:, 0], 0.5) < error(untrained[:, 0], 0.5) + 0.02  # the truth may be close to the prior
+    assert error(judged[:, 0], 0.5) < error(untrained[:, 0], 0.5) + 0.02  # the true values may be close to the prior
 
 
 def test_a_fitted_file_reads_back(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ PRELOADED = (
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Sequence[str]], tuple[int, str]]]:
-    """Starts the program in processes that have imported what it needs; they install their devices themselves."""
+    """Starts the program in processes that have imported its modules; they install their devices themselves."""
     server = ForkServer({"TRITON_INTERPRET": "1"}, PRELOADED)
 
     def start(arguments: Sequence[str]) -> tuple[int, str]:

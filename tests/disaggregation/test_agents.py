@@ -57,7 +57,7 @@ def test_a_late_half_is_answered_at_once() -> None:
 
 
 def test_pieces_are_written_behind_the_copies_to_their_places() -> None:
-    """Also a request that ends before: its prefill server has to know."""
+    """Also for a request that ends before: its prefill server gets a message."""
     with AgentPair() as pair:
         pair.prefill_rows.array[:] = 7
         for room in (1, 2, 3):

@@ -123,7 +123,7 @@ def test_a_load_brings_back_what_was_stored(spec: str, dtype: torch.dtype) -> No
 
 
 def test_a_failed_store_ends_the_core() -> None:
-    """Its places count as valid once its step has run."""
+    """The places of a store count as valid once its step has run."""
     copies = KVCopies(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 16, 1, DeviceStream("cpu")), 8, DeviceStream("cpu"))
     failed: Future[None] = Future()
     copies._copies = SimpleNamespace(run=lambda *args: failed)  # type: ignore[assignment]

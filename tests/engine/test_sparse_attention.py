@@ -107,7 +107,7 @@ def test_drafts_and_tiers(form: str, tmp_path: Path) -> None:
     kind, fields, flags = FORMS[form]
     path = agreeing_checkpoint(kind, tmp_path / "model", seed, num_mtp_layers=1, **fields)
     script = []
-    lengths = rng.sample([12, 40, 70, 70], 4)  # more than the pool in all: the first turns are evicted
+    lengths = rng.sample([12, 40, 70, 70], 4)  # in total more than the pool: the first turns are evicted
     texts = [[rng.randrange(5, 60) for _ in range(length)] for length in lengths]
     for turn in range(2):
         for i, text in enumerate(texts):

@@ -157,7 +157,7 @@ def test_every_layout_reads_what_every_layout_wrote(spec: str, layouts: tuple[st
 
 
 def test_reports_of_a_fetch_arrive_in_order(tmp_path: Path) -> None:
-    """Its parts end on several threads, and its last report is the one that ends it."""
+    """Parts of a fetch end on several threads, and the last report ends the fetch."""
     copies, _ = copies_of(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 32, 1, DeviceStream("cpu")), "page_first",
                           tmp_path, 1)  # fmt: skip
     assert copies.storage is not None
@@ -166,7 +166,7 @@ def test_reports_of_a_fetch_arrive_in_order(tmp_path: Path) -> None:
 
     def slow_to_report(report: KVReport) -> None:
         if not report.ended and not reports:
-            overtaken.wait(0.2)  # another thread would report its part meanwhile
+            overtaken.wait(0.2)  # meanwhile another thread would report its part
         reports.append(report)
         overtaken.set()
 
@@ -179,7 +179,7 @@ def test_reports_of_a_fetch_arrive_in_order(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_share_report_all_pages(tmp_path: Path) -> None:
-    """A report is the least of all ranks."""
+    """A report is the minimum over all ranks."""
     copies, reports = copies_of(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 8, 1, DeviceStream("cpu")), "page_first",
                                 tmp_path, 1)  # fmt: skip
     assert copies.storage is not None

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with DeepSeek's special tokens, small enough to be made by every test."""
+"""A byte-level tokenizer with DeepSeek's special tokens, small enough to be created by every test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of every family, drawn fresh from a seed, with a byte-level tokenizer a server can run on.
+"""Tiny random checkpoints of every family, generated from a seed, with a byte-level tokenizer for servers.
 
-Tensors come from transformers' own models, so that names and shapes are theirs and not ours. Norm weights are not 1 and
+Tensors come from transformers' models, so that names and shapes are independent of our code. Norm weights are not 1 and
 the router bias is not 0: defaults would hide a forgotten norm or bias.
 """
 
@@ -35,7 +35,7 @@ KINDS = (
     "qwen3_next",
 )
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
-"""With sparse attention: contexts exceed `index_topk`."""
+"""Kinds with sparse attention: contexts exceed `index_topk`."""
 
 YARN = {
     "type": "yarn",
@@ -208,8 +208,8 @@ def make_checkpoint(
         kind: one of `KINDS` or `SPARSE_KINDS`.
         fp8: quantise every linear of the decoder layers to e4m3 in 128 x 128 blocks (`weight_scale_inv` siblings);
             `scale_dtype` among the overrides may be float32, ``e8m0`` or ``uint8``.
-        dtype: of the unquantised tensors.
-        num_mtp_layers: multi-token-prediction modules to add behind the last layer (DeepSeek V3).
+        dtype: dtype of the unquantised tensors.
+        num_mtp_layers: multi-token-prediction modules after the last layer (DeepSeek V3).
         dialect: ``hub`` (rope_theta + rope_scaling, torch_dtype) or ``transformers`` (rope_parameters, dtype).
         max_shard_bytes: split into several files with an index when given.
         overrides: fields of config.json.
@@ -293,7 +293,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
 def _add_mtp_layer(
     tensors: dict[str, Tensor], num_layers: int, index: int, hidden: int, generator: torch.Generator
 ) -> None:
-    like_it = 1 if "model.layers.0.linear_attn.A_log" in tensors else num_layers - 1  # the last with attention
+    like_it = 1 if "model.layers.0.linear_attn.A_log" in tensors else num_layers - 1  # the last layer with attention
     source, target = f"model.layers.{like_it}.", f"model.layers.{num_layers + index}."
     like = tensors["model.norm.weight"]
 

@@ -1,4 +1,4 @@
-"""Checkpoints and their oracles, made once a session."""
+"""Checkpoints and their oracles, created once per session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 
 @dataclass(frozen=True)
 class Oracle:
-    """A checkpoint, a random prompt, and what transformers makes of it."""
+    """A checkpoint, a random prompt, and transformers' logits for it."""
 
     path: Path
     tokens: list[int]

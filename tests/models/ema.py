@@ -1,4 +1,4 @@
-"""A model from outside the engine: some layers have a linear recurrence in the place of attention, with a state for
+"""A model from outside the engine: some layers have a linear recurrence in place of attention, with a state for
 each request. Its reference is transformers' model in float64 with the same layers, which recomputes every token.
 
 Legend: T tokens, D hidden (also channels of the recurrence), n tokens of a sequence.
@@ -35,7 +35,7 @@ from tests.models.checkpoints import make_checkpoint, write_tensors
 
 INPUTS = ("u", "gate", "decay")
 TAPS = 3
-"""Tokens that the convolution before the recurrence reads."""
+"""Width of the convolution before the recurrence in tokens."""
 LAYERS = (1, 3)
 SUM, TAIL = 0, 1
 """Parts of the state: the recurrence, and the last inputs of the convolution."""

@@ -2,7 +2,7 @@
 
 For each family a random float32 checkpoint serves 24 prompts of 1 to 600 tokens under each form below; every answer
 (greedy, with log-probabilities) is compared with one forward pass of transformers over prompt and answer. ``--write``
-puts the table into docs/parity.md; families that are not asked for keep their rows.
+writes the table into docs/parity.md; other families keep their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ORDINARY = 250
 """Token ids from here on are special."""
 NUM_PROMPTS, NUM_TOKENS, LONGEST = 24, 12, 600
 TIE = 1e-5
-"""Two best logits closer than this (relative) are a tie: either is right."""
+"""Two best logits closer than this (relative) are a tie: both tokens are correct."""
 FORMS: dict[str, dict[str, Any]] = {
     "together": {},
     "alone": {"max_running_requests": 1},
@@ -57,7 +57,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
 @dataclass
 class Result:
-    """Of one form: compared tokens, ties among them, tokens that differ, and the largest difference of a
+    """The result of one form: compared tokens, ties among them, tokens that differ, and the largest difference of a
     log-probability."""
 
     tokens: int = 0
@@ -72,7 +72,7 @@ class Result:
 
 
 def prompts(seed: int, count: int, longest: int) -> list[list[int]]:
-    """Of lengths from 1 to `longest`; some begin as another one does."""
+    """Prompts of lengths from 1 to `longest`; some share a prefix with another."""
     rng = random.Random(seed)
     prefix = [rng.randrange(ORDINARY) for _ in range(longest // 3)]
     lengths = [1, 2, longest, *(rng.randint(3, longest) for _ in range(count - 3))][:count]
@@ -128,7 +128,7 @@ def run_family(
 
 
 def forms_of(kind: str) -> list[str]:
-    """The forms that a family's checkpoint takes."""
+    """The forms that a family's checkpoint supports."""
     return [form for form in FORMS if form != "MTP drafts" or KINDS[kind].get("num_mtp_layers")]
 
 

@@ -1,4 +1,4 @@
-"""Block-FP8 by the letter of the format, written independently of the engine's loader."""
+"""Block FP8 by the format's definition, independent of the engine's loader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def is_quantised(name: str) -> bool:
-    """Which tensors FP8 checkpoints quantise: every projection of the decoder layers; not the gate, norms, eh_proj."""
+    """True for tensors that FP8 checkpoints quantise: every projection of the decoder layers; not the gate, norms,
+    eh_proj."""
     return name.endswith(("_proj.weight", "proj_with_mqa.weight")) and "eh_proj" not in name
 
 
@@ -41,7 +42,7 @@ def quantise_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block
 def dequantise_fp8(
     tensors: dict[str, Tensor], block: int = 128, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The same checkpoint in plain floats: written independently of the engine's loader, as an oracle's input."""
+    """The same checkpoint in plain floats, independent of the engine's loader, as an oracle's input."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_scale_inv"):

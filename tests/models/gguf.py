@@ -71,7 +71,7 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
 
 
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
-    """uint8 [N, bytes] -> float32 [N, K], number by number as ggml's definitions give them."""
+    """uint8 [N, bytes] -> float32 [N, K], number by number by ggml's definitions."""
     count = BLOCK[kind][1]
     one = {"Q4_0": _of_q4_0, "Q8_0": _of_q8_0, "Q4_K": _of_q4_k, "Q6_K": _of_q6_k}[kind]
     flat = blocks.reshape(-1, count)
@@ -121,7 +121,7 @@ def _of_q6_k(b: np.ndarray) -> list[float]:
 def write_gguf(
     source: Path, path: Path, kind: str, type_of: Callable[[str], str], split_kv_b: bool = False
 ) -> dict[str, Tensor]:
-    """A checkpoint in hub layout as a GGUF file; returns its tensors with the values that the file has.
+    """A checkpoint in hub layout as a GGUF file; returns its tensors with the values of the file.
 
     Args:
         type_of: name in the GGUF file -> type of a matrix; one without whole blocks is stored as F16.
@@ -182,7 +182,7 @@ def _store(stored: dict[str, Any], name: str, tensor: Tensor, type_of: Callable[
 
 
 def rope_factors(fields: Mapping[str, Any]) -> np.ndarray | None:
-    """What llama.cpp's converter stores for Llama 3: by how much each frequency is divided."""
+    """The values that llama.cpp's converter stores for Llama 3: the divisor of each frequency."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if scaling.get("rope_type") != "llama3":
         return None

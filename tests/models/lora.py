@@ -50,7 +50,7 @@ def make_adapter(
 
 
 def merge(checkpoint: Path, adapter: Path, directory: Path) -> Path:
-    """A copy of the checkpoint with W + scaling B A in the place of W."""
+    """A copy of the checkpoint with W + scaling B A in place of W."""
     shutil.copytree(checkpoint, directory)
     config = json.loads((adapter / "adapter_config.json").read_text())
     weights, deltas = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""Parameters that a token uses."""
+"""Parameters used by a token."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def quantise(
     chosen: Callable[[str], bool] = is_quantised,
     **more: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(the stored tensors, the plain ones with the values that these have)."""
+    """(the stored tensors, plain tensors with their values)."""
     rng = np.random.default_rng(seed)
     scale_dtype = torch.float16 if layout in ("awq", "gptq") else torch.bfloat16
     stored: dict[str, Tensor] = {}

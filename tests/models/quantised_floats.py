@@ -41,7 +41,7 @@ def flat_rows_fp8(weight: Tensor) -> Written:
 
 
 def matrix_fp8(weight: Tensor) -> Written:
-    """With a static activation scale."""
+    """A matrix in FP8 with a static activation scale."""
     scale = weight.abs().amax() / 448
     data, values = _fp8(weight, scale)
     return {".weight": data, ".weight_scale": scale, ".input_scale": torch.tensor(0.1)}, values
@@ -152,7 +152,7 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
 
 
 def quantise_floats(tensors: dict[str, Tensor], name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(the stored tensors, the plain ones with the values that these have)."""
+    """(the stored tensors, plain tensors with their values)."""
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for key, tensor in tensors.items():

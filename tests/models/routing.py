@@ -1,4 +1,4 @@
-"""Experts that hinge on rounding: two sums of the same router scores may choose different ones."""
+"""Experts that depend on rounding: two sums of the same router scores may select different experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The kernel rows whose models these tests run, on the CPU: rows that every family has, of which none refuses a CPU.
+"""The kernel rows whose models these tests run, on the CPU: rows that exist in every family and support a CPU.
 
-Rows for GPUs have their own tests (`kernels_triton`, `vendors`, those marked `gpu`), because the models here are on a
-CPU on every machine.
+Rows for GPUs have their own tests (`kernels_triton`, `vendors`, those marked `gpu`), because the models of these tests
+are always on a CPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moe_engine.kernels.registry import Row
 
 _FAMILIES = (tables.OPS, tables.LINEAR, tables.EXPERTS, tables.MLA, tables.GQA)
 _EQUIPPED = replace(cpu_device(), compiler="c++")
-"""This machine's CPU with what a machine may lack."""
+"""This machine's CPU with all optional features."""
 
 
 def why_not(name: str, device: Device, dtype: str = "float32") -> str | None:
-    """Why a whole model cannot run with that row in every family, or None."""
+    """The reason why a whole model cannot run with that row in every family, or None."""
     for family in _FAMILIES:
         found = next((row for row in family if row.name == name), None)
         reason = f"no {name} row in every family" if found is None else found.why_not(device, Need(dtype=dtype))
@@ -30,18 +30,18 @@ def why_not(name: str, device: Device, dtype: str = "float32") -> str | None:
 
 
 def cpu_rows() -> list[str]:
-    """Names of the rows that serve a model on some CPU."""
+    """Names of the rows that can run a model on some CPU."""
     names = dict.fromkeys(row.name for family in _FAMILIES for row in family)
     return [name for name in names if why_not(name, _EQUIPPED) is None]
 
 
 def cpu_rows_of(family: list[Row], dtype: str = "float32") -> list[Row]:
-    """The rows of one family that serve on some CPU."""
+    """The rows of one family that can run on some CPU."""
     return [row for row in family if row.why_not(_EQUIPPED, Need(dtype)) is None]
 
 
 def all_rows() -> list[object]:
-    """Parameters for `pytest.mark.parametrize`: `cpu_rows`, skipped with the reason where this machine lacks a part."""
+    """Parameters for `pytest.mark.parametrize`: `cpu_rows`, skipped with the reason if this machine lacks a feature."""
     reasons = {name: why_not(name, cpu_device()) for name in cpu_rows()}
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why}")] if why else [])

@@ -1,8 +1,8 @@
-"""transformers' sparse attention as an oracle: its selections, and how far they are from another choice.
+"""transformers' sparse attention as an oracle: its selections, and their distance from another selection.
 
-torch's topk leaves the order of equal scores open, and rounding decides between scores that are nearly equal. The
-oracle takes the lowest position of equal scores, as the engine does; prompts where a selection is decided by less than
-`MARGIN` of the scores' size are drawn again.
+The order of equal scores in torch's topk is unspecified, and rounding decides between nearly equal scores. The oracle
+takes the lowest position of equal scores, as the engine does; prompts with a selection decided by less than `MARGIN` of
+the scores' magnitude are replaced.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PROMPT_LENGTH = 90
 @contextmanager
 def observed(margins: list[Tensor], length: int) -> Iterator[None]:
     """Selections of the indexers for a text of `length` tokens in this context. Appends for each call the distance [T]
-    between the last selected and the first rejected score, relative to the largest one. Equal scores have a rule, and
-    so no distance."""
+    between the last selected and the first rejected score, relative to the largest one. Equal scores have no distance,
+    because the rule decides."""
     original = torch.Tensor.topk
 
     def topk(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
-        if scores.shape != (1, length, length):  # a router's
+        if scores.shape != (1, length, length):  # topk of a router
             return original(scores, k, *args, **kwargs)
         values, indices = scores.sort(dim=-1, descending=True, stable=True)
         if k < scores.shape[-1]:
@@ -51,7 +51,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def logits_of(model: Any, tokens: list[int]) -> tuple[Tensor, int]:
-    """Logits [T, V] of all positions, and how many of the first tokens have clear selections in all layers."""
+    """Logits [T, V] of all positions, and the number of first tokens with clear selections in all layers."""
     margins = [torch.ones(len(tokens))]
     with observed(margins, len(tokens)), torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0]

@@ -1,4 +1,4 @@
-"""Drives a model by hand: one `ForwardBatch` a step, with slots, rows and groups chosen by the test."""
+"""Drives a model directly: one `ForwardBatch` per step, with slots, rows and groups chosen by the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_engine.worker.startup.kernel_choice import build_backends
 
 
 def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32", page_size: int = 1) -> Backends:
-    """The given row of every family. Raises ValueError where it cannot run here."""
+    """The given row of every family. Raises ValueError if it cannot run here."""
     need = Need(
         dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config),
         delta=config.delta is not None, varlen=config.vision is not None,
@@ -33,7 +33,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
 
 
 def load(path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> Stepper:
-    """A stepper over the checkpoint in `path`; `options` go to the model, `page_size` and `seed` to the stepper."""
+    """A stepper over the checkpoint in `path`; `options` are the model's, `page_size` and `seed` the stepper's."""
     page_size, seed = options.pop("page_size", 1), options.pop("seed", 0)
     config = load_model_config(path)
     backends = make_backends(config, row, dtype, page_size)
@@ -51,7 +51,7 @@ class Chunk:
 
 
 class Stepper:
-    """Holds the KV pool and the slot table, shuffled by `seed` so that nothing relies on neighbouring slots."""
+    """Holds the KV pool and the slot table, shuffled by `seed` so that results cannot rely on adjacent slots."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Stepper:
 
 
 def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
-    """Caches of every layer, filled with NaN: a slot that was never written must never matter."""
+    """Caches of every layer, filled with NaN: unwritten slots must have no influence."""
     attention = config.attention
 
     def cache(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""config.json of every family and dialect, contradictions, sizes, and that no torch is needed to read them."""
+"""config.json of every family and dialect, contradictions, sizes; reading needs no torch."""
 
 from __future__ import annotations
 

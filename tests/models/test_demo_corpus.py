@@ -1,4 +1,4 @@
-"""The text the embedded model is trained on: right sums, valid calls, nothing that evaluation asks, no wasted room."""
+"""The training text of the embedded model: correct sums, valid calls, no evaluation questions, full rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_calls_fit_their_schemas(names: tools.Names) -> None:
 
 @pytest.mark.parametrize("mix", MIXTURES)
 def test_rows_are_full_and_hold_whole_documents(mix: corpus.Mixture) -> None:
-    """Documents too long for a row once filled the queue: rows were a fifth empty, and long tool calls never seen."""
+    """Before, documents too long for a row filled the queue: a fifth of each row was empty, and long tool calls never
+    occurred."""
     pack = packer()
     pack.mix = mix
     bos, eos, pad = (pack.tokenizer.token_to_id(t) for t in (BOS, EOS, "<｜▁pad▁｜>"))
@@ -142,4 +143,4 @@ def test_the_parts_of_a_run() -> None:
     rates = np.array([recipe.learning_rate(step) for step in range(recipe.steps)]) / recipe.lr
     assert rates.max() == 1.0 and rates.min() == pytest.approx(0.01)
     assert np.abs(np.diff(rates)).max() <= 0.0101, "the rate jumps"
-    assert (np.diff(rates[recipe.warmup :]) <= 0).all() and rates[-1] == rates.min(), "it falls once, and to the end"
+    assert (np.diff(rates[recipe.warmup :]) <= 0).all() and rates[-1] == rates.min(), "it falls once, until the end"

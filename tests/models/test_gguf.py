@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, kind: str) 
 
 
 def mixed(name: str) -> str:
-    """As llama.cpp's Q4_K_M: some matrices in Q6_K."""
+    """Like llama.cpp's Q4_K_M: some matrices in Q6_K."""
     return "Q6_K" if name in ("output.weight", "blk.0.attn_v.weight") or "ffn_down" in name else "Q4_K"
 
 
@@ -122,7 +122,7 @@ def test_kernels_multiply_the_blocks_and_the_ledger_counts_them(
 
 
 def ledger_fits(path: Path) -> float:
-    """The ledger's bytes of the loaded weights; returns them relative to float32."""
+    """Checks the ledger's bytes of the loaded weights; returns them relative to float32."""
     stepper = loaded(path, "cpu")
     coded = kept_format(stepper.config.weight_format, "cpu", frozenset(("linear", "experts")))
     counted = sizes.weight_bytes(stepper.config, 4, format=coded)
@@ -222,7 +222,7 @@ def test_rotary_settings_of_llama_3_come_from_the_factors(tmp_path: Path) -> Non
 
 
 def test_a_router_with_unknown_groups_is_refused(tmp_path: Path) -> None:
-    """As in files of V3 that older converters wrote."""
+    """As in files of V3 from older converters."""
     path, _ = write_both(tmp_path, "deepseek_v3", n_routed_experts=256, n_group=8)
     path.write_bytes(path.read_bytes().replace(b"deepseek2.expert_group_count", b"deepseek2.expert_group_counx"))
     with pytest.raises(ConfigError, match=r"has no deepseek2\.expert_group_count, and the router of DeepSeek V3"):

@@ -1,4 +1,4 @@
-"""gpt-oss: MXFP4 checkpoints, sizes, clamped experts and sinks that matter, and refusals."""
+"""gpt-oss: MXFP4 checkpoints, sizes, the effect of clamped experts and sinks, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of tensors is what models ask for; headers that differ are refused all at once and without torch."""
+"""The table of tensors equals the models' requests; all differences of headers are reported at once, without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.models.checkpoints import KINDS, make_checkpoint
 
 
 class Recorder(DummyReader):
-    """Notes what a model asks for: name -> (shape, whether it may be FP8, dtype it is held in)."""
+    """Records the tensors that a model requests: name -> (shape, whether FP8 is allowed, dtype in memory)."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gptq_v2, int8": {"layout": "gptq", "bits": 8, "v2": True},
 }
 EIGHTHS = {"kv_lora_rank": 32, "v_head_dim": 16}
-"""Widths of which AWQ and GPTQ pack eight values in an int32."""
+"""Widths that divide by eight: AWQ and GPTQ pack eight values in an int32."""
 
 
 def write_both(
@@ -105,7 +105,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
 
 @pytest.mark.parametrize("layout", KEPT)
 def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, layout: str) -> None:
-    """The C++ rows hold codes: whole-decoder calls, experts and slices; random weights too."""
+    """The C++ rows store codes: whole-decoder calls, experts and slices; also random weights."""
     path, plain = write_both(tmp_path, "deepseek_v3", LAYOUTS[layout], **WIDE)
     want = logits_of(plain, "cpu")
     torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))

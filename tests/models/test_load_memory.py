@@ -1,4 +1,4 @@
-"""Loading holds little more than the weights, and its threads report errors."""
+"""Loading needs little more memory than the weights, and its threads report errors."""
 
 from __future__ import annotations
 

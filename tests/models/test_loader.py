@@ -108,7 +108,7 @@ def test_reads_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 15)  # several parts
     rng = random.Random(random.getrandbits(32))
     tensors = {
-        "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),  # the others are not aligned
+        "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),  # the other tensors are not aligned
         "wide": torch.randn(5, 9000).to(torch.bfloat16),
         "tall": torch.randn(700, 40),
         "vector": torch.randn(33),
@@ -171,7 +171,8 @@ def test_mtp_and_rotary_tensors_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_more_layers_than_config_says(tmp_path: Path) -> None:
-    """A layer that config.json does not count is not taken for an MTP layer: the answers would be another model's."""
+    """A layer that config.json does not count is not used as an MTP layer: the answers would be those of another
+    model."""
     path = make_checkpoint("llama", tmp_path)
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2}
     (path / "config.json").write_text(json.dumps(config))
@@ -179,7 +180,7 @@ def test_more_layers_than_config_says(tmp_path: Path) -> None:
 
 
 def test_layers_cut_by_an_override(tmp_path: Path) -> None:
-    """Asking for fewer layers than config.json counts is meant: the first ones compute as in the whole model."""
+    """An override with fewer layers than in config.json is valid: the first layers compute as in the whole model."""
 
     def logits(path: Path, overrides: dict[str, int] | None = None) -> Tensor:
         config = load_model_config(path, overrides)

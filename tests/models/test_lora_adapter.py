@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what PEFT itself saves, and what is refused by name."""
+"""Adapters in PEFT's format: files saved by PEFT, and refusals by name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_missing_files(base: Path, tmp_path: Path) -> None:
 
 
 def test_peft_saves_and_merges_the_same(base: Path, tmp_path: Path) -> None:
-    """The file and the merged weights of the library itself."""
+    """The file and the merged weights of PEFT."""
     peft = pytest.importorskip("peft")
     import transformers
 

@@ -22,7 +22,7 @@ def cut(batch: AttentionBatch, backend: Any, plan: Any, *limits: int) -> list[At
 
 
 class CountingMLA:
-    """Has no parts; only plans are asked for."""
+    """Has no parts; only plans are requested."""
 
     name = "counting"
     capabilities = AttentionCapabilities()

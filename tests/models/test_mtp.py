@@ -1,4 +1,4 @@
-"""MTP layers equal transformers' own on random tiny checkpoints: whole, in chunks, token by token, drafting further."""
+"""MTP layers equal transformers' own on random tiny checkpoints: whole, in chunks, token by token, in draft chains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Oracle:
         self.path = path
         first = load_model_config(path).num_layers
         with pytest.MonkeyPatch.context() as patch:
-            # transformers recognizes MTP layers by this: it knows V3's layer 61 only
+            # transformers recognizes MTP layers by this value: it supports only V3's layer 61
             patch.setattr(
                 model_class, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({first}|{first + 1})\..*"]
             )
@@ -122,7 +122,8 @@ def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
 @every_family
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_chunks_then_decode(oracle: MakeOracle, kind: str, row: str, page_size: int) -> None:
-    """Chunks of other sizes, single tokens, several tokens at once as after a verification; a neighbour in between."""
+    """Chunks of other sizes, single tokens, several tokens at once as after a verification; another sequence in
+    between."""
     want = oracle(kind=kind)
     options = {"max_expanded_tokens": 60} if kind == "deepseek_v3" else {}
     tokens, drafter = want.tokens, Drafter(want.path, row, page_size=page_size, seed=1, **options)
@@ -137,7 +138,7 @@ def test_chunks_then_decode(oracle: MakeOracle, kind: str, row: str, page_size: 
 @every_row
 @every_family
 def test_drafting_further_and_back(oracle: MakeOracle, kind: str, row: str) -> None:
-    """v is the next hidden; what drafting wrote behind the sequence is overwritten when the model has caught up."""
+    """v is the next hidden state; the model later overwrites the KV that drafting wrote after the sequence."""
     want = oracle(kind=kind)
     tokens, drafter = want.tokens, Drafter(want.path, row, seed=2)
     expected = want.layer(0, tokens[1:], want.hidden)
@@ -157,7 +158,7 @@ def test_drafting_further_and_back(oracle: MakeOracle, kind: str, row: str) -> N
 
 @every_row
 def test_second_layer(oracle: MakeOracle, row: str) -> None:
-    """Layer 1 takes what layer 0 gives and the token after the next; each has a cache of its own."""
+    """Layer 1 takes layer 0's output and the token after the next; each layer has its own cache."""
     want = oracle(num_mtp_layers=2)
     tokens, drafter = want.tokens, Drafter(want.path, row, seed=3)
     assert list(drafter.mtp.kv_layers) == [3, 4] and drafter.mtp.num_layers == 2

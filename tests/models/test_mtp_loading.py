@@ -37,7 +37,7 @@ def test_weight_bytes_is_what_is_held_beyond_the_model(tmp_path: Path, num_mtp_l
 
 
 def test_the_copies_of_embedding_and_head_are_not_read(tmp_path: Path) -> None:
-    """They may say anything, or be absent: the model's own are used."""
+    """The copies may have any values, or be absent: the model's embedding and head are used."""
     tokens = list(range(30))
     want = Drafter(make_checkpoint("deepseek_v3", tmp_path, num_mtp_layers=1)).step(tokens, 0, 29)
     path = edited(tmp_path, lambda t: t.update({name: torch.full_like(t[name], float("nan")) for name in COPIES}))

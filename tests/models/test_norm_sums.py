@@ -1,4 +1,4 @@
-"""A norm that sums over ranks: what it passes to the all-reduce, in every order of its settings."""
+"""A norm that sums over ranks: its arguments of the all-reduce, in every order of its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FP8 = ActivationFormat.fp8(power_of_two=True)
 
 
 class Recorded:
-    """An all-reduce that keeps its arguments."""
+    """An all-reduce that records its arguments."""
 
     def add_rms_norm(self, plain: Any, format: ActivationFormat, *args: Any) -> Any:
         self.format, self.args = format, args

@@ -1,4 +1,4 @@
-"""--quantization of a plain checkpoint: weights are quantized while loading, and kernels keep them."""
+"""--quantization of a plain checkpoint: weights are quantized while loading, and kernels store them quantized."""
 
 from __future__ import annotations
 

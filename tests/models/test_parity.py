@@ -22,7 +22,7 @@ every_row = pytest.mark.parametrize("row", ROWS)
 
 
 def assert_close(got: Tensor, want: Tensor, relative: float = 1e-4) -> None:
-    """Both the whole and the worst row agree relative to the size of the logits."""
+    """All rows together and the worst row are near, relative to the magnitude of the logits."""
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < relative, f"relative error {error.max():.2e} at token {error.argmax()}"
 
@@ -75,7 +75,7 @@ def test_mixed_batch(oracle: MakeOracle, kind: str, page_size: int, row: str) ->
 @every_row
 @pytest.mark.parametrize("kind", MLA_KINDS)
 def test_bounded_expansion(oracle: MakeOracle, kind: str, row: str) -> None:
-    """Prefill cut into pieces, and contexts beyond the limit run in the absorbed form: the same logits."""
+    """Prefill in parts, and contexts beyond the limit in the absorbed form: the same logits."""
     want = oracle(kind)
     tokens = want.tokens
     model = stepper.load(want.path, row, max_expanded_tokens=48)
@@ -171,7 +171,7 @@ FP8_DIMS = {
 @every_row
 @pytest.mark.parametrize("scale_dtype", ["float32", "e8m0", "uint8"])
 def test_fp8_blocks(oracle: MakeOracle, scale_dtype: str, row: str) -> None:
-    """Dims that no block divides; the fused q_a + kv_a and gate + up have block edges inside."""
+    """Dimensions that no block divides; the fused q_a + kv_a and gate + up have block edges inside."""
     want = oracle("deepseek_v3", fp8=True, scale_dtype=scale_dtype, max_shard_bytes=150_000, **FP8_DIMS)
     model = stepper.load(want.path, row)
     assert_close(torch.cat((whole(model, want.tokens[:70]), whole(model, want.tokens[70:], decode=True))), want.logits)
@@ -190,7 +190,7 @@ def test_bfloat16_stays_near(oracle: MakeOracle, kind: str, row: str) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if "cpu" in row.values])  # type: ignore[attr-defined]
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3"])
 def test_same_bits_alone_and_in_company(oracle: MakeOracle, kind: str, row: str) -> None:
-    """Rows that promise it: a decoded token does not depend on what else is in the step."""
+    """For rows that guarantee it: a decoded token does not depend on the rest of the step."""
     want = oracle(kind)
     tokens = want.tokens
     alone, company = stepper.load(want.path, row, seed=1), stepper.load(want.path, row, seed=2)

@@ -1,4 +1,4 @@
-"""`moe-engine quantize`: written checkpoints are read by the loaders; interrupted calls continue."""
+"""`moe-engine quantize`: the loaders read written checkpoints; interrupted commands continue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
 
 
 def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
-    """By its own functions, where it is installed."""
+    """Compared with the library's functions, if it is installed."""
     library = pytest.importorskip("compressed_tensors.compressors")
     source = make_checkpoint("llama", tmp_path / "in", seed=3)
     quantize_checkpoint(source, tmp_path / "out", Target("int4", 32), quiet)

@@ -23,7 +23,7 @@ from tests.models.test_parity import assert_close
 
 
 def with_mtp_as_layer_1(path: Path, directory: Path) -> Path:
-    """A copy whose layer 1, which has attention, has the weights of the MTP layer."""
+    """A copy whose layer 1, an attention layer, has the weights of the MTP layer."""
     shutil.copytree(path, directory)
     tensors = load_file(path / "model.safetensors")
     layer = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.layers.0.")}
@@ -34,7 +34,7 @@ def with_mtp_as_layer_1(path: Path, directory: Path) -> Path:
 
 @torch.no_grad()
 def reference(path: Path, folder: Path, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """The main model's hidden states [T, D] of all but the last token, and v [T, D] of the MTP layer behind them."""
+    """The main model's hidden states [T, D] of all tokens except the last, and v [T, D] of the MTP layer after them."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -72,7 +72,8 @@ def test_mtp_layer(tmp_path: Path, row: str) -> None:
 
 
 def test_names_of_the_mtp_layer(tmp_path: Path) -> None:
-    """They are read under the names that DeepSeek's MTP layers have; config.json does not mention the layer."""
+    """Tensors of the MTP layer are read under the names of DeepSeek's MTP layers; config.json does not list the
+    layer."""
     path = make_checkpoint("qwen3_next", tmp_path, num_mtp_layers=1, tokenizer=False)
     file = path / "config.json"
     config = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Models of users join without touching the source."""
+"""Users' models are registered without changes of the source."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""In bfloat16 our mixtures of experts are as near to float32 as transformers' own, once all take the same experts.
+"""In bfloat16 our mixtures of experts are as near to float32 as transformers' own, if all select the same experts.
 
-Left to themselves, both take another expert here and there: rounding turns scores that are nearly equal, and attention
-hands the difference on to later tokens. On random weights a single turn may then double the median error, in either
-engine, so that errors can be compared only with the choices forced equal.
+Otherwise both sometimes select different experts: rounding reverses nearly equal scores, and attention passes the
+difference to later tokens. On random weights a single difference may double the median error, in either engine, so
+errors can be compared only with equal choices.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 class ForcedOps:
-    """A row of the ops table whose router takes the experts it is given, one entry a layer."""
+    """A row of the ops table whose router takes given experts, one entry per layer."""
 
     def __init__(self, ops: Any, chosen: list[Tensor]) -> None:
         self._ops, self._chosen = ops, iter(chosen)

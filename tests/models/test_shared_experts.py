@@ -1,4 +1,4 @@
-"""Shared experts in slots behind the routed ones: the same sums as an MLP apart from them."""
+"""Shared experts in slots after the routed ones: the same sums as with a separate MLP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counted:
 
 
 class Member:
-    """A rank of a group that only splits weights."""
+    """A rank of a group that only shards weights."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -64,7 +64,7 @@ def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     live = real.bool()
     padded = fused.forward(x, real=real)
     torch.testing.assert_close(padded[live], apart.forward(x, real=real)[live], rtol=1e-5, atol=1e-6)
-    assert (padded[~live] == 0).all(), "padding reads no expert, shared ones included"
+    assert (padded[~live] == 0).all(), "padding reads no expert, including shared experts"
 
 
 def test_ranks_that_split_widths_add_up(folder: Path) -> None:

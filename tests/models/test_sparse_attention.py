@@ -84,7 +84,7 @@ def test_variants(oracle: MakeOracle, kind: str, fields: dict[str, Any]) -> None
 
 @every_kind
 def test_a_context_within_the_top_k_is_dense(kind: str, tmp_path: Path) -> None:
-    """Without a longer context, the indexer's weights do not matter."""
+    """Without a longer context, the indexer's weights have no effect."""
     path = make_checkpoint(kind, tmp_path / "model", index_topk=64, tokenizer=False)
     results = []
     for seed in (0, 1):
@@ -130,7 +130,7 @@ def sparse_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_headers(sparse_path: Path) -> None:
-    """Indexer tensors where a layer has an indexer, none where it shares a selection."""
+    """Layers with an indexer have its tensors, layers that share a selection have none."""
 
     def check(**fields: Any) -> ModelConfig:
         config = load_model_config(sparse_path, overrides=fields)
@@ -145,7 +145,7 @@ def test_headers(sparse_path: Path) -> None:
 
 
 def test_margins_are_seen(sparse_path: Path) -> None:
-    """The oracle's prompts have no selection that rounding decides."""
+    """The oracle's prompts have no selection decided by rounding."""
     model = sparse.load(sparse_path)
     tokens, _ = sparse.reference_logits(sparse_path, 5, length=40)
     assert sparse.logits_of(model, tokens)[1] == 40

@@ -1,4 +1,4 @@
-"""The MTP layer of a sparse model, with an indexer of its own: against transformers' decoder layer of that index, with
+"""The MTP layer of a sparse model, with its own indexer: against transformers' decoder layer of that index, with
 the formula of DeepSeek-V3's report around it (transformers has no MTP for these models)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Oracle:
-    """transformers' layers, the MTP layer as the one behind the last, and a text with clear selections."""
+    """transformers' layers, with the MTP layer after the last, and a text with clear selections."""
 
     def __init__(self, path: Path) -> None:
         import transformers
@@ -100,7 +100,8 @@ def test_remembered_tokens(oracle: Oracle, row: str) -> None:
 
 
 def test_later_draft_steps_use_the_first_selection(oracle: Oracle) -> None:
-    """And write their own index keys. A step within the top-k does not decide for the others."""
+    """Later draft steps also write their own index keys. A step within the top-k does not determine the selection of
+    others."""
     tokens, drafter = oracle.tokens, Drafter(oracle.path)
     drafter.step(tokens, 0, 30)
     shared = SharedSelection()

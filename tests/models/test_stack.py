@@ -1,4 +1,4 @@
-"""All layers in one call: the bits of the layers' own forward, for what it takes; and when it declines."""
+"""All layers in one call: the bits of the layers' forward, for supported steps; and the declined steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.stepper import Chunk, Stepper, load
 
 
 class _Choices:
-    """Stands in for the recorder: keeps what each layer chose."""
+    """A fake recorder: keeps the choices of each layer."""
 
     counting, counts_dispatched = True, False
 
@@ -46,7 +46,7 @@ def _load(path: Path, dtype: str, stack: bool, **options: Any) -> Stepper:
 
 
 def _steps(stepper: Stepper, seed: int) -> list[Tensor]:
-    """Two prompts, then decodes, drafts to verify, and a step that holds both forms."""
+    """Two prompts, then decodes, drafts to verify, and a step with both forms."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(count: int) -> list[int]:

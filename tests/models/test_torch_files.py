@@ -1,4 +1,4 @@
-"""Files of torch.save are read as safetensors files are, and never run code."""
+"""Files of torch.save are read like safetensors files, and never run code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32
 
 
 def drawn() -> dict[str, torch.Tensor]:
-    """A tensor of each dtype; two that share memory, one of which begins inside it."""
+    """A tensor of each dtype; two that share memory, one with an offset."""
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
     tensors = {f"t.{i}": torch.randint(0, 2, (3, i + 1), generator=generator).to(d) for i, d in enumerate(DTYPES)}
     whole = torch.randn(6, 4, generator=generator)

@@ -122,7 +122,7 @@ class Int8Format:
 
 
 class Int8Linear(TorchLinear):
-    """A row that declares the format; it holds int8 and dequantizes for each product."""
+    """A row that declares the format; it stores int8 and dequantizes for each product."""
 
     @property
     def capabilities(self) -> LinearCapabilities:
@@ -139,7 +139,7 @@ class Int8Linear(TorchLinear):
 
 
 class Int8Experts(TorchExperts):
-    """A row that declares the format; dequantized when an expert is stored."""
+    """A row that declares the format; it dequantizes an expert when it is stored."""
 
     @property
     def capabilities(self) -> ExpertsCapabilities:  # type: ignore[override]

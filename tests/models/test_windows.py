@@ -42,7 +42,7 @@ def test_beyond_the_window(oracle: MakeOracle, kind: str, fields: dict[str, Any]
 
 
 def test_the_window_matters(oracle: MakeOracle) -> None:
-    """The same weights without the window give other logits beyond it, and the same ones within it."""
+    """The same weights without the window give other logits beyond it, and equal logits within it."""
     windowed, full = oracle("mistral", sliding_window=8), oracle("mistral", sliding_window=None)
     assert_close(windowed.logits[:8], full.logits[:8])
     assert (windowed.logits[8:] - full.logits[8:]).norm(dim=-1).min() > 1e-3 * full.logits.norm(dim=-1).mean()

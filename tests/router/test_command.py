@@ -1,4 +1,4 @@
-"""`moe-engine router`: its command line, and a fleet that loses a server."""
+"""`moe-engine router`: its command line, and the loss of a server."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
             first = client.post("/generate", json=body).raise_for_status().json()
             servers = [c for c in psutil.Process(fleet.pid).children() if "launch_server" in " ".join(c.cmdline())]
             servers[0].kill()
-            for _ in range(6):  # the router tries the other server
+            for _ in range(6):  # the router also tries the other server
                 again = client.post("/generate", json=body).raise_for_status().json()
                 assert again["output_ids"] == first["output_ids"]
             _wait(log, "was killed by SIGKILL; it is started again", 30)

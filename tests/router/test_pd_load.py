@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_a_server_is_killed_and_another_one_added_under_load(victim: str, tmp_path: Path) -> None:
-    """Errors are those of the lost server's own requests; then all requests are answered again."""
+    """Only requests of the lost server have errors; later all requests are answered again."""
     stop, codes = threading.Event(), []
     with ExitStack() as stack:
         made = [Pair(tmp_path) for _ in range(2)]

@@ -42,12 +42,12 @@ TOOL = {
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[list[ServerProcess]]:
     with ExitStack() as stack:
-        made = [ServerProcess(tmp_path, *FLAGS) for _ in range(2)]  # start at the same time
+        made = [ServerProcess(tmp_path, *FLAGS) for _ in range(2)]  # started at the same time
         yield [stack.enter_context(server) for server in made]
 
 
 def hit_rate(url: str, num_sessions: int = 9, num_turns: int = 6) -> float:
-    """Cached part of the prompts of sessions with fresh prefixes: they begin together, then take turns."""
+    """Cached part of the prompts of sessions with new prefixes, which start together and then take turns."""
     rng = random.Random(random.getrandbits(63))
     heads = [" ".join(str(rng.randrange(1000)) for _ in range(100)) for _ in range(num_sessions)]
     counts = [0, 0]
@@ -71,7 +71,7 @@ def hit_rate(url: str, num_sessions: int = 9, num_turns: int = 6) -> float:
 
 
 def test_cache_aware_has_twice_the_hits_of_round_robin(servers: list[ServerProcess], tmp_path: Path) -> None:
-    """A cache holds the prefixes of half the sessions: with round robin each server sees all of them in turn. Every
+    """A cache holds the prefixes of half the sessions: with round robin each server gets all of them in turn. Every
     policy answers."""
     urls = [server.url for server in servers]
     rates = {}
@@ -83,7 +83,7 @@ def test_cache_aware_has_twice_the_hits_of_round_robin(servers: list[ServerProce
 
 
 def test_apis_through_the_router(servers: list[ServerProcess], tmp_path: Path) -> None:
-    """The answers are those of a server: OpenAI and native, streamed and whole, with tools."""
+    """The answers are those of a server: OpenAI and native, streamed and complete, with tools."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     native = {"text": "The capital of Japan is", "sampling_params": GREEDY}
     with RouterProcess(tmp_path, [server.url for server in servers]) as router, router.client() as client:
@@ -121,7 +121,7 @@ def test_apis_through_the_router(servers: list[ServerProcess], tmp_path: Path) -
 
 
 def test_a_server_is_killed_and_another_one_added_under_load(tmp_path: Path) -> None:
-    """Requests without output on the lost server are sent to another one; a stream of it ends."""
+    """Requests without output on the lost server are sent to another server; its streams end."""
     stop, failed, done = threading.Event(), [], []
     with (
         ServerProcess(tmp_path, *FLAGS) as first,

@@ -1,7 +1,7 @@
 """A simulated machine under a depth policy: cost of steps, acceptance of drafts, ends of requests.
 
-Steps overlap as in the engine: one is planned before the result of the step in flight is known, so an ended request is
-decoded once more for nothing, and a request near its length gets no drafts.
+Steps overlap as in the engine: a step is planned before the result of the step in flight is known, so an ended request
+is decoded once more in vain, and a request near its length gets no drafts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moe_engine.scheduler.step_cost_model import StepCost
 @dataclass(frozen=True)
 class Machine:
     """Seconds of a step, in any unit: a constant and a part per token, of the target model, of a draft level and of the
-    draft extend. `overhead`: of a step that is not plain, `host_overhead`: the part of `base` in which the model does
-    not run. `noise`: relative standard deviation of each step's time; a share `outliers` of the steps takes 20 times as
-    long, and so does the `first` step of each number of requests and depth, as if it compiled a kernel.
+    draft extend. `overhead`: of a step with drafts, `host_overhead`: the part of `base` without the model. `noise`:
+    relative standard deviation of each step's time; a share `outliers` of the steps takes 20 times as long, and so does
+    the `first` step of each number of requests and depth, as if it compiled a kernel.
 
-    `rates[i]`: acceptance probability of draft i if the drafts before it are accepted. Requests end after about
+    `rates[i]`: acceptance probability of draft i if all earlier drafts are accepted. Requests end after about
     `length` tokens.
     """
 
@@ -40,7 +40,7 @@ class Machine:
     ends_by_eos: bool = True
 
     def seconds(self, num_requests: int, num_drafts: int, depth: int) -> float:
-        """Without the draft extend."""
+        """Seconds without the draft extend."""
         return self.base + self.token * (num_requests + num_drafts) + self.draft_seconds(num_drafts, depth)
 
     def draft_seconds(self, num_drafts: int, depth: int) -> float:
@@ -64,7 +64,7 @@ class Machine:
         return num_requests * tokens / seconds
 
     def best_depth(self, num_requests: int) -> int:
-        """0 if speculation does not pay off."""
+        """The best depth; 0 if speculation has no gain."""
         speeds = [self.tokens_per_second(num_requests, depth) for depth in range(1, len(self.rates) + 1)]
         best = max(speeds)
         return 0 if best <= self.tokens_per_second(num_requests, None) else 1 + speeds.index(best)
@@ -79,7 +79,7 @@ class Running:
 
 @dataclass
 class InFlight:
-    """A step in flight: its requests, their depths, and the times that it will report."""
+    """A step in flight: its requests, their depths, and the times to report."""
 
     requests: list[Running]
     depths: list[int]
@@ -129,7 +129,7 @@ class DepthSimulation:
 
     @property
     def _in_flight_drafts(self) -> bool:
-        """Whether the step in flight has drafts, so that its number of tokens is unknown."""
+        """True if the step in flight has drafts, so that its number of tokens is unknown."""
         return self._in_flight is not None and any(self._in_flight.depths)
 
     @property

@@ -1,8 +1,9 @@
-"""The fake worker of a scheduler with speculation: only the worker has the true lengths, and reports them late.
+"""The fake worker of a scheduler with speculation: only the worker has the true lengths, and it reports them late.
 
-Like `FakeWorker` it keeps a hash of the computed prefix for each KV slot; slots of rejected drafts hold garbage.
-For every plan it checks that starts are the least possible ones, that the row's table has slots for everything that
-drafting may write, that no other request owns these slots, and that draft extends have covered the drafter's context.
+Like `FakeWorker` it keeps a hash of the computed prefix for each KV slot; slots of rejected drafts have arbitrary
+contents. For every plan it checks that starts are the least possible ones, that the row's table has slots for all
+possible writes of drafting, that these slots belong to no other request, and that draft extends have covered the
+drafter's context.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAD_TOKENS = 8  # as `worker.rows`: positions a row may run past the context wit
 
 @dataclass
 class DraftingRow:
-    """`computed` tokens of a row are in the pool; tokens[computed] is the one sampled last, if it decodes."""
+    """`computed` tokens of a row are in the pool; tokens[computed] is the last sampled token, if it decodes."""
 
     tokens: list[int]
     slots: list[int]
@@ -84,7 +85,7 @@ class DraftingWorker:
             fresh += [slot for slot in slots if slot not in self.tables[row]]
             self.tables[row][start : start + len(slots)] = slots
         assert len(set(fresh)) == len(fresh)
-        assert busy.isdisjoint(fresh), "a slot was given away while a step in flight may touch it"
+        assert busy.isdisjoint(fresh), "a slot was reassigned while a step in flight may use it"
         self.queue.append(plan)
 
     def _given(self, plan: StepPlan) -> list[tuple[int, int, list[int]]]:
@@ -133,7 +134,7 @@ class DraftingWorker:
                 result_rows.append(row)
                 tokens.append(new)
         assert input_at == len(plan.input_ids)
-        self.pool |= writes  # last: no request may rely on what another request writes in the same step
+        self.pool |= writes  # last: no request may rely on writes of another request in the same step
         self.drafter_pool |= followed
         if plan.speculation is not None and plan.num_decodes:
             self.speculative_steps += 1
@@ -143,7 +144,7 @@ class DraftingWorker:
         """New tokens of a decode, and the slots that it and its drafts write."""
         at = state.computed
         context = [self.pool.get(slot) for slot in state.slots[:at]]
-        assert context == state.hashes[:at], "a context slot does not hold the KV it should"
+        assert context == state.hashes[:at], "a context slot has the wrong KV"
         assert len(state.tokens) == at + 1, "a decode without a sampled token"
         if plan.speculation is None:
             assert start == at and count == 1, "an ordinary step must know where its decodes begin"
@@ -155,7 +156,7 @@ class DraftingWorker:
         assert len(state.slots) >= at + width, "drafts have no slots"
         assert at + width <= self.config.context_len + PAD_TOKENS + 2 * self.most_slots, "the worker's row ends there"
         if depth and self.speculation.method == "nextn":
-            assert state.followed, "a drafter was asked about tokens that it has not seen"
+            assert state.followed, "a draft follows tokens that the drafter has not computed"
         if depth and self.always_follows:
             made_of = [self.drafter_pool.get(slot) for slot in state.slots[:at]]
             assert made_of == list(zip(state.hashes, state.tokens[1:])), "the drafter's KV belongs to another text"
@@ -182,7 +183,7 @@ class DraftingWorker:
         state.computed += count
 
     def _follow(self, state: DraftingRow, first: int, followed: dict[int, tuple[int, int]]) -> None:
-        """Draft extend of positions from `first` on, each with the token behind it."""
+        """Draft extend of positions from `first` on, each with the token after it."""
         for position in range(first, state.computed):
             behind = state.tokens[position + 1] if position + 1 < len(state.tokens) else RUBBISH
             followed[state.slots[position]] = (state.hashes[position], behind)
@@ -202,7 +203,7 @@ class DraftingWorker:
                 assert table[position] % page == 0
 
     def _check_owned(self, row: int, touched: list[int]) -> None:
-        """Checks that no other row has these slots."""
+        """Checks that these slots belong to no other row."""
         mine = set(touched)
         assert len(mine) == len(touched)
         for other, state in self.rows.items():
@@ -216,7 +217,7 @@ class DraftingWorker:
             computed = len(new.slots)
             assert computed < len(new.token_ids)
             hashes = prefix_hashes(new.token_ids[:computed])
-            assert [self.pool.get(slot) for slot in new.slots] == hashes, "a cached slot does not hold its KV"
+            assert [self.pool.get(slot) for slot in new.slots] == hashes, "a cached slot has the wrong KV"
             self.rows[new.row] = DraftingRow(list(new.token_ids), list(new.slots), computed, hashes)
         for write in plan.row_writes:
             state = self.rows[write.row]

@@ -10,7 +10,7 @@ from tests.scheduler.windowed_worker import WindowedWorker
 
 
 class FailingWindowedWorker(FailingWorker, WindowedWorker):
-    """A failed step leaves garbage in its window slots; it may have applied the plan's window pages or not."""
+    """A failed step leaves arbitrary contents in its window slots; it may have applied the plan's window pages."""
 
     def __init__(self, config: SchedulerConfig, poison: Poison) -> None:
         WindowedWorker.__init__(self, config)

@@ -1,7 +1,7 @@
 """Failing workers: at a position of a request, for a pair of requests in one step, or at random.
 
-A failed step may have applied its plan's rows or not, and leaves garbage in every slot that it should write. The step
-planned behind it is not run.
+A failed step may have applied its plan's rows, and leaves arbitrary contents in every slot that it should write. The
+next planned step is not run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class StepFailed(Exception):
 
 
 class Poison:
-    """Which steps fail.
+    """The failing steps.
 
     Args:
         positions: by rid, the position whose computation fails.
-        pairs: rids that no step can hold together.
+        pairs: rids whose common step fails.
         chance: failure probability of any other step with several requests.
     """
 
@@ -37,7 +37,7 @@ class Poison:
         self.failures = 0
 
     def fails(self, rids: list[str], spans: list[tuple[int, int]]) -> bool:
-        """Whether a step that computes tokens [start, end) of each request fails."""
+        """True if a step that computes tokens [start, end) of each request fails."""
         fails = any(start <= self.positions.get(rid, -1) < end for rid, (start, end) in zip(rids, spans))
         fails |= any(pair <= set(rids) for pair in self.pairs)
         fails |= len(rids) > 1 and self.rng.random() < self.chance
@@ -58,7 +58,7 @@ class _Failing:
         self.rids: dict[int, str] = {}
 
     def _fails(self, plan: StepPlan) -> bool:
-        """Whether the plan fails; its rows are known by then."""
+        """True if the plan fails; its rows are known at that time."""
         self.rids.update({new.row: new.rid for new in plan.new_rows})
         starts = [self._start_of(plan, i) for i in range(len(plan.rows))]
         spans = [(start, start + count) for start, count in zip(starts, plan.counts)]
@@ -81,7 +81,7 @@ class _Failing:
         raise NotImplementedError
 
     def discard(self) -> None:
-        """The step behind a failed one."""
+        """Discards the step after a failed step."""
         self.queue.clear()
 
     def _break_next(self) -> None:
@@ -154,7 +154,7 @@ def _forget_first(rows: dict[int, Any], plan: StepPlan) -> None:
     """Accepts rows that are released twice, and rows that a failed step had already added."""
     for new in plan.new_rows:
         if new.row not in plan.finished_rows:
-            assert new.row not in rows, "a row was taken that was not given up"
+            assert new.row not in rows, "a row was reused before its release"
     for row in plan.finished_rows:
         rows.setdefault(row, None)
 
@@ -180,7 +180,7 @@ class FailingSimulation(Simulation):
         except StepFailed as error:
             self.worker.discard()
             self.take(self.scheduler.step_failed(number, str(error)))
-            assert self.scheduler.kv_cache.step > last, "a worker takes the next number for that of a step behind these"
+            assert self.scheduler.kv_cache.step > last, "the next number belongs to a later step"
             self.worker.last_number = self.scheduler.kv_cache.step  # type: ignore[attr-defined]
             assert self.scheduler.check_integrity() == []
             return

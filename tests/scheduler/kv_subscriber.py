@@ -39,7 +39,7 @@ decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 class BlockIndex:
-    """`blocks`: hash -> (hash of the block before, tokens)."""
+    """`blocks`: hash -> (hash of the parent block, tokens)."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Sessions of many turns in closed loop over a scheduler, in virtual time: each sends its next turn after a pause."""
+"""Sessions of many turns in a closed loop over a scheduler, in virtual time: each sends its next turn after a pause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scheduler.simulator import make_request
 
 @dataclass(frozen=True)
 class Shape:
-    """What sessions are like, and what a step costs. Lengths are in tokens, times in seconds."""
+    """Properties of sessions, and costs of a step. Lengths are in tokens, times in seconds."""
 
     pool: int = 4000
     rows: int = 8
@@ -27,15 +27,15 @@ class Shape:
     pauses: str = "uniform"
     step: float = 0.02
     token: float = 0.0005
-    """Of each prompt token."""
+    """Time of each prompt token."""
     decode: float = 0.0
-    """Of each request that decodes."""
+    """Time of each decoding request."""
     load: float = 0.0
-    """Of each token that is loaded from the host tier."""
+    """Time of each token loaded from the host tier."""
 
     @property
     def footprint(self) -> float:
-        """Mean tokens of a session, in the middle of its life."""
+        """Mean tokens of a session halfway through its turns."""
         grown = (sum(self.turn) + sum(self.output)) / 2
         return sum(self.prompt) / 2 + grown * (self.num_turns + 1) / 2
 
@@ -51,12 +51,12 @@ class Session:
 
 
 class LeanWorker:
-    """Answers plans with made-up tokens; a load of KV takes its time."""
+    """Returns arbitrary tokens for plans; a load of KV takes time."""
 
     def __init__(self) -> None:
         self.queue: deque[StepPlan] = deque()
         self.loads: list[tuple[int, int]] = []
-        """(number, tokens) of loads that have begun."""
+        """(number, tokens) of started loads."""
 
     def submit(self, plan: StepPlan) -> None:
         self.queue.append(plan)
@@ -86,7 +86,7 @@ class Load:
         self.worker = LeanWorker()
         self.loading: list[tuple[float, int]] = []
         self.sessions = [self.begin(Session(i, [], 0)) for i in range(self.num_sessions)]
-        for session in self.sessions:  # those that fit are in the middle of their lives
+        for session in self.sessions:  # sessions that fit start at a random turn
             session.due = self.rng.uniform(0, 2 * self.shape.pause)
             if session.number * self.shape.footprint > self.shape.pool:
                 continue  # waits for its first turn
@@ -116,7 +116,7 @@ class Load:
             return rng.expovariate(1 / pause)
         if self.shape.pauses == "lognormal":
             return rng.lognormvariate(0.0, 1.0) * pause / 1.65
-        if self.shape.pauses == "two":  # tools and people
+        if self.shape.pauses == "two":  # pauses of tools and of users
             return pause * (rng.uniform(0.1, 0.3) if rng.random() < 0.8 else rng.uniform(3.0, 5.0))
         return pause * rng.uniform(0.5, 1.5)
 
@@ -162,10 +162,10 @@ class Load:
         session.due, session.request = self.now + self.draw_pause(), None
         session.left -= 1
         if session.left <= 0 or len(session.text) + self.shape.output[1] > self.config.context_len - 2:
-            self.begin(session)  # a new conversation takes the place of the old one
+            self.begin(session)  # a new conversation replaces the old one
 
     def run(self, seconds: float, warm: float = 20.0) -> float:
-        """Output tokens per second, behind the first seconds."""
+        """Output tokens per second, without the first seconds."""
         while self.now < warm:
             self.step()
         begin, self.num_tokens, self.num_computed, self.waits = self.now, 0, 0, []

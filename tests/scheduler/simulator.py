@@ -1,5 +1,5 @@
-"""A fake worker that checks plans: it keeps, per KV slot, a hash of the token prefix that was computed there, and
-verifies at execution time that every context slot holds the hash that the plan relies on."""
+"""A fake worker that checks plans: it keeps, per KV slot, a hash of the computed token prefix, and verifies at
+execution time that every context slot has the hash that the plan relies on."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class FakeWorker:
         assert plan.number == self.last_number + 1
         self.last_number = plan.number
         in_flight = set().union(*self.touched) if self.touched else set()
-        assert in_flight.isdisjoint(plan.slots), "a slot was given away while a step in flight may touch it"
+        assert in_flight.isdisjoint(plan.slots), "a slot was reassigned while a step in flight may use it"
         for new in plan.new_rows:
-            assert new.row not in {row for p in self.queue for row in p.rows}, "a row was given away in flight"
+            assert new.row not in {row for p in self.queue for row in p.rows}, "a row was reassigned in flight"
             self.mirror[new.row] = list(new.slots)
         for write in plan.row_writes:
             self.mirror[write.row][write.start : write.start + len(write.slots)] = write.slots
@@ -129,7 +129,7 @@ class FakeWorker:
                     assert slots[k] % page == 0
             hashes = prefix_hashes(state.tokens[: start + count])
             context = [self.pool.get(slot) for slot in state.slots]
-            assert context == hashes[:start], "a context slot does not hold the KV it should"
+            assert context == hashes[:start], "a context slot has the wrong KV"
             writes.update(zip(slots, hashes[start:]))
             state.slots += slots
             if plan.samples[i]:
@@ -138,7 +138,7 @@ class FakeWorker:
                 rows.append(row)
                 tokens.append([token])
         assert input_at == len(plan.input_ids) and slot_at == len(plan.slots)
-        self.pool.update(writes)  # last: no request may rely on what another request writes in the same step
+        self.pool.update(writes)  # last: no request may rely on writes of another request in the same step
         return StepResult(plan.number, rows, tokens)
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -166,7 +166,7 @@ class Simulation:
     """Drives a scheduler and a fake worker as an engine core does, checking invariants each turn."""
 
     may_be_empty = False
-    """Whether a plan may have neither requests nor copies: nodes that were to be stored found no room."""
+    """True if a plan may have neither requests nor copies, because there was no free slot for nodes to store."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Simulation:
     def take(self, events: list[RequestEvent]) -> None:
         for event in events:
             outcome = self.outcomes[event.rid]
-            assert outcome.reason is None, "news after the end"
+            assert outcome.reason is None, "an output after the end"
             outcome.tokens += event.token_ids
             if event.finish_reason is not None:
                 outcome.reason = event.finish_reason.type
@@ -220,7 +220,7 @@ class Simulation:
             if self.worker.queue:
                 self.finish_one()
                 return True
-            assert self.take_arrivals(), "asked to drain with nothing in flight"
+            assert self.take_arrivals(), "a drain without steps in flight"
             return True
         if plan is None:
             if self.worker.queue:
@@ -240,8 +240,8 @@ class Simulation:
         return True
 
     def take_arrivals(self) -> bool:
-        """Waits, as an idle core, until the worker reports loads of KV, or held sessions let requests pass. False if
-        there are none."""
+        """Waits, as an idle core, until the worker reports loads of KV, or held sessions allow further requests. False
+        if there are none."""
         self.now += 0.5
         return self.scheduler.is_held_back
 

@@ -1,4 +1,4 @@
-"""A fake worker with states: each row has the hash of the tokens that its state has seen, each snapshot a copy."""
+"""A fake worker with states: each row has the hash of the tokens in its state, each snapshot a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.scheduler.simulator import FakeWorker, prefix_hashes
 
 
 class StateWorker(FakeWorker):
-    """Checks that a row's state has seen the tokens before the step's, no more and no fewer."""
+    """Checks that a row's state contains exactly the tokens before the step's."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -23,7 +23,7 @@ class StateWorker(FakeWorker):
         result = super().execute()
         for row, start, count in zip(plan.rows, plan.starts, plan.counts):
             hashes = [0, *prefix_hashes(self.rows[row].tokens[: start + count])]
-            assert self.states[row] == hashes[start], "a state has not seen the tokens before the step's"
+            assert self.states[row] == hashes[start], "a state lacks the tokens before the step's"
             self.states[row] = hashes[-1]
         for row, length, slot in plan.state_ops.cuts if plan.state_ops is not None else ():
             start = plan.starts[plan.rows.index(row)]
@@ -42,7 +42,8 @@ class StateWorker(FakeWorker):
 
 
 class FailingStateWorker(FailingWorker, StateWorker):
-    """A failed step leaves garbage in the states and snapshots that it stores, and may have stored its saves or not."""
+    """A failed step leaves arbitrary contents in the states and snapshots that it stores, and may have stored its
+    saves."""
 
     def __init__(self, config: SchedulerConfig, poison: Poison) -> None:
         StateWorker.__init__(self, config)

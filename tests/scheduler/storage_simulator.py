@@ -13,8 +13,8 @@ from tests.scheduler.tier_simulator import TierSimulation
 
 @dataclass
 class Faults:
-    """Probabilities: a page cannot be read although it is there; a page is not stored; an operation makes no progress
-    in a turn; an operation hangs until it is stopped."""
+    """Probabilities: a stored page cannot be read; a page is not stored; an operation makes no progress in a turn; an
+    operation hangs until it is stopped."""
 
     unreadable: float = 0.0
     unstored: float = 0.0
@@ -30,7 +30,7 @@ class _Op:
 
 
 class FakeStorage:
-    """The storage's part of all ranks' workers. `pages` outlives the simulation: a restarted engine has it again."""
+    """The storage's part of all ranks' workers. `pages` is kept beyond the simulation, for a restarted engine."""
 
     def __init__(self, rng: random.Random, faults: Faults, pages: dict[bytes, list[Any]], page_size: int) -> None:
         self.pages, self._rng, self._faults, self._size = pages, rng, faults, page_size
@@ -39,8 +39,8 @@ class FakeStorage:
         self.last = 0
         self.num_read = 0
         self.num_compared: int | None = None
-        """Pools whose KV is the same under a key. While drafting is disabled a drafter computes none of its own, so
-        with an automatic depth only the model's is."""
+        """Pools with equal KV for a key. While drafting is disabled a drafter computes no KV, so with an automatic
+        depth only the model's KV is equal."""
 
     def begin(self, plan: StepPlan, host: dict[int, Any]) -> None:
         ops = plan.kv_ops
@@ -67,7 +67,7 @@ class FakeStorage:
             if isinstance(each.op, KVBackup) and each.op.id not in begun:
                 assert written.isdisjoint(each.op.pages), "a page was overwritten while it is backed up"
             if isinstance(each.op, KVBackup):
-                assert set(each.op.pages).isdisjoint(written_by_fetch), "a page is read to while it is backed up"
+                assert set(each.op.pages).isdisjoint(written_by_fetch), "a page is loaded while it is backed up"
 
     def progress(self, host: dict[int, Any]) -> None:
         for number in list(self.open):
@@ -92,7 +92,7 @@ class FakeStorage:
         if isinstance(op, KVFetch):
             if key not in self.pages or self._rng.random() < self._faults.unreadable:
                 for place in places:
-                    host[place] = None  # perhaps overwritten
+                    host[place] = None  # possibly overwritten
                 return True
             host.update(zip(places, self.pages[key]))
             self.num_read += 1
@@ -143,13 +143,13 @@ class StorageSimulation(TierSimulation):
     def take_arrivals(self) -> bool:
         if super().take_arrivals() or self.deliver():
             return True
-        if self.scheduler.kv_cache.num_fetching():  # an idle core looks at its deadlines
+        if self.scheduler.kv_cache.num_fetching():  # an idle core checks its deadlines
             self.now += 1.0
             return True
         return False
 
     def settle(self) -> None:
-        """Until the storage has nothing to do. Operations that hang are stopped."""
+        """Runs until the storage is idle. Hanging operations are stopped."""
         self.run_to_end()
         for each in self.storage.open.values():
             each.hangs = False

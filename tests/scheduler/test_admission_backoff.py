@@ -1,4 +1,4 @@
-"""Backoff of admission: what ends it, and when."""
+"""Backoff of admission: the events that end it, and their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The autopilot's rules, its trials, and its bounds: on made-up windows, and on the simulated production scheduler."""
+"""The autopilot's rules, its trials, and its bounds: on artificial windows, and with the production scheduler in
+simulation."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def test_rules(values: dict[str, Any], limits: LatencyLimits, counts: dict[str, 
 
 @dataclass
 class Plant:
-    """A made-up engine: its steps have the throughput and the state that a function of the settings gives."""
+    """A fake engine: a function of the settings determines the throughput and the state of its steps."""
 
     own: RequestTable
     totals: Totals
@@ -149,7 +150,7 @@ class Plant:
         own, totals = RequestTable(CONFIG), Totals()
         own.settings.set(values)
         plant = cls(own, totals, Autopilot(own, totals, 0.0))
-        for i in range(90):  # 60 of them run, as far as the queue says
+        for i in range(90):  # 60 of them run, by the queue
             own.add(Request(str(i), [1, 2], SamplingParams(max_new_tokens=8), 8), 0.0)
         return plant
 
@@ -200,7 +201,7 @@ def test_settings_that_somebody_else_changes_stand() -> None:
 @settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_random_loads_never_leave_the_bounds_nor_change_more_often_than_allowed(seed: int) -> None:
-    """Load, effects and blockages are drawn anew every few seconds: noise that fits no rule for long."""
+    """Load, effects and blockages are new random values every few seconds: noise that matches no rule for long."""
     rng = random.Random(seed)
     plant = Plant.create(max_running_requests=rng.randint(1, 64), schedule_conservativeness=rng.uniform(0.05, 4))
     bounds, moments = plant.own.settings.bounds(), []
@@ -232,7 +233,7 @@ def test_a_steady_load_for_a_week_settles() -> None:
             rate = 1000 * (1 - 0.1 * abs(value - 0.2)) * rng.gauss(1, 0.03)
             plant.step(int(20 * rate), 20.0, ended=20, blocked=value > 0.1)
         by_day.append(plant.pilot.counts.tried - before)
-    assert sum(by_day[1:]) <= 6 * 24 and by_day[-1] <= 24  # one trial an hour at most, once it has settled
+    assert sum(by_day[1:]) <= 6 * 24 and by_day[-1] <= 24  # at most one trial an hour after settling
     assert 0.05 <= plant.own.settings.schedule_conservativeness <= 0.5
 
 
@@ -245,13 +246,13 @@ def test_gains() -> None:
     assert gain_of(before, window(own, slow_tokens=100), LIMITS)[0] == pytest.approx(-0.1)
     assert gain_of(before, window(own, late_first_tokens=10), LIMITS)[0] == pytest.approx(-0.1)
     late = window(own, **WAITING, tokens=1200, late_first_tokens=90)
-    assert gain_of(slow, late, LIMITS)[0] == pytest.approx(0.2)  # first tokens behind a queue say how long it was
+    assert gain_of(slow, late, LIMITS)[0] == pytest.approx(0.2)  # first tokens after a queue depend on its length
     quiet, busy = window(own, request_seconds=100.0), window(own, **WAITING, tokens=3000, request_seconds=3000.0)
     assert gain_of(quiet, busy, FREE)[0] > 1
 
 
 def test_noise_is_the_standard_error_of_the_throughput() -> None:
-    """Of 600 windows with independent steps, against the deviation of their throughputs."""
+    """Of 600 windows with independent steps, compared with the deviation of their throughputs."""
     rng, errors, rates = random.Random(random.getrandbits(32)), [], []
     for _ in range(600):
         own, totals = RequestTable(CONFIG), Totals()
@@ -306,7 +307,7 @@ def test_windows_count_busy_time_and_gaps() -> None:
     made.step([], 101.0, 0, False, False)
     made.step([], 101.5, 0, False, True)  # a prompt step
     totals.generated_tokens += 1
-    made.step([], 101.75, 1, False, False)  # 0.25 s behind it, but nothing decoded before
+    made.step([], 101.75, 1, False, False)  # 0.25 s after it, without earlier decodes
     totals.generated_tokens += 10
     made.step([], 102.0, 11, False, False)  # ten decode steps of 25 ms
     assert made.seconds == pytest.approx(1.0) and made.counts.prompt_step_seconds == pytest.approx(0.5)

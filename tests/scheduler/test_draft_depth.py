@@ -56,7 +56,7 @@ def test_good_cheap_drafts_use_the_max_depth(num_requests: int) -> None:
 
 @pytest.mark.parametrize(("overhead", "pays"), [(1.0, True), (12.0, False)])
 def test_host_overhead_is_part_of_the_cost(overhead: float, pays: bool) -> None:
-    """A speculative step without drafts costs more than a plain one; only a plain step shows how much."""
+    """A speculative step without drafts costs more than a plain one; only a plain step measures the difference."""
     machine = Machine(rates=(0.9, 0.2, 0.2, 0.2), token=0.1, draft=0.3, overhead=overhead, host_overhead=1.0, length=60)
     assert (machine.best_depth(2) > 0) == pays
     found = simulate(machine).run(400, 2)
@@ -66,7 +66,7 @@ def test_host_overhead_is_part_of_the_cost(overhead: float, pays: bool) -> None:
 
 
 def test_a_larger_batch_is_tried_before_drafting_is_disabled() -> None:
-    """Many short requests cost more than one request of the same tokens: interpolation predicts a loss, wrongly."""
+    """Many short requests cost more than one request of the same tokens: interpolation wrongly predicts a loss."""
 
     class Diverse(Machine):
         def seconds(self, num_requests: int, num_drafts: int, depth: int) -> float:
@@ -82,7 +82,7 @@ def test_a_larger_batch_is_tried_before_drafting_is_disabled() -> None:
 @pytest.mark.parametrize("num_requests", [1, 8])
 @pytest.mark.parametrize(("outliers", "first"), [(0.01, False), (0.0, True), (0.01, True)])
 def test_slow_steps_do_not_mislead(num_requests: int, outliers: float, first: bool) -> None:
-    """Some steps take 20 times as long, or the first of each shape does, as if it compiled a kernel."""
+    """Some steps, or the first of each shape, take 20 times as long, as if a kernel was compiled."""
     machine = Machine(rates=(0.8,) * 4, token=0.05, noise=0.1, outliers=outliers, first=first)
     found = simulate(machine).run(200, num_requests).change(outliers=0.0, first=False).run(2000, num_requests)
     assert found.speed > 0.9 * machine.tokens_per_second(num_requests, machine.best_depth(num_requests))
@@ -99,7 +99,7 @@ def test_a_full_batch_disables_drafting_and_a_small_one_enables_it() -> None:
     found = simulate(machine).run(400, 64)
     assert median(found.depths[50:]) == 0 and not found.enabled[-1]
     found.change().run(300, 2)
-    assert median(found.depths[-200:]) >= 2, "drafting stayed disabled although drafts now pay off"
+    assert median(found.depths[-200:]) >= 2, "drafting stayed disabled although drafts now gain"
     found.change().run(400, 64)
     assert median(found.depths[50:]) == 0
 
@@ -107,7 +107,7 @@ def test_a_full_batch_disables_drafting_and_a_small_one_enables_it() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "deeper"),
     [
-        ({"token": 0.01}, {"token": 4.0}, False),  # the step is now bound by arithmetic
+        ({"token": 0.01}, {"token": 4.0}, False),  # the step is now compute-bound
         ({"draft": 0.1}, {"draft": 8.0}, False),
         ({"rates": GOOD}, {"rates": HOPELESS}, False),
         ({"rates": (0.9, 0.05, 0.05, 0.05)}, {"rates": GOOD}, True),
@@ -175,6 +175,6 @@ def machines(draw: st.DrawFn) -> Machine:
 @settings(max_examples=examples(10), deadline=None)
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
-    """Where drafts gain exactly what they cost, measurements with 10 % noise do not show a small loss for long."""
+    """If the gain of drafts equals their cost, measurements with 10 % noise do not hide a small loss for long."""
     found = simulate(machine, seed).run(4000, num_requests)
     assert gain(found, num_requests) >= (0.93 if machine.noise > 0.05 else 0.98)

@@ -50,8 +50,8 @@ def play(sim: FailingSimulation, rng: random.Random, requests: list[Request], ab
 
 
 def check(sim: FailingSimulation, bad: dict[str, int], apart: bool) -> None:
-    """Checks that a request that ended with 500 has such a position, and ended there; without cached prefixes all
-    poison requests did."""
+    """Checks that a request that ended with 500 has a failing position, and ended there; without cached prefixes all
+    poison requests end so."""
     sim.check_end()
     for rid, outcome in sim.outcomes.items():
         prompt, status = len(outcome.request.prompt_ids), sim.status.get(rid)
@@ -107,7 +107,7 @@ def test_only_the_poison_request_ends_with_drafts(
     sim = FailingSimulation(config, overlap=overlap, worker=worker)
     play(sim, rng, requests, 0.0)
     sim.check_end()
-    for rid, outcome in sim.outcomes.items():  # drafts reach beyond the accepted tokens
+    for rid, outcome in sim.outcomes.items():  # drafts extend beyond the accepted tokens
         last = len(outcome.request.prompt_ids) + len(outcome.tokens) - 1
         if sim.status.get(rid) == 500:
             assert rid in bad and (not outcome.tokens or last <= bad[rid])
@@ -115,7 +115,7 @@ def test_only_the_poison_request_ends_with_drafts(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_fail_together_run_in_separate_steps(overlap: bool) -> None:
-    """No request fails alone: all generate their tokens, and failures stop."""
+    """No request fails on its own: all generate their tokens, and failures stop."""
     config = SchedulerConfig(num_slots=400, context_len=100, max_rows=8)
     poison = Poison(0, {}, pairs={frozenset({"0", "1"}), frozenset({"2", "3"})})
     sim = FailingSimulation(config, overlap=overlap, worker=FailingWorker(config, poison))
@@ -140,9 +140,9 @@ def test_the_cause_is_found_and_other_suspects_are_cleared() -> None:
     sim.check_end()
     assert sim.status == {"bad": 500} and sim.worker.poison.failures == 2
     computed = sum(plan.num_tokens for plan in sim.plans)
-    assert computed < 4 * 20 + 2 * 80 + 40  # its prompt twice, and no other prompt again
+    assert computed < 4 * 20 + 2 * 80 + 40  # its prompt twice, no other prompt again
     sizes = [len(plan.rows) for plan in sim.plans]
-    assert sizes[:3] == [1, 5, 1] and set(sizes[3:]) == {4}  # the second was planned behind the first, and is dropped
+    assert sizes[:3] == [1, 5, 1] and set(sizes[3:]) == {4}  # the second was planned after the first, and is dropped
 
 
 def test_a_device_that_always_fails_ends_the_engine() -> None:
@@ -207,7 +207,7 @@ def test_row_writes_of_a_failed_step_are_repeated(seed: int) -> None:
 
 
 def test_start_over_skips_the_step_number_behind_a_failed_one() -> None:
-    """Ranks were lost in a failed step: its worker would not run the step with the next number."""
+    """Ranks were lost in a failed step: the new worker never gets the step with the next number."""
     scheduler = Scheduler(SchedulerConfig(num_slots=400, context_len=100, max_rows=8))
     scheduler.add(make_request("a", [3] * 9, 30))
     first = scheduler.schedule()

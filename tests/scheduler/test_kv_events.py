@@ -1,4 +1,4 @@
-"""Events of the radix cache: an index built from them is the cache's content; messages are those of vLLM."""
+"""Events of the radix cache: an index built from events equals the cache's content; messages have vLLM's format."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_subscribers_get_batches_and_replays() -> None:
             cache.insert(cache.root(), [token, token], [0, 1], 0)
             token += 1
             publisher.flush()
-            publisher.flush()  # nothing to send
+            publisher.flush()  # no events to send
             if subscriber.poll(100):
                 topic, number, batch = subscriber.recv_multipart()
                 assert topic == b"kv" and decode(batch).data_parallel_rank == 3

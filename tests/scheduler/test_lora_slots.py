@@ -1,4 +1,4 @@
-"""Slots of LoRA adapters: random requests against the rules, least recent use, and waiting that ends."""
+"""Slots of LoRA adapters: random requests against the rules, least recent use, and bounded waits."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_much_more_urgent_request_preempts() -> None:
     sim.add(make_request("near", [5] * 5, 3, eos=False, priority=10))
     for _ in range(15):
         sim.turn()
-    assert sim.scheduler.stats().num_preemptions_total == 0, "10 is not more than the threshold"
+    assert sim.scheduler.stats().num_preemptions_total == 0, "10 is not above the threshold"
     sim.add(make_request("high", [6] * 5, 3, eos=False, priority=11))
     for _ in range(8):
         sim.turn()
@@ -288,7 +288,7 @@ def test_statistics_do_not_walk_over_the_queue(monkeypatch: pytest.MonkeyPatch) 
         scheduler.add(make_request(str(i), [1, 2]))
 
     def walked(queue: WaitingQueue) -> list[Waiting]:
-        raise AssertionError("the entries were looked at")
+        raise AssertionError("the entries were scanned")
 
     monkeypatch.setattr(WaitingQueue, "entries", property(walked))
     stats = scheduler.stats()

@@ -49,7 +49,7 @@ def test_tree_agrees_with_a_dictionary(page: int) -> None:
         action = rng.random()
         key = rng.choice([None, None, "x"])
         tokens = [t for _ in range(rng.randint(1, 6)) for t in [rng.randrange(3)] * page]
-        if page > 1:  # pages that differ inside, and a last one that is not full
+        if page > 1:  # pages that differ inside, and an incomplete last page
             tokens = [t if rng.random() < 0.99 else 9 for t in tokens][: len(tokens) - rng.randint(0, page - 1)]
         if action < 0.5:  # a request: match, then insert the rest, keep or release the lock
             limit = rng.randint(0, len(tokens))
@@ -140,7 +140,7 @@ def test_namespaces_are_separate() -> None:
 
 
 def lines_of_a_match(length: int, same: int) -> int:
-    """Lines run to match the first `same` tokens of a prompt with a cached one."""
+    """Number of lines run to match the first `same` tokens of a prompt with a cached one."""
     tokens = [random.randrange(100_000) for _ in range(length)]
     tree = RadixCache(1, lambda slots, after: None)
     tree.insert(tree.root(), tokens, list(range(length)), 0)

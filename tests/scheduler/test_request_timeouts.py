@@ -96,7 +96,7 @@ def test_requests_are_scanned_only_when_one_may_be_late() -> None:
 
 
 def test_limits_change_while_requests_wait_and_run() -> None:
-    """`/set_internal_state` changes the limits of requests that are there already, and takes them away."""
+    """`/set_internal_state` changes and removes the limits of existing requests."""
     sim = Simulation(config(max_rows=1))
     settings = sim.scheduler.table.settings
     for i in range(3):

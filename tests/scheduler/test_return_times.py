@@ -1,4 +1,4 @@
-"""What held KV is worth: against the best of all moments to give up, and least squares by numpy."""
+"""The value of held KV: compared with the best release time over all, and least squares by numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAUSES = st.lists(st.floats(0.01, 50.0), min_size=1, max_size=20)
 
 
 def best(pauses: list[float], share: float, horizon: float, silence: float) -> float:
-    """Over all moments of giving up: P(return until then) * horizon - expected time until then or the return."""
+    """Maximum over all release times: P(return before) * horizon - expected time until the release or the return."""
     later = [pause for pause in pauses if pause > silence]
     weight = share / len(pauses)
     alive = weight * len(later) + 1 - share
@@ -79,7 +79,7 @@ def test_price_of_compute_from_step_times() -> None:
         seconds = 0.02 + 0.001 * decodes if decodes else 0.01 + 0.001 * count
         now = launched + seconds
         times.add(launched, now, count, decodes, contended=True)
-        spare += idle + (0.02 if 0 < decodes < 4 else 0.0)  # with all rows in use more room changes nothing
+        spare += idle + (0.02 if 0 < decodes < 4 else 0.0)  # with all rows in use more slots have no effect
         total += idle + seconds
     assert math.isclose(times.per_token, 0.001, rel_tol=1e-6)
     assert math.isclose(times.price, total / spare - 1, rel_tol=0.05)
@@ -87,6 +87,6 @@ def test_price_of_compute_from_step_times() -> None:
 
 def test_overlapped_steps_are_not_counted_twice() -> None:
     times = StepTimes()
-    for step in range(50):  # each is planned when the one before it begins
+    for step in range(50):  # each is planned when the previous step starts
         times.add(max(step - 1, 0) * 0.1, (step + 1) * 0.1, 0, 1, contended=True)
     assert math.isclose(times._total, 5.0, rel_tol=0.1)

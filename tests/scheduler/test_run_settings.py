@@ -1,4 +1,4 @@
-"""Settings that change while a scheduler runs: every plan keeps to the values in force, and tokens stay as they are."""
+"""Settings that change while a scheduler runs: every plan respects the values in force, and tokens do not change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bounds_have_the_type_that_the_endpoint_describes(config: SchedulerConfi
 
 
 class Changing(Simulation):
-    """Checks each plan against the settings in force when it was made."""
+    """Checks each plan against the settings at the time of planning."""
 
     def check_budgets(self, plan: StepPlan) -> None:
         super().check_budgets(plan)

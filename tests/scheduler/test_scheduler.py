@@ -148,7 +148,7 @@ def test_abort_waiting_at_once_running_at_the_next_update() -> None:
     for rid in ("x1", "x2", "y"):
         s.add(make_request(rid, [5, 6], 9))
     first = plan(s)
-    assert s.abort(["x", "unknown"]) == []  # no id begins another one
+    assert s.abort(["x", "unknown"]) == []  # no id is a prefix of another
     (event,) = s.abort(["x1", "x2", "x2"])
     assert event.rid == "x2" and event.finish_reason is not None and event.finish_reason.type == "abort"
     (event,) = answer(s, first)
@@ -397,7 +397,7 @@ def test_a_prefix_that_is_in_use_is_not_room() -> None:
 
 @pytest.mark.parametrize("same_namespace", [True, False])
 def test_only_a_prompt_of_its_own_namespace_is_worth_a_wait(same_namespace: bool) -> None:
-    """A prefix computed by a request of another `extra_key` can never be shared."""
+    """A prefix of a request with another `extra_key` can never be shared."""
     s = scheduler()
     for rid, extra_key in ("a", "tenant"), ("b", "tenant" if same_namespace else None):
         s.add(make_request(rid, [5] * 60, 4, extra_key=extra_key))

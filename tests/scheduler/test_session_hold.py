@@ -18,7 +18,7 @@ from tests.scheduler.session_load import Load, Shape
 from tests.scheduler.simulator import make_request
 
 SHORT = Shape()
-"""Sessions of 350 to 550 tokens, pauses that are short beside a turn."""
+"""Sessions of 350 to 550 tokens, with pauses shorter than a turn."""
 SHAPES = {
     "short pauses": SHORT,
     "any number of turns": replace(SHORT, fixed_turns=False, num_turns=8, pauses="exponential", pause=0.3),
@@ -53,14 +53,14 @@ def config_of(shape: Shape, **changes: object) -> SchedulerConfig:
 
 
 def throughput(shape: Shape, times: float, seconds: float, **changes: object) -> float:
-    """At so many times the sessions that fit into the pool (into the host tier, if that is larger)."""
+    """Throughput at a multiple of the sessions that fit into the pool (into the host tier, if that is larger)."""
     config = config_of(shape, **changes)
     fit = max(config.num_slots, config.host_tier_tokens) / shape.footprint
     return Load(shape, max(1, round(times * fit)), config).run(seconds, warm=seconds / 2)
 
 
 def drawn_shape(rng: random.Random) -> Shape:
-    """Sessions, pauses, costs and a pool at random."""
+    """Random sessions, pauses, costs and a pool."""
     low, turn, output = rng.randint(100, 600), rng.randint(5, 60), rng.randint(8, 30)
     shape = Shape(
         rows=rng.choice([4, 8, 16]),
@@ -86,18 +86,18 @@ def test_throughput_does_not_fall_with_offered_load(name: str) -> None:
     shape = SHAPES[name]
     seconds = 40 if name == "short pauses" else 150
     held = [throughput(shape, times, seconds) for times in (1, 2, 4)]
-    peak = max(held[:2])  # a rise with the load is no fall
+    peak = max(held[:2])  # a rise with the load is not a fall
     share = 0.95 if name == "short pauses" else 0.9
     assert held[1] >= share * held[0] and held[2] >= share * peak, held
-    if shape.pause < 1:  # with pauses of seconds there is less to gain
+    if shape.pause < 1:  # with pauses of seconds the gain is smaller
         plain = throughput(shape, 4, 20, session_hold=0.0)
         assert plain < 0.85 * held[2], (plain, held)
 
 
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=slow) for seed in range(4))])
 def test_drawn_loads(seed: int) -> None:
-    """Sessions that have ended are not known to have: at 2 and 4 times the pool they cost more than at once the pool,
-    where a new session takes their place. Hence 0.85 here."""
+    """The end of a session is unknown to the scheduler: at 2 and 4 times the pool ended sessions cost more than at 1
+    time, where a new session replaces them. Hence 0.85 here."""
     shape = drawn_shape(random.Random(seed))
     held = [throughput(shape, times, 30 if seed == 4 else 100) for times in (1, 2, 4)]
     assert min(held[1:]) >= 0.85 * max(held), (held, shape)
@@ -105,7 +105,7 @@ def test_drawn_loads(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["short pauses", pytest.param("long pauses", marks=slow)])
 def test_beside_a_host_tier_of_twice_the_pool(name: str) -> None:
-    """At 1, 2 and 4 times the host tier; loads take a twentieth of computing."""
+    """At 1, 2 and 4 times the host tier; loads take a twentieth of the time of computing."""
     shape = replace(SHAPES[name], load=SHAPES[name].token / 20)
     changes = {"host_tier_tokens": 2 * shape.pool}
     seconds, share = (25, 0.85) if name == "short pauses" else (150, 0.95)
@@ -118,7 +118,7 @@ def test_beside_a_host_tier_of_twice_the_pool(name: str) -> None:
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
 def test_sessions_that_fit_the_host_tier_lose_nothing(policy: str) -> None:
-    """Their returning turns compute the new tokens only."""
+    """Returning turns compute only the new tokens."""
     shape = replace(SHORT, pool=2000, num_turns=1000, turn=(0, 1), output=(2, 2), load=1e-5)
     config = config_of(shape, host_tier_tokens=2 * shape.pool, hicache_write_policy=policy)
     load = Load(shape, int(1.8 * shape.pool / 400), config)
@@ -170,8 +170,8 @@ def test_nothing_is_passed_over_after_the_limit(limit: float, times: int, host: 
     pause=st.floats(0.01, 1.0),
 )
 def test_rotation_bounds_every_wait(totals: list[int], per_token: float, pause: float) -> None:
-    """Requests that find the whole pool held, asked every `pause` seconds: each waits at most for those in front of it
-    and itself, and together they cost no more than their share of the time."""
+    """Requests while the whole pool is held, checked every `pause` seconds: each waits at most for the requests before
+    it and itself, and together they take no more than their share of the time."""
     now = 0.0
     hold = SessionHold(None, RadixCache(1, lambda slots, step: None), lambda: now, 1000)
     hold._held = 10**6
@@ -197,7 +197,7 @@ def test_rotation_bounds_every_wait(totals: list[int], per_token: float, pause: 
 
 
 def test_no_session_starves() -> None:
-    """Every session has its turns, without a limit too."""
+    """Every session has its turns, also without a limit."""
     load = Load(SHORT, 36, config_of(SHORT))
     load.run(30, warm=0)
     assert all(session.turns >= 1 for session in load.sessions)
@@ -228,10 +228,10 @@ def test_a_session_is_recognized_by_its_prefix() -> None:
     tokens = load.text(100)
     stranger = Waiting(make_request("s", tokens, 4), tokens, 99, tokens)
     stranger.request.queued_at = load.now
-    assert sessions.must_wait(stranger, available - 300, available)  # what the one session has cached
+    assert sessions.must_wait(stranger, available - 300, available)  # the cached tokens of the one session
     again = Waiting(make_request("t", tokens, 4), tokens, 100, tokens)
     again.request.retractions = 1
-    assert not sessions.must_wait(again, available - 300, available)  # its client has tokens already
+    assert not sessions.must_wait(again, available - 300, available)  # its client already has tokens
     load.now += returns.patience + 1
     sessions.plan(available, 0)
     assert not sessions.must_wait(stranger, available - 300, available)

@@ -1,4 +1,5 @@
-"""Whole traces with speculation under random configurations: outputs as without it, and no leaks at the end."""
+"""Whole traces with speculation under random configurations: the outputs without speculation, and no leaks at the
+end."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     assert isinstance(worker, DraftingWorker) and stats.speculation is not None
     assert worker.speculative_steps > steps and worker.accepted > 300
     assert stats.num_retractions_total > 10 and stats.cached_tokens_total > 200
-    assert sum(stats.speculation.accepted) <= worker.accepted  # some were of requests that had ended
+    assert sum(stats.speculation.accepted) <= worker.accepted  # some belonged to ended requests
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -118,8 +119,8 @@ def test_drafts_behind_the_end_are_not_counted(
         drafts.append(plan.counts[0] - 1 if plan.num_decodes else 0)
         (event,) = s.update(StepResult(plan.number, plan.rows, [tokens[: drafts[-1] + 1]]))
     assert event.finish_reason is not None and event.finish_reason.type == ("length" if by_length else "stop")
-    outcomes = [(depth, right) for right in accepted]  # drafts that were judged and drafts that were right, by step
-    if drafts[-1]:  # a request that can use one token more gets no drafts
+    outcomes = [(depth, right) for right in accepted]  # verified drafts and accepted drafts, by step
+    if drafts[-1]:  # a request with one remaining token gets no drafts
         outcomes.append((min(depth, kept), min(last, kept)))
     stats = s.stats().speculation
     assert stats is not None and stats.verify_total == len(outcomes)

@@ -1,4 +1,4 @@
-"""Snapshots of states: traces against a worker that checks each state's text, and where snapshots are taken."""
+"""Snapshots of states: traces against a worker that checks each state's text, and the positions of snapshots."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_state_has_seen_its_text(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_failed_steps(overlap: bool, seed: int) -> None:
-    """Snapshots that a failed step, or one behind it, was to store are never read."""
+    """Snapshots of a failed step, or of a step after it, are never read."""
     rng = random.Random(seed)
     config = SchedulerConfig(num_slots=300, context_len=120, max_rows=5, chunked_prefill_size=24)
     config = with_snapshots(config, rng.choice([3, 30]), 4)
@@ -67,7 +67,7 @@ def test_failed_steps(overlap: bool, seed: int) -> None:
 
 
 def run(sim: Simulation, rid: str, prompt: list[int], max_new: int = 4) -> int:
-    """Cached tokens of a request that runs alone."""
+    """Number of cached tokens of a request that runs alone."""
     request = make_request(rid, prompt, max_new, ignore_eos=True)
     sim.add(request)
     sim.run_to_end()
@@ -75,7 +75,8 @@ def run(sim: Simulation, rid: str, prompt: list[int], max_new: int = 4) -> int:
 
 
 def test_a_save_leaves_the_snapshot_that_a_new_row_of_its_plan_reads() -> None:
-    """With `--enable-mixed-chunk`: one plan has a decode whose state is to be stored, and a request that continues."""
+    """With `--enable-mixed-chunk`: one plan has a decode with a state to store, and a request that continues from a
+    snapshot."""
     config = SchedulerConfig(num_slots=100, context_len=60, page_size=4, max_rows=4, enable_mixed_chunk=True)
     config = with_snapshots(config, 1, 8)
     prefix, hits = [7] * 9, []
@@ -89,7 +90,7 @@ def test_a_save_leaves_the_snapshot_that_a_new_row_of_its_plan_reads() -> None:
         sim.add(again)
         sim.run_to_end()
         hits.append(again.cached_tokens)
-    assert hits[0] == 8 and 0 in hits  # the decode's own snapshot displaced it
+    assert hits[0] == 8 and 0 in hits  # the decode's snapshot replaced it
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -102,8 +103,8 @@ def test_where_prefixes_are_found(page: int) -> None:
     last = 70 - 70 % page
     assert run(sim, "first", head + tails[0]) == 0
     assert run(sim, "again", head + tails[0]) == last, "the end of the prompt"
-    assert run(sim, "chunk", head + tails[1]) == 32, "where a chunk ended; the state where both part is not kept"
-    assert run(sim, "parts", head + tails[2]) == 50 - 50 % page, "where the prompt before left the others"
+    assert run(sim, "chunk", head + tails[1]) == 32, "the end of a chunk; the state at the divergence is not kept"
+    assert run(sim, "parts", head + tails[2]) == 50 - 50 % page, "where the previous prompt diverged from the others"
     long = head + tails[3]
     request = make_request("talk", long, 40, ignore_eos=True)
     sim.add(request)

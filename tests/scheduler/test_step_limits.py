@@ -1,7 +1,7 @@
-"""Flags drawn at random: accepted flags never lead to a step above the limits.
+"""Random flags: accepted flags never lead to a step above the limits.
 
-Checked are the dispatcher's modes, CUDA graphs and the memory ledger; steps are planned by a scheduler under random
-loads, with the worker's forwards for them: halves, draft steps, draft extends.
+The tests check the dispatcher's modes, CUDA graphs and the memory ledger. A scheduler plans steps under random loads,
+with the worker's forwards: halves, draft steps, draft extends.
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ class Parts:
         drafted, depth = sum(count > 1 for count in plan.counts[: plan.num_decodes]), plan.speculation.depth
         for level in range(depth):  # a tree recomputes all its levels so far
             self.check(drafted * (max(1, level * speculation.topk) if speculation.topk > 1 else 1), False)
-        if plan.speculation.follow:  # the path of a tree is one longer than its depth
+        if plan.speculation.follow:  # the path of a tree is one token longer than its depth
             again = self.config.model.num_nextn_predict_layers - 1
             path = depth + 1 if speculation.topk > 1 else 0
             counts = [max(n, path * (n > 1 and i < plan.num_decodes)) for i, n in enumerate(plan.counts)]
             self.check(sum(counts) + again * len(counts) if again else 0, True)
 
     def check_graphs(self) -> None:
-        """Every captured step is a decode that fits a low-latency dispatch, and is shown."""
+        """Every captured step is a decode that fits a low-latency dispatch, and is printed."""
         graphs, values = self.config.graphs, self.config.flat()
         if not graphs.sizes:
             return
@@ -149,7 +149,7 @@ class Parts:
             assert StepSizes.known(self.context, groups, groups, False).phase == "decode"
 
     def check_values(self) -> None:
-        """The shown values are those in use."""
+        """The printed values are those in use."""
         config, values = self.config, self.config.flat()
         assert values["chunked_prefill_size"] == config.chunked_prefill_size == self.limits.chunk
         assert config.max_running_requests <= self.limits.running
@@ -224,7 +224,7 @@ def test_steps_above_the_low_latency_capacity_are_refused(
 
 
 def test_values_left_open_are_reduced(folders: dict[int, Path]) -> None:
-    """The same flags without the numbers: they resolve to the dispatcher's capacity, with the reason."""
+    """Flags without the numbers resolve to the dispatcher's capacity, with the reason."""
     common = {"tp_size": 2, "moe_a2a_backend": "all_to_all", "deepep_mode": "low_latency"}
     config = resolved(folders[1], common | {"max_dispatch_tokens_per_rank": 24, "page_size": 16}, on_gpu=False)
     assert (config.chunked_prefill_size, config.max_running_requests) == (48, 48)
@@ -237,7 +237,7 @@ def test_values_left_open_are_reduced(folders: dict[int, Path]) -> None:
 
 
 def test_decodes_of_all_requests_fit_low_latency(folders: dict[int, Path]) -> None:
-    """Not only 128 tokens a rank; with little memory 128 and a remark, or the given size."""
+    """Not only 128 tokens per rank; with little memory 128 and a note, or the given size."""
     common = {"tp_size": 2, "attn_dp_size": 2, "moe_a2a_backend": "all_to_all", "speculative_algorithm": "NEXTN"}
     config = resolved(folders[1], common | {"max_running_requests": 512}, on_gpu=True)
     assert config.limits.low_latency_tokens == 256 * 4 and not any("normal mode" in note for note in config.notes)

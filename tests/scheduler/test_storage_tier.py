@@ -1,4 +1,4 @@
-"""Storage below the host tier under random traces, faults and restarts: right tokens, no leaks, no endless waits."""
+"""Storage below the host tier under random traces, faults and restarts: correct tokens, no leaks, no endless waits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_failed_steps_store_nothing_wrong(seed: int, write: str, faults: Faults,
 
 
 def test_stops_of_a_failed_step_are_ascending() -> None:
-    """The step had a fetch and backups created before it."""
+    """The failed step had a fetch, and earlier backups."""
     sim = StorageSimulation(BASE, random.Random(0), Faults(), {}, overlap=False, late=0.0)
     storage_tier = sim.storage_tier
     storage_tier.steps_failed([KVOps(fetches=[KVFetch(3, [], [])], backups=[KVBackup(1, [], []), KVBackup(2, [], [])])])
@@ -111,7 +111,7 @@ PROMPT = [i % 50 for i in range(100)]
 
 
 def served_before(write: str = "write_through", **config: Any) -> dict[bytes, list[Any]]:
-    """The storage of an engine that served `PROMPT`, and ended."""
+    """The storage of an ended engine that had served `PROMPT`."""
     pages: dict[bytes, list[Any]] = {}
     base = replace(BASE, hicache_write_policy=write, **config)
     sim = StorageSimulation(base, random.Random(0), Faults(), pages, overlap=True, late=0.5)

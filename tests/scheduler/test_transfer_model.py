@@ -1,7 +1,7 @@
 """Every interleaving of a transfer between two servers, with lost connections, aborts, deaths and late halves.
 
-The model runs the real state classes. Places of the decode side hold token numbers; a place that was given back is used
-by another request at once, so that a late write would be seen.
+The model runs the real state classes. Places of the decode side hold token numbers; another request uses a released
+place at once, so that a late write is detected.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class World:
     offered: bool = False
     connected: bool = True
     know: tuple[bool, bool] = (True, True)
-    """Whether prefill, decode regard the connection as alive."""
+    """For prefill and decode: True while the side considers the connection alive."""
     prefill_alive: bool = True
     faults: int = 1
     used: bool = False
-    """The decode scheduler has taken the places back."""
+    """True once the decode scheduler has released the places."""
 
     def key(self) -> tuple:
         s, r = self.sender, self.receiver
@@ -50,7 +50,7 @@ class World:
 
 
 def steps(world: World, digest: bytes) -> list[tuple[str, World]]:
-    """All that can happen next."""
+    """All possible next events."""
     found: list[tuple[str, World]] = []
 
     def when(name: str, possible: bool) -> World | None:
@@ -113,7 +113,7 @@ def steps(world: World, digest: bytes) -> list[tuple[str, World]]:
 
 
 def explore(digest: bytes, faults: int) -> tuple[int, set[State]]:
-    """Number of states, and how the receiver ended in states without a next one."""
+    """Number of states, and the receiver's results in final states."""
     first = World(faults=faults)
     seen, todo, ends = {first.key()}, deque([first]), set()
     while todo:
@@ -146,11 +146,11 @@ def test_different_prompts_are_never_transferred() -> None:
 
 
 def test_the_model_sees_a_broken_protocol(monkeypatch) -> None:
-    """A receiver that accepts any bytes is found."""
+    """A receiver that accepts any bytes is detected."""
     monkeypatch.setattr(transfer_state.Receiving, "accepts", lambda self, begin, end: True)
     monkeypatch.setattr(
         transfer_state.Receiving, "fail", lambda self, reason: self._fail(reason) or []
-    )  # and does not tell the sender
+    )  # without a message to the sender
     try:
         explore(b"d", 1)
     except AssertionError:

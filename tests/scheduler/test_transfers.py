@@ -1,4 +1,4 @@
-"""Transfers between two schedulers under random faults: the right KV, an end of each request, nothing leaked."""
+"""Transfers between two schedulers under random faults: correct KV, an end of each request, no leaks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def play(
     seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
     places: int = 300, late: float = 0.3, fast: int = 0,
 ) -> tuple[ServerSimulation, ServerSimulation, Network]:  # fmt: skip
-    """A trace of sessions; both servers get each request, as from the router. `fast`: what the prefill server and the
-    network may do during a step of the decode server, whose pool is small then."""
+    """A trace of sessions; both servers get each request, as from the router. `fast`: the prefill server and the
+    network run during a step of the decode server, with a small pool."""
     rng = random.Random(seed)
     config = replace(BASE, page_size=page_size, host_tier_tokens=places - places % page_size)
     config = replace(config, num_slots=400 - 400 % page_size, chunked_prefill_size=32 - 32 % page_size)
@@ -72,7 +72,7 @@ def play(
 
 
 def test_prompts_are_computed_once() -> None:
-    """Tokens are checked by the simulation: each context slot must hold the KV of its tokens."""
+    """The simulation checks tokens: each context slot must have the KV of its tokens."""
     _prefill, decode, _network = play(1, num=30, places=2000)
     total = sum(len(o.request.prompt_ids) for o in decode.outcomes.values())
     assert decode.tier.num_transferred_tokens > total / 4 and decode.tier.num_failed_transfers == 0
@@ -100,7 +100,8 @@ def test_random_faults_leak_nothing_and_use_no_wrong_bytes(
 
 
 def test_transfers_write_behind_the_copies_of_a_step_in_flight() -> None:
-    """A place of the tier can leave its node, and be given to a transfer, before the step that stores to it has run."""
+    """A place of the tier can be released by its node, and reused by a transfer, before the step that stores to it has
+    run."""
     waits = seed = 0
     while waits < 2:
         _prefill, _decode, network = play(seed, num=10, places=40, fast=12)
@@ -110,7 +111,7 @@ def test_transfers_write_behind_the_copies_of_a_step_in_flight() -> None:
 
 
 def test_a_room_in_use_is_left_to_its_request() -> None:
-    """Of two requests with one room the second computes its prompt."""
+    """The second of two requests with one room computes its prompt."""
     rng = random.Random(0)
     prefill, decode = (ServerSimulation(BASE, mode, rng, 0.0) for mode in ("prefill", "decode"))
     network = Network(prefill, decode, rng, 0.0)

@@ -100,7 +100,7 @@ def test_retractions_keep_the_windows() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_full_window_pool_blocks_admission_and_retracts(overlap: bool, page: int) -> None:
-    """The window pool has room for three of ten requests; short ones share it, long ones wait or are retracted."""
+    """The window pool is enough for three of ten requests; short requests share it, long ones wait or are retracted."""
     config = SchedulerConfig(
         num_slots=4000,
         context_len=200,
@@ -160,7 +160,7 @@ def test_a_match_ends_where_the_window_is_there() -> None:
     assert kv_cache.tree.peek(prompt, 40).length == 0
     sim.add(make_request("second", prompt, 2, ignore_eos=True))
     sim.run_to_end()
-    assert kv_cache.tree.peek(prompt, 40).length == 40, "the shared pages take the new window pages"
+    assert kv_cache.tree.peek(prompt, 40).length == 40, "the shared pages get the new window pages"
     sim.check_end()
 
 

@@ -1,4 +1,4 @@
-"""The simulated engine core with a KV connector: the fake worker copies hashes between pool and host, late."""
+"""The simulated engine core with a KV connector: the fake worker copies hashes between pool and host with a delay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.scheduler.simulator import FakeWorker, Simulation
 
 
 class _Copying:
-    """Mixin of a fake worker: a load writes its slots when it ends, a random number of steps later; until then they
-    hold nothing valid."""
+    """Mixin of a fake worker: a load writes its slots at its end, a random number of steps later; until then the slots
+    are invalid."""
 
     pool: dict[int, int]
     queue: Any
@@ -30,7 +30,7 @@ class _Copying:
         self.unreported: list[int] = []
         self.num_stored = 0
         self.abandoned: set[int] = set()
-        """Loads in progress at a failed step: they read before later stores write, as copies run in plan order."""
+        """Loads in progress at a failed step: they read before later stores write, because copies run in plan order."""
         self._rng = rng
         self._late = late
 
@@ -78,15 +78,15 @@ class _Copying:
 
 
 class CopyingWorker(_Copying, FakeWorker):
-    """Without speculation; its steps can fail."""
+    """A copying worker without speculation; its steps can fail."""
 
     def __init__(self, config: SchedulerConfig, rng: random.Random, late: float) -> None:
         super().__init__(config)
         self._begin(rng, late)
 
     def fail(self) -> StepPlan:
-        """The oldest step fails: perhaps after its copies. Copies it began end before the failure is reported; the
-        steps behind it do not run."""
+        """The oldest step fails, possibly after its copies. Its started copies end before the failure is reported;
+        later steps do not run."""
         failed = self.queue.popleft()
         self.touched.popleft()
         before = set(self.loading)
@@ -103,14 +103,14 @@ class CopyingWorker(_Copying, FakeWorker):
         return failed
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """A plan behind a failed one repeats its row releases and writes."""
+        """A plan after a failed one repeats the failed plan's row releases and writes."""
         for row in plan.finished_rows:
             self.rows.pop(row, None)
         super()._update_rows(replace(plan, finished_rows=[]))
 
 
 class CopyingDrafter(_Copying, DraftingWorker):
-    """With speculation: the drafter's KV travels too."""
+    """A copying worker with speculation: the drafter's KV is copied too."""
 
     def __init__(self, config: SchedulerConfig, rng: random.Random, late: float, seed: int, luck: float) -> None:
         super().__init__(config, seed, luck)
@@ -125,7 +125,7 @@ def written_slots(plan: StepPlan) -> set[int]:
 
 
 class TierSimulation(Simulation):
-    """`Simulation` with a host tier. An idle core is woken by arrivals."""
+    """`Simulation` with a host tier. Arrivals wake an idle core."""
 
     worker: CopyingWorker
 

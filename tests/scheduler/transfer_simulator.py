@@ -1,4 +1,4 @@
-"""Two simulated engine cores, prefill and decode, and a network between them that is late and loses connections."""
+"""Two simulated engine cores, prefill and decode, and a network between them that has delays and loses connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TransferWorker(CopyingWorker):
 
 
 class ServerSimulation(TierSimulation):
-    """One of the two cores. `network`: lets the network make progress; False if nothing can happen."""
+    """One of the two cores. `network`: advances the network; False if no event is possible."""
 
     def __init__(self, config: SchedulerConfig, mode: str, rng: random.Random, late: float) -> None:
         super().__init__(replace(config, kv_connector=mode), rng, overlap=True, late=late)
@@ -38,7 +38,7 @@ class ServerSimulation(TierSimulation):
         return super().turn()
 
     def take_arrivals(self) -> bool:
-        return super().take_arrivals() or self.network() or self.scheduler.num_loading > 0  # the other half is late
+        return super().take_arrivals() or self.network() or self.scheduler.num_loading > 0  # waits for the other half
 
     def check_budgets(self, plan: StepPlan) -> None:
         if plan.rows:
@@ -63,11 +63,11 @@ class Room:
     ended: bool = False
     closed: bool = False
     after: int = 0
-    """Of the decode side: the number of the copies before which it asks for nothing."""
+    """The decode side requests no KV before the copies of this number."""
 
 
 class Network:
-    """Both transfer threads and the wire. Each call of `step` does one thing."""
+    """Both transfer threads and the connection. Each call of `step` handles one event."""
 
     def __init__(self, prefill: ServerSimulation, decode: ServerSimulation, rng: random.Random, faults: float) -> None:
         self.prefill, self.decode, self._rng, self._faults = prefill, decode, rng, faults
@@ -80,7 +80,7 @@ class Network:
         assert isinstance(prefill.tier, PrefillTier) and isinstance(decode.tier, DecodeTier)
 
     def step(self) -> bool:
-        """False if nothing is under way."""
+        """False if no transfer is in progress."""
         rng = self._rng
         if (self.to_prefill or self.to_decode) and rng.random() < self._faults:
             self._cut()
@@ -101,7 +101,7 @@ class Network:
         return busy
 
     def expire(self) -> None:
-        """The deadline of everything that waits for its other half."""
+        """Expires all transfers that wait for their other half."""
         for number, room in self.rooms.items():
             if room.sending.state is State.MEETING:
                 self._answer(number, room.sending.fail("deadline"))
@@ -185,7 +185,7 @@ class Network:
             busy = True
         if room.all_staged and not room.pieces:
             self._answer(number, sending.done())
-        if sending.state is State.ENDED and not room.ended and sending.digest is not None:  # its request is here
+        if sending.state is State.ENDED and not room.ended and sending.digest is not None:  # its request has arrived
             room.ended = busy = True
             room.pieces.clear()
             reports.append(("ended", number, sending.reason))

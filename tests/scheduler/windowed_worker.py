@@ -12,7 +12,7 @@ from tests.scheduler.simulator import FakeWorker, prefix_hashes
 
 
 def bounded(config: SchedulerConfig, window: int, requests: int | None = None) -> SchedulerConfig:
-    """`config` with a window pool that has room for so many requests (None: for all running requests)."""
+    """`config` with a window pool for this number of requests (None: for all running requests)."""
     step = config.chunk_tokens or max(config.max_prefill_tokens, config.context_len)
     drafts = config.speculation.num_slots(config.speculation.num_steps) if config.speculation is not None else 0
     rows = config.max_rows if requests is None else min(requests, config.max_rows)
@@ -40,7 +40,7 @@ class WindowedWorker(FakeWorker):
         written = {self._mapped(self.planned_page_of, slot) for slot in plan.slots}
         assert len(written) == len(plan.slots), "two tokens share a window slot"
         in_flight = set().union(*self.reads) if self.reads else set()
-        assert in_flight.isdisjoint(written), "a window slot was given away while a step in flight may touch it"
+        assert in_flight.isdisjoint(written), "a window slot was reassigned while a step in flight may use it"
         reads = set(written)
         for row, start in zip(plan.rows, plan.starts):
             context = self.mirror[row][max(0, start - self.config.window + 1) : start]

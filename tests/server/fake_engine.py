@@ -37,15 +37,15 @@ POOLING = PoolingConfig("last", False, width=4)
 
 
 def clients_id(request: AddRequest) -> str:
-    """The client's id: the engine's own id has a number appended."""
+    """The client's id: the engine's internal id has a number appended."""
     return request.rid.rpartition("-")[0]
 
 
 class FakeClient:
     """Answers every request with `script(request)`, `per_step` tokens at a time; EOS ends it.
 
-    `delay` seconds pass before each step. `fail_after`: the engine dies after so many steps of a request.
-    `refuse`: the finish of an aborted request, sent at once. `mute`: nothing is ever sent.
+    `delay` seconds pass before each step. `fail_after`: number of steps of a request before the engine dies. `refuse`:
+    the finish of an aborted request, sent at once. `mute`: no output is ever sent.
     """
 
     def __init__(self, text: str = "Hello world, how are you today?", **info: Any) -> None:
@@ -67,7 +67,7 @@ class FakeClient:
         self.mute = False
         self.rank_calls: list[tuple[str, dict[str, Any]]] = []
         self.rank_values: dict[str, Any] = {}
-        """Value of the one rank, by method."""
+        """The rank's result, by method."""
         self.requests: list[AddRequest] = []
         self.running: set[str] = set()
         self.closed_early: list[str] = []

@@ -31,7 +31,7 @@ def make_app(client: FakeClient, **settings: Any) -> Any:
         return {item.name: settings.pop(item.name) for item in dataclasses.fields(cls) if item.name in settings}
 
     own, front = fields_of(ServerSettings), fields_of(FrontendSettings)
-    settings |= {name: front[name] for name in ("reasoning_parser",) if name in front}  # of both
+    settings |= {name: front[name] for name in ("reasoning_parser",) if name in front}  # fields of both
     options = ServerSettings(EngineArgs.from_kwargs(**settings), FrontendSettings(**front), **own)
     tokenizer = None if options.args.model.skip_tokenizer_init else client.tokenizer
     return create_app(Frontend(client, tokenizer, options.frontend), client, options)
@@ -67,7 +67,7 @@ def get(client: FakeClient, path: str, *, headers: Any = None, **settings: Any) 
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The objects of a stream, whose form is checked."""
+    """The objects of a stream; checks its format."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("data: [DONE]\n\n")
@@ -77,7 +77,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def named_events(response: httpx.Response) -> list[Any]:
-    """The data of a stream of /v1/messages or /v1/responses, whose form is checked."""
+    """The data of a stream of /v1/messages or /v1/responses; checks its format."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("\n\n")

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's form of requests, answers, streams and errors over the chat endpoint."""
+"""/v1/messages: Anthropic's format of requests, answers, streams and errors over the chat endpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def answered(text: str) -> dict[str, Any]:
 
 
 def content_of(events: list[Any]) -> list[dict[str, Any]]:
-    """The blocks of a stream, put together as Anthropic's clients do."""
+    """The blocks of a stream, assembled as by Anthropic's clients."""
     blocks: list[dict[str, Any]] = []
     parts: dict[int, str] = {}
     is_open: int | None = None
@@ -136,7 +136,7 @@ CALL = {"type": "function", "id": "call_1", "function": {"name": "weather", "arg
 
 
 def test_prompts_are_those_of_the_chat_endpoint():
-    """System, blocks, thoughts, calls and results: the chat template sees what OpenAI's form gives it."""
+    """System, blocks, thoughts, calls and results: the chat template gets the messages of OpenAI's format."""
     use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}}
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]}
     mine = {
@@ -271,7 +271,7 @@ def test_a_stream_that_fails():
 
 
 def test_text_behind_a_call_in_the_same_piece():
-    """The end of the arguments stays with the call, and no text is lost."""
+    """The end of the arguments belongs to the call, and no text is lost."""
     client = fake(f"why</think>{TWO_CALLS} So.")
     body = {**ASK, "tools": [WEATHER, TIME], "stream": True}
     for per_step in (2, 5, 7, 11, 13):

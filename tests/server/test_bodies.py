@@ -1,4 +1,4 @@
-"""Where the work on a request's body is done: on the event loop, in a thread, or in a process for large bodies."""
+"""The place of work on a request's body: the event loop, a thread, or a process for large bodies."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ VECTORS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/classify", {"input": "Hello"}),
     ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
 ]
-"""Of embedding models, and of classification models."""
+"""Endpoints of embedding models, and of classification models."""
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "x", "sampling_params": {"temperature": -1}}),
     ("/generate", {"text": "x", "lora_path": "y"}),
@@ -98,7 +98,7 @@ CONTROL = {
 
 
 def client_of(path: str) -> FakeClient:
-    """A model that answers the endpoint."""
+    """A client of a model that supports the endpoint."""
     if path not in dict(VECTORS):
         return FakeClient()
     client = FakeClient(pooling=POOLING if path == "/v1/embeddings" else ONE_SCORE)
@@ -153,7 +153,7 @@ def places(monkeypatch):
 @pytest.mark.parametrize(("path", "body"), [*CASES, *VECTORS])
 @pytest.mark.parametrize("size", [0, THREAD_CHARS])
 def test_body_size_selects_loop_or_thread(places, path, body, size):
-    """The process of still larger bodies: `test_large_bodies_get_the_same_responses_as_small_ones`."""
+    """For the process of larger bodies: `test_large_bodies_get_the_same_responses_as_small_ones`."""
     client = client_of(path)
     client.script = lambda _: [5, 6, 7, client.info.eos_token_ids[0]]  # without tokenizing
     response = post(client, path, padded(body, size), **SETTINGS)
@@ -252,7 +252,7 @@ LONG = json.dumps({"prompt": "a b " * 2**22}).encode()
 def test_client_disconnect_cancels_the_work():
     with real_server(FakeClient()) as address:
         with httpx.stream("POST", address + "/tokenize", content=LONG, timeout=60) as response:
-            parts = response.iter_raw()  # dropping the iterator would hang up already
+            parts = response.iter_raw()  # dropping the iterator would close the connection
             first = next(parts)
             assert (response.status_code, first[:11]) == (200, b'{"tokens":[')
             assert len(children()) == 1
@@ -260,7 +260,7 @@ def test_client_disconnect_cancels_the_work():
         assert (
             httpx.post(address + "/tokenize", content=padded({"prompt": "Hello"}, PROCESS_BYTES)).json()["count"] == 2
         )
-    until(lambda: not children())  # nothing is left behind
+    until(lambda: not children())  # no process remains
 
 
 def test_a_process_that_dies_is_named_and_replaced():
@@ -271,7 +271,7 @@ def test_a_process_that_dies_is_named_and_replaced():
             target=lambda: answers.append(httpx.post(address + "/detokenize", content=body, timeout=60))
         )
         ask.start()
-        until(lambda: has_memory(100 * 2**20))  # it has the body
+        until(lambda: has_memory(100 * 2**20))  # the process has the body
         os.kill(children()[0].pid, signal.SIGKILL)
         ask.join()
         assert answers[0].status_code == 413
@@ -348,7 +348,7 @@ def test_control_bodies_are_short():
 
 
 def test_aborted_response_does_not_look_complete():
-    """The status was already sent: only the connection shows the failure to a client."""
+    """The status was already sent, so a client detects the failure only by the connection."""
 
     async def parts():
         yield b"["

@@ -1,4 +1,4 @@
-"""`cache_salt`: the namespace of cached prefixes that a request reaches the engine with."""
+"""`cache_salt`: the engine gets the namespace of cached prefixes with the request."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PATH = "/v1/completions"
 
 
 class Likelihoods(FakeClient):
-    """Sequence i of all has three tokens, each with the i-th log-probability."""
+    """A client whose i-th sequence has three tokens, each with the i-th log-probability."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__()

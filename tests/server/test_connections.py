@@ -73,7 +73,7 @@ CHUNKED = (
     ids=["one-segment", "next-request-apart", "body-cut", "twice", "chunked", "byte-by-byte"],
 )
 def test_upgrade_header_does_not_lose_the_body(parts):
-    """Java's HttpClient and `curl --http2` send that offer with every first request."""
+    """Java's HttpClient and `curl --http2` send this offer with every first request."""
     with real_server(FakeClient()) as address:
         *generated, (health, _) = exchange(address, *parts)
     assert health == 200
@@ -117,7 +117,7 @@ def connected(address: str) -> socket.socket:
 
 
 def answer_to(address: str, *parts: bytes) -> bytes:
-    """The answer until the server closes the connection."""
+    """The bytes of the answer until the server closes the connection."""
     received = b""
     with connected(address) as connection:
         try:
@@ -147,7 +147,7 @@ LONG_HEADER = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 70_000
 def test_large_heads_are_refused(parts):
     with real_server(FakeClient()) as address:
         answer = answer_to(address, *parts)
-        if len(parts) != 2:  # a client that is still sending may see its connection reset before the answer
+        if len(parts) != 2:  # the connection of a client that is still sending may be reset before the answer
             assert answer.startswith(b"HTTP/1.1 431") and b"65536 bytes" in answer
         near = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Long: " + b"x" * 60_000 + b"\r\n\r\n"
         assert answer_to(address, near).startswith(b"HTTP/1.1 200")

@@ -287,7 +287,7 @@ def test_backends_and_graphs_in_force():
     assert "swa_token_capacity" not in info["internal_states"][0]["memory_usage"]
     windowed = get(FakeClient(num_window_slots=96), "/server_info").json()
     assert windowed["internal_states"][0]["memory_usage"]["swa_token_capacity"] == 96
-    assert info["max_running_requests"] == 40  # of all attention groups, as the flag
+    assert info["max_running_requests"] == 40  # of all attention groups, like the flag
     client.state = {"max_running_requests": 7, "num_running": 3}
     assert get(client, "/server_info", server_args={"max_running_requests": 40}).json()["max_running_requests"] == 7
 
@@ -472,7 +472,7 @@ def test_request_log_shortens_custom_processors(caplog, level):
 
 
 def test_settings_beyond_64_bits_are_refused():
-    """They cannot be sent to a scheduler."""
+    """Larger values cannot be sent to a scheduler."""
 
     class Encoding(FakeClient):
         async def call(self, method: str, **args: Any) -> list[Any]:

@@ -20,14 +20,14 @@ PAGE = {"accept": "text/html,*/*"}
 
 
 class Memory:
-    """Costs of a launch."""
+    """A fake ledger: costs of a launch."""
 
     def of(self, change, statistics):
         return Cost("+1.00 GB", 2**30)
 
 
 def sampled(client, states, query="", **settings):
-    """/doctor after these samples, which are taken while requests run."""
+    """The result of /doctor after these samples, taken while requests run."""
 
     async def session(http: httpx.AsyncClient) -> httpx.Response:
         app = http._transport.app
@@ -73,7 +73,7 @@ def test_an_idle_server_is_not_sampled():
 
     client.call = call
     sampled(client, [BUSY] * 5)
-    assert calls == ["internal_state"]  # once, for what ended before
+    assert calls == ["internal_state"]  # once, for requests that ended before
 
 
 def test_ranks_are_told_apart():

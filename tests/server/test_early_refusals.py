@@ -1,4 +1,4 @@
-"""Front-end errors are reported while the cores load, not after minutes, and leave no process behind."""
+"""Front-end errors are reported while the cores load, not after minutes, and no process remains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_engine.server import launch
 @pytest.fixture(autouse=True)
 def cores_that_load_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def waited(*_: object) -> None:
-        raise AssertionError("the weights were waited for")
+        raise AssertionError("the error came only after the weights were loaded")
 
     for module in (engine, launch):
         monkeypatch.setattr(module, "start_cores", lambda config: [])

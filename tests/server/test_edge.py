@@ -1,4 +1,4 @@
-"""Web pages of other origins, and the pages that the server itself shows."""
+"""Web pages of other origins, and the server's own pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGES = sorted(filter(changes_engine, PATHS))
 
 
 def statuses(requests, client=None, **settings):
-    """Status codes of (path, headers, method, content), all by one application."""
+    """Status codes of (path, headers, method, content), all from one application."""
 
     async def session(http):
         return [
@@ -104,7 +104,7 @@ def test_read_endpoints_are_open_to_all_origins():
 
 
 def test_a_key_is_enough():
-    """A page of another origin does not have it."""
+    """A page of another origin does not have the key."""
     key = {"Authorization": "Bearer k"}
     assert status("/flush_cache", PAGE | key, "POST", api_key="k") == 200
     assert status("/flush_cache", PAGE, "POST", api_key="k") == 401
@@ -114,7 +114,7 @@ def test_a_key_is_enough():
 
 
 def test_no_redirects():
-    """Their address would come from a header of the request."""
+    """The address of a redirect would come from a header of the request."""
     for path in ("/health/", "/docs/", "/v1/chat/completions/"):
         response = get(FakeClient(), path, headers={"Host": "evil.example"})
         assert response.status_code == 404 and "location" not in response.headers

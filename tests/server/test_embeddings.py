@@ -1,4 +1,4 @@
-"""Vectors over HTTP: OpenAI's own client, both forms of numbers, dimensions, refusals on a server of the other kind."""
+"""Vectors over HTTP: OpenAI's client, both encodings of numbers, dimensions, refusals on a server of the other kind."""
 
 from __future__ import annotations
 

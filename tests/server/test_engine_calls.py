@@ -37,7 +37,8 @@ NAMES = ("model_path", "weight_version")
 
 
 class Ranks(FakeClient):
-    """Two ranks. `failing`: error of rank 1 by method; `lost`: methods in which the engine's second half is lost."""
+    """Two ranks. `failing`: error of rank 1 by method; `lost`: methods during which the engine's second half is
+    lost."""
 
     def __init__(self, **failing: str) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def test_a_scheduler_lost_while_ranks_prepare_leaves_the_old_weights() -> None:
 
 
 def test_a_rank_that_cannot_commit_ends_the_engine() -> None:
-    """Its weights differ from the others'."""
+    """The weights of this rank would differ from the others'."""
     client = Ranks(commit_weights="device error")
     answer, info = updated(client, weight_version="7")
     assert client.killed == "weight update: rank 1: device error"
@@ -169,12 +170,12 @@ def test_new_requests_wait_running_ones_end_first_or_are_aborted() -> None:
 
 
 Waiting = Callable[[int], None]
-"""Returns when that number of requests waits for the update."""
+"""Waits until this number of requests waits for the update."""
 
 
 @contextmanager
 def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Waiting, Callable[[], dict[str, Any]]]]:
-    """A server whose ranks stage weights until the last value is called; that returns the update's answer."""
+    """A server whose ranks stage weights until the last value is called, which returns the update's answer."""
     go_on, made = threading.Event(), list[ServedWeights]()
 
     def make(*args: Any) -> ServedWeights:
@@ -296,7 +297,7 @@ def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
 
 
 def test_groups_of_trainers() -> None:
-    """The calls on the ranks, and what a failure leaves."""
+    """The calls on the ranks, and the state after a failure."""
     group = {"master_address": "127.0.0.1", "master_port": 29555, "rank_offset": 1, "world_size": 3}
     tensors = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
     client = Ranks()
@@ -395,7 +396,7 @@ def test_a_pause_of_another_mode_is_refused() -> None:
 
 
 class Runs:
-    """A pickle of it runs code when it is loaded."""
+    """A class whose pickle runs code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return (touched.append, (1,))

@@ -1,4 +1,4 @@
-"""`Frontend` by itself: outputs, streams, stop strings, batches, limits, abort and failure."""
+"""`Frontend` alone: outputs, streams, stop strings, batches, limits, abort and failure."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_engine_death_and_refusal():
         generate(client, text="a")
     assert info.value.status == 503
     client.refuse = {"type": "abort", "message": "logits are not finite", "status_code": 500}
-    with pytest.raises(GenerationError, match="not finite"):  # not the request's fault
+    with pytest.raises(GenerationError, match="not finite"):  # not an error of the request
         generate(client, text="a")
     client.refuse = {"type": "abort", "message": "Aborted", "status_code": None}
     assert generate(client, text="a")["meta_info"]["finish_reason"]["type"] == "abort"
@@ -294,7 +294,7 @@ def test_a_large_batch_leaves_the_event_loop_to_others():
 
 
 def test_hidden_states_of_openai_choices():
-    """The engine's part is in tests/distributed/engine/test_hidden_states.py."""
+    """tests/distributed/engine/test_hidden_states.py tests the engine's part."""
     client = FakeClient(hidden_size=2)
 
     async def deltas(request):

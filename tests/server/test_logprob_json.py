@@ -56,7 +56,7 @@ def entries(rng: random.Random, count: int, best: int, asked: int = 0) -> list[E
 
 
 def rendered(form: LogprobFormat, block: PackedLogprobs, cut: int) -> Any:
-    """The answer in two parts, as a client reads them."""
+    """The answer in two parts, as read by a client."""
     columns: list[list[Any]] = []
     for part in (block.part(0, cut), block.part(cut, block.num_tokens)):
         if part.num_tokens:
@@ -65,7 +65,7 @@ def rendered(form: LogprobFormat, block: PackedLogprobs, cut: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A Python object through JSON."""
+    """A Python object, encoded and decoded as JSON."""
     return json.loads(msgspec.json.encode(value))
 
 
@@ -174,7 +174,7 @@ async def burst(core: FakeCore, num_sequences: int, steps: int, block: PackedLog
     for number in range(steps):
         finish = {"type": "length", "length": steps} if number == steps - 1 else None
         core.send(messages.StepOutput([messages.RequestDelta(rid, [5], finish, block) for rid in rids]))
-    time.sleep(0.3)  # until the sockets have it
+    time.sleep(0.3)  # until the sockets have the data
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_client_that_does_not_read_costs_no_work(tmp_path: Path, monkeypatch: 
             for _ in range(500):
                 await asyncio.sleep(0)
             held = counted.total
-            # of each sequence: a part that is being sent, one in the queue, and one that waits for its place there
+            # for each sequence: a part being sent, one in the queue, and one that waits for the queue
             assert 0 < held <= 3 * n * inbox.MAX_ENTRIES < n * 200 * (1 + TOP)
             await asyncio.sleep(0.05)
             assert counted.total == held

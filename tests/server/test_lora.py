@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: how requests select them, and loading and unloading under traffic."""
+"""LoRA adapters over HTTP: selection by requests, and loading and unloading under traffic."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_loading_and_unloading_under_traffic() -> None:
         assert client.called == [("retire_lora", 1), ("unload_lora", 1)]
         again = await change("load", lora_name="fr", lora_path="/b/fr")
         assert again.json()["loaded_adapters"] == {"de": "/a/de", "fr": "/b/fr"}
-        assert client.called[2:] == [("load_lora", 3)]  # a new number: it shares nothing with the old one
+        assert client.called[2:] == [("load_lora", 3)]  # a new number: it shares no cache with the old adapter
         for body, words in (
             ({"lora_name": "de", "lora_path": "/x"}, "is loaded already"),
             ({"lora_name": "tiny", "lora_path": "/x"}, "a name of the base model"),

@@ -69,7 +69,7 @@ def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == ("tiny", 256)
     assert client.models.retrieve("tiny").id == "tiny"
-    answer = client.chat.completions.create(model="gpt-4o", messages=MESSAGES)  # copied from somewhere else
+    answer = client.chat.completions.create(model="gpt-4o", messages=MESSAGES)  # a name from another server
     assert (answer.model, answer.choices[0].message.content) == ("gpt-4o", TEXT)
     with pytest.raises(openai.NotFoundError, match="'x' does not exist"):
         client.models.retrieve("x")

@@ -1,4 +1,4 @@
-"""Request ids, advice to retry, HTTPS, prefixes of proxies, and buckets of metrics."""
+"""Request ids, Retry-After, HTTPS, prefixes of proxies, and buckets of metrics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_request_log_has_the_id(caplog: pytest.LogCaptureFixture):
 
 
 def test_times_of_a_request(caplog: pytest.LogCaptureFixture):
-    """The log line and `meta_info` agree; the client's own clock bounds them."""
+    """The times in the log line and `meta_info` are equal; the client's clock bounds them."""
     client = FakeClient()
     client.delay = 0.01
     before = time.time()
@@ -89,7 +89,7 @@ def test_advice_to_retry():
 
 
 def test_paths_behind_a_proxy():
-    """With the prefix and without it; the prefix opens no endpoint to the wrong key."""
+    """With the prefix and without it; endpoints with the prefix also need the key."""
     keys = {"api_key": "k", "admin_api_key": "a"}
 
     async def session(http: httpx.AsyncClient) -> None:
@@ -193,7 +193,7 @@ def test_buckets():
 
 
 def test_the_request_log_of_a_running_server(caplog: pytest.LogCaptureFixture):
-    """/configure_logging: off, on at each level, off again; other observers stay."""
+    """/configure_logging: off, on at each level, off again; other observers are kept."""
 
     async def session(http: httpx.AsyncClient) -> list[str]:
         seen = []

@@ -1,4 +1,4 @@
-"""Pieces written where they arrive (`frontend.sequence.PieceSink`): the same answers as through the request's task."""
+"""Pieces written on arrival (`frontend.sequence.PieceSink`): the same answers as through the request's task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VARYING = re.compile(
 
 
 class CountingClient(FakeClient):
-    """Counts the deltas that sinks took."""
+    """Counts the deltas accepted by sinks."""
 
     num_direct = 0
 
@@ -65,7 +65,7 @@ def plain(data: bytes) -> bytes:
     ],
 )
 def test_streams_are_the_same_with_a_lane(path, body, text, settings):
-    """In process there is no connection to write to, so the first answer goes through the task."""
+    """An in-process client has no connection to write to, so the first answer uses the task."""
     clients = CountingClient(text), CountingClient(text)
     expected = post(clients[0], path, {**body, "stream": True}, **settings)
     with real_server(clients[1], **settings) as address:
@@ -98,7 +98,7 @@ def test_a_parser_that_fails_in_the_lane_ends_the_stream_and_the_request(monkeyp
     client = CountingClient()
     with real_server(client) as address:
         response = httpx.post(address + "/v1/chat/completions", json={**CHAT, "stream": True})
-    assert client.num_direct == 2  # the first piece carries the head, the fourth fails
+    assert client.num_direct == 2  # the first piece contains the head, the fourth fails
     assert b"broken parser" in response.content and response.content.endswith(b"data: [DONE]\n\n")
     end = time.monotonic() + 2
     while client.running and time.monotonic() < end:
@@ -127,7 +127,7 @@ def test_a_client_that_does_not_read_loses_nothing():
 
 
 class _SometimesReady:
-    """A sink and a reader of the rest, whose pieces keep their order."""
+    """A sink, and a reader of the remaining pieces, which keep their order."""
 
     def __init__(self, draws: random.Random) -> None:
         self._draws = draws
@@ -171,7 +171,7 @@ def test_an_inbox_offers_only_plain_deltas_that_its_reader_waits_for():
             return takes
 
         inbox = Inbox(request, 0, Load(), direct)
-        inbox.take(RequestDelta("r", [1]))  # nothing waits yet
+        inbox.take(RequestDelta("r", [1]))  # no piece waits so far
         assert (await inbox.get()).token_ids == [1] and not offered
         reader = asyncio.create_task(inbox.get())
         await asyncio.sleep(0)
@@ -182,7 +182,7 @@ def test_an_inbox_offers_only_plain_deltas_that_its_reader_waits_for():
         takes = False
         inbox.take(RequestDelta("r", [4]))
         takes = True
-        inbox.take(RequestDelta("r", [5]))  # behind one that is queued
+        inbox.take(RequestDelta("r", [5]))  # after a queued piece
         assert (await reader).token_ids == [4, 5] and offered == [[2], [3], [4]]
         reader = asyncio.create_task(inbox.get())
         await asyncio.sleep(0)

@@ -46,7 +46,7 @@ def test_items_of_an_answer():
 
 
 def without_names(value: Any) -> Any:
-    """Without the ids and times that differ between two requests."""
+    """The object without the ids and times that differ between two requests."""
     if isinstance(value, dict):
         return {k: without_names(v) for k, v in value.items() if k not in ("id", "call_id", "created_at")}
     return [without_names(each) for each in value] if isinstance(value, list) else value
@@ -111,7 +111,7 @@ def test_the_response_repeats_the_request():
 
 
 def prompt_of(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The prompt and the sampling parameters that the engine gets."""
+    """The prompt and the sampling parameters received by the engine."""
     client = fake()
     response = post(client, path, body, **PARSERS)
     assert response.status_code == 200, response.text
@@ -254,7 +254,7 @@ def test_the_store_is_bounded():
     for i in range(5):
         store.put({"id": f"r{i}"}, [{"role": "user", "content": str(i)}])
     assert len(store) == 3
-    assert store.messages("r2") == [{"role": "user", "content": "2"}]  # now the youngest
+    assert store.messages("r2") == [{"role": "user", "content": "2"}]  # now the most recent
     store.put({"id": "r5"}, [])
     with pytest.raises(InputError, match="'r3'"):
         store.response("r3")

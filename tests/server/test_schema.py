@@ -1,4 +1,4 @@
-"""/openapi.json: every endpoint has its types, and real answers conform to them.
+"""/openapi.json: every endpoint has its types, and real answers match them.
 
 The oracles are msgspec, FastAPI's model of an OpenAPI document, and the models of OpenAI's client.
 """
@@ -54,7 +54,7 @@ def _description(settings: str) -> dict[str, Any]:
 
 
 def description(**settings: Any) -> dict[str, Any]:
-    """Made once for the same settings: it takes longer than a request."""
+    """The description, created once for the same settings because it takes longer than a request."""
     return _description(json.dumps(settings, sort_keys=True))
 
 
@@ -128,14 +128,14 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 def conforms(value: Any, kind: Any) -> None:
-    """Every value has its type, and the type lacks no field of the answer."""
+    """Checks that every value has its type, and that the type has every field of the answer."""
     converted = json.loads(msgspec.json.encode(msgspec.convert(value, kind)))
     if kind is not ServerInfo:  # its flags are not listed
         assert converted == value
 
 
 def answers_of(path: str, response: httpx.Response, kind: str = JSON) -> None:
-    """Compares an answer with the type that the description has for it."""
+    """Compares an answer with its type in the description."""
     endpoint = BY_PATH[path]
     assert response.status_code == 200, response.text
     (operation, *_) = description()["paths"][path].values()
@@ -207,7 +207,7 @@ OFFICIAL = {
     ("/v1/completions", False): Completion,
     ("/v1/responses", False): Response,
 }
-"""Not for streams of /v1/completions and for `echo`: OpenAI's type lacks the nulls that its own answers have there."""
+"""Not for streams of /v1/completions and for `echo`: OpenAI's type does not allow the nulls in OpenAI's own answers."""
 
 
 @pytest.mark.parametrize(("path", "body"), POSTS)

@@ -18,7 +18,7 @@ ONE_SCORE = dataclasses.replace(CLASSES, width=1, labels=("LABEL_0",))
 
 
 def classifier(pooling: Any = CLASSES) -> FakeClient:
-    """Scores: the number of tokens, then zeros; negative for an odd number."""
+    """A classifier with the scores: the number of tokens, then zeros; negative for an odd number."""
     fake = FakeClient(pooling=pooling)
 
     def scores(request: AddRequest) -> array[float]:
@@ -55,7 +55,7 @@ def test_prompts_of_a_score(item_first: bool):
 
 
 def test_score_of_a_model_for_text():
-    """Log-probabilities are the engine's; of all tokens, or among the labels."""
+    """Log-probabilities are the engine's, over all tokens or among the labels."""
     fake, body = FakeClient(), {"query": "a", "items": ["b", "c"], "label_token_ids": [9, 6]}
     answer = post(fake, "/v1/score", body).json()
     assert all(request.token_ids_logprob == [9, 6] and request.max_new_tokens == 1 for request in fake.requests)

@@ -1,4 +1,4 @@
-"""Sessions: prompts of continued requests against lists that a client would keep by itself; limits; the endpoints."""
+"""Sessions: prompts of continued requests against token lists of a client without sessions; limits; the endpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generation(rid: str, prompt: list[int]) -> Generation:
 
 
 class Client:
-    """Keeps the tokens of each request as a client without sessions would."""
+    """Keeps the tokens of each request, as a client without sessions does."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -49,7 +49,7 @@ class Client:
 
 
 def test_prompts_equal_those_that_a_client_would_put_together() -> None:
-    """Random trees of appends, branches, offsets and dropped outputs; the size counts what is kept."""
+    """Random trees of appends, branches, offsets and dropped outputs; the size counts the kept tokens."""
     draw = random.Random(random.getrandbits(32))
     for _ in range(20):
         sessions = Sessions(BOS)
@@ -152,7 +152,7 @@ def test_limits() -> None:
     assert len(sessions) == 1 and sessions.open("short") == "short"
     client.run(SessionParams(id="short"), "c", [1], [2])
     client.run(SessionParams(id="short"), "d", [1], [2])
-    assert len(sessions) == 1, "the session used longest ago made room"
+    assert len(sessions) == 1, "the least recently used session was removed"
     for _ in range(9):
         sessions.open()
     assert len(sessions) == 4

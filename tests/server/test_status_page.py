@@ -1,4 +1,4 @@
-"""The page at `/`: what browsers get, and what it does in one, if a browser is installed."""
+"""The page at `/`: the response for browsers, and its behaviour in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_script_asks_for_elements_that_exist():
 
 
 def in_browser(client: FakeClient, actions: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings) -> str:
-    """The page's elements after `actions`, JavaScript that runs in it."""
+    """The page's elements after `actions`, JavaScript that runs in the page."""
     assert BROWSER is not None
     whole = page("status_page").replace("</body>", f"<script>{actions}</script></body>")
     monkeypatch.setattr(pages_api, "page", lambda name: whole)

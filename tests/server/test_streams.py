@@ -1,4 +1,4 @@
-"""The form of event streams, with reasoning and tools, and clients that disconnect."""
+"""The format of event streams, with reasoning and tools, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestParsers:
         assert got == ("why", "", [("get_weather", '{"city": "Paris"}')], "tool_calls")
 
     def test_truncated_tool_call_is_not_the_finish_reason(self, per_step, stream):
-        """The call may be truncated: a client must not run a call that the model has not ended."""
+        """The call may be truncated, and a client must not run an incomplete call."""
         tokens = len(FakeClient().tokenizer.encode("I look. " + CALL, False))
         for max_tokens, reason in ((tokens, "length"), (tokens - 2, "length"), (tokens + 1, "tool_calls")):
             body = {"tools": TOOLS, "max_tokens": max_tokens}
@@ -171,7 +171,7 @@ def test_disconnect_aborts_at_once(path, body, stream):
         with httpx.Client(base_url=address) as http:
             if stream:
                 with http.stream("POST", path, json={**body, "stream": True}) as response:
-                    chunks = response.iter_text()  # dropping the iterator would hang up already
+                    chunks = response.iter_text()  # dropping the iterator would close the connection
                     next(chunks)
                     assert client.running
             else:

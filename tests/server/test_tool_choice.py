@@ -1,4 +1,4 @@
-"""Enforced tool calls: the constraint that the engine gets, refusals, and answers that are cut."""
+"""Enforced tool calls: the constraint received by the engine, refusals, and truncated answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}
 
 @pytest.fixture(autouse=True)
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constraints are checked, and the engine gets them as the server made them, not in the library's form."""
+    """Constraints are checked, and the engine gets them in the server's form, not in the library's."""
     check = GrammarChecks.check
 
     async def checked(self: GrammarChecks, constraint: Constraint) -> Constraint:

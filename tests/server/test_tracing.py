@@ -1,4 +1,4 @@
-"""Traces: what a collector receives over OTLP/HTTP, read with the protocol's own messages."""
+"""Traces received by a collector over OTLP/HTTP, decoded with the protocol's messages."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_several_sequences_and_errors(collector: Collector):
     assert traced(collector, FakeClient(), "/generate", {"text": 5}).status_code == 400
     (refused,) = collector.spans
     assert _attributes(refused)["http.response.status_code"] == 400
-    assert refused.status.code != refused.status.STATUS_CODE_ERROR  # the client's fault
+    assert refused.status.code != refused.status.STATUS_CODE_ERROR  # an error of the client
 
 
 def test_an_unsampled_parent_is_respected(collector: Collector):

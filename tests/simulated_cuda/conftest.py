@@ -19,7 +19,7 @@ PRELOADED = (
     "tests.simulated_cuda.engine_of_two",
     "tests.simulated_cuda.tensor_parallel_engine",
     "tests.simulated_cuda.quick_start",
-    "torch._dynamo",  # imported by operators that are composed of others, which is one CPU second of every process
+    "torch._dynamo",  # imported by composite operators, which takes one CPU second per process
 )
 
 

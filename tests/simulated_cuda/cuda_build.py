@@ -1,7 +1,7 @@
-"""Simulated devices under a torch that is built for CUDA: operators go the way they go in a build for CPUs.
+"""Simulated devices under a torch that is built for CUDA: operators are dispatched as in a build for CPUs.
 
-There an operator has no kernel for CUDA: a composite kernel runs, which calls other operators, or, where there is none,
-the fallback. Here the same is registered in the place of each CUDA kernel, so that none of them is ever launched.
+In such a build an operator has no CUDA kernel: a composite kernel runs, which calls other operators, or the fallback.
+This module registers the same in place of each CUDA kernel, so that no CUDA kernel is launched.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.simulated_cuda import operators
 
 COMPOSITE = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd")
 NO_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-"""A device kind without kernels of its own: the dispatcher's table has composite kernels in their place."""
+"""A device kind without kernels: the dispatcher's table has composite kernels instead."""
 
 
 def take_kernels_away() -> Any:
-    """For the rest of the process; returns what keeps it so."""
+    """Replaces kernels for the rest of the process; returns the object that keeps the registration."""
     library = torch.library.Library("aten", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):

@@ -1,5 +1,5 @@
-// What a torch without CUDA lacks of a device: a guard that selects one (here there is nothing to select), and the end
-// of a tensor's memory, which may come while Python cannot run: it is noted, and asked for later.
+// The parts of a device that torch without CUDA lacks: a device guard (without effect here), and the release of a
+// tensor's memory, which may happen while Python cannot run: it is recorded, and read later.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <mutex>
@@ -18,7 +18,7 @@ extern "C" void give_back(void* managed) {
   given_back.push_back(managed);
 }
 
-// Moves up to `room` of them to `into`; returns how many.
+// Moves up to `room` released blocks to `into`; returns their number.
 extern "C" int take_given_back(void** into, int room) {
   std::lock_guard<std::mutex> hold(lock);
   int count = 0;

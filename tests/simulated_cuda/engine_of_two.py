@@ -1,7 +1,7 @@
-"""An engine of two ranks on simulated GPUs, in a process of its own.
+"""An engine of two ranks on simulated GPUs, in a separate process.
 
-``python -m tests.simulated_cuda.engine_of_two FOLDER SEED`` prints, as JSON, how its tokens differ from those of one
-rank on the CPU, and the error after the death of a rank. FOLDER has the checkpoint, as `model`.
+``python -m tests.simulated_cuda.engine_of_two FOLDER SEED`` prints, as JSON, the differences of its tokens from those
+of one rank on the CPU, and the error after the death of a rank. FOLDER has the checkpoint, as `model`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TWO: dict[str, Any] = {
 }  # fmt: skip
 NUM_TOKENS = 8
 MOST_ROUNDS = 10
-"""Rounds of the requests, if experts have not moved before."""
+"""Max rounds of requests until experts have moved."""
 
 
 def expected(
@@ -54,7 +54,7 @@ async def after_a_death(engine: Engine, prompt: list[int]) -> str:
     ranks = [child for child in children(psutil.Process(), True) if "rank_main" in " ".join(child.cmdline())]
     try:
         async with asyncio.timeout(60):
-            while True:  # the one that it is killed in may end all the same
+            while True:  # the request during the kill may still end
                 pieces: Any = await engine.async_generate(
                     input_ids=prompt, sampling_params={"max_new_tokens": 30, "ignore_eos": True}, stream=True
                 )
@@ -90,7 +90,7 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
 def main() -> None:
     print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]))))
     sys.stdout.flush()
-    os._exit(0)  # an engine that lost a rank
+    os._exit(0)  # the engine has lost a rank
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors that stay: after an illegal address every call on a device of this process fails, as CUDA's do."""
+"""Permanent errors: after an illegal address every call on a device of this process fails, as in CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import torch
 
 BREAKS = "SIMULATED_CUDA_BREAKS"
-"""Environment: the kernel whose launches are at fault. Launched work continues; waits for it raise."""
+"""Environment variable: the kernel whose launches fail. Launched work continues; waits for it raise."""
 
 _broken = False
 
@@ -19,7 +19,7 @@ def launched(kernel: str) -> None:
 
 
 def raise_broken() -> None:
-    """For every call that uses the device.
+    """Called by every call that uses the device.
 
     Raises:
         torch.AcceleratorError: the device is lost to this process.

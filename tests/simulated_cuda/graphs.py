@@ -1,8 +1,8 @@
-"""``torch.cuda.CUDAGraph``: launches that are recorded, and replayed over the memory they were recorded with.
+"""``torch.cuda.CUDAGraph``: captured launches, and their replay over the captured memory.
 
-While a graph is recorded its launches run, so that shapes are known; afterwards all is put back: a recording computes
-nothing. Memory that it took and gave back belongs to its pool. The next graph of the pool may use it, so a replay
-poisons the memory of the other graphs.
+During capture launches run, so that shapes are known; then all memory is restored, so a capture computes nothing.
+Memory allocated and released during capture belongs to the graph's pool. The next graph of the pool may use this
+memory, so a replay poisons the memory of the other graphs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._launches: list[Callable[[], None]] = []
-        self._blocks: list[Block] = []  # taken while it was recorded
-        self._before: dict[int, tuple[Block, Tensor]] = {}  # what older blocks held
+        self._blocks: list[Block] = []  # allocated during capture
+        self._before: dict[int, tuple[Block, Tensor]] = {}  # earlier contents of older blocks
         self._stream: Any = None
         self._pool: Any = None
         self._touched: dict[tuple[Block, int, int, bool], str] = {}
         self.accesses: dict[Block, list[order.Access]] = {}
-        """Of its own launches, to put those of several streams in order."""
+        """Streams of the graph's launches, to order launches of several streams."""
         self.streams: list[Any] = []
-        """All that it is recorded from."""
+        """All streams of the capture."""
         self.recording = False
         self.names: list[str] = []
         """Of its launches."""
@@ -69,12 +69,12 @@ class Graph:
             raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
     def taken(self, block: Block) -> None:
-        """Memory was taken while it was recorded."""
+        """Records an allocation during capture."""
         block.pooled = True
         self._blocks.append(block)
 
     def touches(self, tensor: Tensor, writes: bool, stream: Any, tick: int, what: str) -> None:
-        """A launch will read or write a tensor whenever it is replayed."""
+        """Records that a launch reads or writes a tensor in every replay."""
         block, extent = MEMORY.block(tensor), order.extent(tensor)
         access = order.Access(*extent, stream, tick, writes, what)
         self.accesses[block] = order.behind(self.accesses.get(block, []), access)
@@ -83,7 +83,7 @@ class Graph:
         self._touched.setdefault((block, *extent, writes), what)
 
     def keep(self, block: Block) -> None:
-        """A launch is about to write to a block."""
+        """Saves a block before a launch writes to it."""
         if (
             observer.observer is None
             and not block.shared
@@ -93,7 +93,7 @@ class Graph:
             self._before[id(block)] = block, block.host.clone()
 
     def add(self, launch: Callable[[], None]) -> None:
-        """A launch over host memory of the tensors, to be repeated."""
+        """Adds a launch over host memory of the tensors, for replays."""
         if observer.observer is None:
             self._launches.append(launch)
 
@@ -118,7 +118,7 @@ class Graph:
 
     @torch.inference_mode()
     def poison(self) -> None:
-        """Freed memory of the pool may belong to another graph."""
+        """Poisons freed memory of the pool, which may belong to another graph."""
         for block in self._blocks:
             if block.managed is None:
                 poison(block)
@@ -132,4 +132,4 @@ class Graph:
         return self._pool
 
     def enable_debug_mode(self) -> None:
-        """Nothing to show."""
+        """No effect: there is no debug output."""

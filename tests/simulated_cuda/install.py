@@ -1,6 +1,6 @@
-"""Puts simulated devices under torch and Triton, for the rest of this process.
+"""Installs simulated devices in torch and Triton, for the rest of this process.
 
-Before torch makes its first CUDA tensor, and with TRITON_INTERPRET=1 before Triton is imported.
+Must run before torch creates its first CUDA tensor, and with TRITON_INTERPRET=1 before Triton is imported.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from types import SimpleNamespace
 from typing import Any
 
 COUNT = "SIMULATED_CUDA_DEVICES"
-"""Environment: how many there are."""
+"""Environment variable: number of devices."""
 SKIP = "MOE_SKIP_SIMULATED_CUDA"
-"""Environment: leaves out the tests that need them."""
+"""Environment variable: skips the tests that need them."""
 MULTIPROCESSORS = 8
-"""Few, since persistent kernels start so many programs."""
+"""A small number, because persistent kernels start this number of programs."""
 
 _kept: list[Any] = []
 
 
 def why_not() -> str | None:
-    """What is missing to simulate devices here, or None."""
+    """The missing requirement of simulated devices, or None."""
     if not shutil.which("g++"):
         return "g++, for the devices' part in C++"
     return None if find_spec("triton") else "triton, whose kernels its interpreter runs (make test installs it)"
 
 
 def require() -> None:
-    """For a test: it fails where something is missing, and is skipped only on another system or where SKIP is set."""
+    """For a test: fails if a requirement is missing, and skips only on another system or if SKIP is set."""
     import pytest
 
     if os.environ.get(SKIP):
@@ -73,7 +73,7 @@ def install() -> None:
         from tests.simulated_cuda import cuda_build
 
         _kept.append(cuda_build.take_kernels_away())
-    library = torch.library.Library("aten", "IMPL")  # composites that look for a kernel of the device
+    library = torch.library.Library("aten", "IMPL")  # composites that need a kernel of the device
     library.impl("copy_", operators.copy, "CUDA", allow_override=True)
     _kept.append(library)
     _runtime(torch)
@@ -95,7 +95,7 @@ def install() -> None:
 
 
 def _device(torch: Any) -> Path:
-    """Compiled once for a torch version."""
+    """The library, compiled once per torch version."""
     root, source = Path(torch.__file__).parent, Path(__file__).with_name("device.cpp")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     built = Path(tempfile.gettempdir()) / f"simulated-cuda-{os.getuid()}-{torch.__version__}-{digest}.so"
@@ -126,7 +126,7 @@ def _runtime(torch: Any) -> None:
         return MEMORY.used[streams.index_of(device)]
 
     def nothing(*args: Any, **kwargs: Any) -> None:
-        """There is nothing to do."""
+        """No effect."""
 
     replaced = {
         "is_available": lambda: True, "is_initialized": lambda: True, "init": nothing, "_lazy_init": nothing,
@@ -147,7 +147,7 @@ def _runtime(torch: Any) -> None:
     torch._C._host_emptyCache = nothing
     torch.profiler.profile = profiler.profile
     for name, value in replaced.items():
-        # one object for each name: torch.compile looks its rules up by object
+        # one object for each name: torch.compile finds its rules by object
         own = value if isinstance(value, type) else lambda *args, _value=value, **kwargs: _value(*args, **kwargs)
         setattr(cuda, name, own)
     torch.accelerator.is_available = lambda: True
@@ -157,7 +157,7 @@ def _runtime(torch: Any) -> None:
 
 
 def _tensors(torch: Any) -> None:
-    """What of pinned memory and streams does not go through the dispatcher."""
+    """Parts of pinned memory and streams that bypass the dispatcher."""
     from tests.simulated_cuda import operators, streams
     from tests.simulated_cuda.memory import MEMORY
 

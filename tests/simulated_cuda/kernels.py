@@ -26,9 +26,9 @@ _random = random.Random(0)
 launches: dict[str, int] = {}
 """By kernel."""
 LAUNCHED = "SIMULATED_CUDA_LAUNCHED"
-"""Environment: a folder that gets an empty file named as each kernel that was launched."""
+"""Environment variable: a folder that gets an empty file with the name of each launched kernel."""
 WAITING = {"one_shot_kernel", "two_shot_kernel", "route_kernel", "place_kernel", "receive_kernel", "sum_kernel"}
-"""Kernels that wait for programs of the same launch, here or on other ranks: they must run beside each other."""
+"""Kernels that wait for programs of the same launch, here or on other ranks: their programs must run concurrently."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -44,7 +44,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def call(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Instead of `GridExecutor.__call__`."""
+    """Replaces `GridExecutor.__call__`."""
     name = self.fn.__name__
     tensors = _tensors([*args, *kwargs.values()])
     on_host = [x for x in tensors if not x.is_cuda]
@@ -54,7 +54,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     if any(x.numel() and not is_pinned(x) for x in on_host):
         raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {name}")
     elsewhere = {x.device for x in tensors if x.device.index != streams.index_of()}
-    if elsewhere:  # it would run on the current device, and reach the other's memory or fail
+    if elsewhere:  # a real kernel would run on the current device, and access the other's memory or fail
         raise RuntimeError(f"{name} is launched on device {streams.index_of()} with memory of {elsewhere}")
     launch = Launch(name)
     if observer.observer is not None:
@@ -76,7 +76,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
         else:
             _call(self, *hosts, **host_options)
 
-    if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # others' memory could not be put back
+    if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # cannot restore other ranks' memory
         run()
         failures.launched(name)
     for x in tensors:
@@ -89,7 +89,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _bound(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """A launch's arguments by their names, and its grid."""
+    """A launch's arguments by name, and its grid."""
     names = inspect.getfullargspec(executor.fn)
     known = {key: x for key, x in kwargs.items() if key in names.args or key in names.kwonlyargs}
     bound = inspect.getcallargs(executor.fn, *args, **known)
@@ -129,7 +129,7 @@ _dimensions = interpreter.interpreter_builder.set_grid_dim
 
 
 def install() -> None:
-    """Idempotent; for the whole process."""
+    """Installs the executor for the whole process; idempotent."""
     in_any_order = _AnyOrder()
     interpreter.GridExecutor.__call__ = call
     interpreter.interpreter_builder.set_grid_dim = in_any_order.set_grid_dim

@@ -1,4 +1,5 @@
-"""Library calls on simulated devices: emulators of `tests/kernels/vendors`, each call one launch that graphs record.
+"""Library calls on simulated devices: emulators of `tests/kernels/vendors`, each call is one launch that graphs
+capture.
 
 An emulator receives its tensors as host memory and may read them, as a kernel may.
 """
@@ -67,5 +68,5 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def install() -> None:
-    """From now on emulators' calls are launches."""
+    """Makes emulators' calls launches."""
     library_calls.device = Calls()

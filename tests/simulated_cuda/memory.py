@@ -1,4 +1,4 @@
-"""Memory of simulated devices: blocks of host memory under tensors that say ``cuda:N``."""
+"""Memory of simulated devices: blocks of host memory behind tensors with the device ``cuda:N``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POISON = 0xFF  # NaN in every float format, -1 in integers
 TOTAL = 8 << 30
 """Bytes of a device."""
 MAPPED = 1 << 18
-"""Bytes of blocks of zeros that are mappings of their own: an allocator would write zeros into memory used before."""
+"""Min bytes of zero blocks with a separate mapping: an allocator would write zeros into reused memory."""
 _CUDA = 2  # DLPack's number
 _BYTES = (1, 8, 1)  # DLPack's uint8: code, bits, lanes
 
@@ -42,22 +42,22 @@ _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes
 
 @dataclass(eq=False)
 class Block:
-    """An allocation. `host` [bytes] uint8 outlives the device's tensors while the simulation needs it."""
+    """An allocation. `host` [bytes] uint8 exists longer than the device's tensors if the simulation needs it."""
 
     host: Tensor
     device: int
     stream: Any = None
-    """The stream that was current when it was taken: it may be given out again behind that stream's work."""
+    """The current stream at the allocation: the memory may be reused after that stream's work."""
     accesses: list[Any] = field(default_factory=list)
     """For `order`."""
     recorded: set[Any] = field(default_factory=set)
     """Streams named by ``Tensor.record_stream``."""
     pooled: bool = False
-    """Whether it belongs to a pool of graphs, for good."""
+    """True if it permanently belongs to a pool of graphs."""
     shared: bool = False
-    """Whether other processes write to it."""
+    """True if other processes write to it."""
     managed: Any = None
-    """What torch's tensors hold; None once they gave it back."""
+    """The object held by torch's tensors; None after their release."""
 
     @property
     def address(self) -> int:
@@ -65,7 +65,7 @@ class Block:
 
 
 class Memory:
-    """All blocks that device tensors lie in, by address."""
+    """All blocks of device tensors, by address."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -80,7 +80,7 @@ class Memory:
         self.current_stream: Callable[[int], Any] = lambda device: None
 
     def attach(self, library: ctypes.CDLL) -> None:
-        """The compiled ``device.cpp``."""
+        """Attaches the compiled ``device.cpp``."""
         self._library = library
 
     def new(self, num_bytes: int, device: int) -> Tensor:
@@ -88,7 +88,7 @@ class Memory:
         size = max(num_bytes, 1)
         if observer.observer is not None and size < MAPPED:
             host = torch.zeros(size, dtype=torch.uint8)
-        elif observer.observer is not None:  # pages that nothing touches take no memory and no time
+        elif observer.observer is not None:  # untouched pages take no memory and no time
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             host = torch.frombuffer(pages, dtype=torch.uint8)
         else:
@@ -97,7 +97,7 @@ class Memory:
         return made if size == num_bytes else made[:num_bytes]
 
     def adopt(self, host: Tensor, device: int) -> Tensor:
-        """Bytes [n] of the host as memory of the device, whose tensors alone should use it from now on."""
+        """Makes bytes [n] of the host memory of the device; only device tensors should use it from now on."""
         self.collect()
         if self.used[device] + host.nbytes > self.total:
             raise torch.OutOfMemoryError(f"CUDA out of memory: simulated device {device} has {self.total >> 20} MiB")
@@ -117,7 +117,7 @@ class Memory:
 
     @torch.inference_mode()
     def collect(self) -> None:
-        """Notices what was given back since the last call."""
+        """Handles the memory released since the last call."""
         with self._lock:
             while count := self._library.take_given_back(self._given_back, len(self._given_back)):
                 for managed in self._given_back[:count]:
@@ -144,7 +144,7 @@ class Memory:
         return there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def device(self, host: Tensor, device: int) -> Tensor:
-        """A device tensor over the memory of a CPU tensor, all of whose storage becomes the device's."""
+        """A device tensor over the memory of a CPU tensor, whose whole storage becomes the device's."""
         size = host.untyped_storage().nbytes()
         if not size:
             return self.strided(host.shape, host.stride(), host.dtype, device)
@@ -166,7 +166,7 @@ def _shaped(raw: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torc
 
 
 def poison(block: Block) -> None:
-    """Overwrites what nothing should read any more."""
+    """Overwrites memory that must not be read any more."""
     if observer.observer is None:
         block.host.fill_(POISON)
 

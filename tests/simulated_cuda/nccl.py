@@ -1,4 +1,4 @@
-"""``torch.distributed``'s backend "nccl" on simulated devices: gloo moves what lies in their memory.
+"""``torch.distributed``'s backend "nccl" on simulated devices: gloo transfers their memory.
 
 Operations are launches on the current stream, and on the group's own where ``async_op`` is asked for; the host waits
 for them no more than for others, and graphs record them. A recording moves nothing: results are then what this rank
@@ -32,14 +32,14 @@ MOVES = FP8 | {
     torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
     torch.bool,
 }  # fmt: skip
-"""Dtypes that NCCL has a number for."""
+"""Dtypes with an NCCL number."""
 NO_TIMEOUT = timedelta(0)
 launches: dict[str, int] = {}
-"""By operation; those of graphs count when they are replayed."""
+"""Counts by operation; operations of graphs count at each replay."""
 
 
 class ProcessGroupNCCL(dist.ProcessGroup):
-    """The whole group: tensors of the host go to gloo where the group has that beside "nccl"."""
+    """The whole group: host tensors use gloo if the group has it in addition to "nccl"."""
 
     class Options:
         """``ProcessGroupNCCL.Options``."""
@@ -58,13 +58,13 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         self._gloo._set_sequence_number_for_group()
 
-    # -- what libraries take
+    # -- used by libraries
 
     def _get_backend(self, device: torch.device) -> Any:
         return self if torch.device(device).type == "cuda" else self._gloo
 
     def _comm_ptr(self) -> int:
-        """The communicator of the current device; made by the first collective there."""
+        """The communicator of the current device, created by its first collective."""
         made = self._device is not None and self._device.index == streams.index_of()
         return id(self) if made else 0
 
@@ -139,7 +139,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self._gloo.abort()
 
     def shutdown(self) -> None:
-        """Nothing runs on after a launch."""
+        """No effect: no work continues after a launch."""
 
     # -- launches
 
@@ -147,7 +147,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self, name: str, out: Sequence[Tensor], x: Sequence[Tensor], opts: Any, alone: Callable[..., None],
         *rows: list[int], sums: bool = False,
     ) -> Any:  # fmt: skip
-        """An operation of gloo's that is called `name`."""
+        """Runs gloo's operation `name`."""
         together = out is x
         call = getattr(self._gloo, name)
         if not self._takes([*out, *x], sums):
@@ -183,7 +183,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return self._work(stream, [x], lambda: self._wait(lambda: work))
 
     def _takes(self, tensors: Sequence[Tensor], sums: bool) -> bool:
-        """Whether the tensors are the device's.
+        """True if the tensors are on the device.
 
         Raises:
             RuntimeError, ValueError: as ProcessGroupNCCL's.
@@ -206,7 +206,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return True
 
     def _launch(self, name: str, device: torch.device, beside: bool) -> tuple[Launch, Any]:
-        """On the group's own stream if `beside`, which then is returned."""
+        """Launches, on the group's stream if `beside`, which is then returned."""
         current = streams.current(device)
         if self._device is None:
             if current.capturing is not None:
@@ -226,7 +226,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return _Done() if stream is None else _Work(stream, tensors, finish)
 
     def _wait(self, start: Callable[[], Any]) -> None:
-        """Waits for gloo; without end where gloo fails, because a device does not detect that."""
+        """Waits for gloo; endlessly if gloo fails, because a device does not detect failures."""
         began = time.monotonic()
         try:
             start().wait()
@@ -237,7 +237,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
 
 class _Done:
-    """Work that the current stream comes behind anyway."""
+    """Work on the current stream, which needs no wait."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return True
@@ -247,7 +247,7 @@ class _Done:
 
 
 class _Work:
-    """Work on a group's own stream: `wait` puts the current stream behind it. Keeps its tensors until then."""
+    """Work on a group's stream: `wait` makes the current stream wait for it. Keeps its tensors until then."""
 
     def __init__(self, stream: streams.Stream, tensors: list[Tensor], finish: Callable[[], None]) -> None:
         self._device, self._event = stream.device, stream.record_event()
@@ -259,7 +259,7 @@ class _Work:
             self._finish()
             self._finish = lambda: None
         self._event.wait(streams.current(self._device))
-        if timeout != NO_TIMEOUT:  # then the host waits, too
+        if timeout != NO_TIMEOUT:  # then the host also waits
             self._event.synchronize()
         self._tensors = []
         return True
@@ -269,7 +269,7 @@ class _Work:
 
 
 def install() -> None:
-    """Idempotent; for the whole process."""
+    """Installs the backend for the whole process; idempotent."""
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.default_pg_nccl_timeout = ProcessGroupNCCL.Options._timeout
     torch.cuda.nccl.version = lambda: (2, 27, 5)

@@ -1,7 +1,7 @@
-"""Who watches launches, and whether they compute: for programs that count the work of a step at a model's true sizes.
+"""The observer of launches, for programs that count the work of a step at a model's true sizes.
 
-With an observer, launches compute nothing where they are large (`skips`): results have their shapes, and zeros that
-take no memory. Small ones and those over integers compute, so that lengths and slots keep values.
+With an observer, large launches compute nothing (`skips`): results have their shapes, and zeros that take no memory.
+Small launches and launches over integers compute, so that lengths and slots have values.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, Protocol
 from torch import Tensor
 
 SMALL, SMALL_INTEGERS = 1 << 14, 1 << 25
-"""Bytes of the tensors of a launch."""
+"""Limit of the bytes of a launch's tensors."""
 
 
 class Observer(Protocol):
-    """Sees every launch after its results are known."""
+    """Called for every launch after its results are known."""
 
     def operator(self, launch: Any, op: Any, given: list[Tensor], written: list[Tensor], results: list[Tensor]) -> None:
-        """An operator of torch: the tensors it is given, those of them it writes, those it makes."""
+        """A torch operator: its input tensors, those that it writes, and those that it creates."""
 
     def copy(self, launch: Any, num_bytes: int, upload: bool) -> None:
         """A copy between host and device."""
 
     def kernel(self, launch: Any, name: str, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-        """A kernel of Triton's, by the names of its parameters."""
+        """A Triton kernel, with arguments by parameter name."""
 
     def collective(self, launch: Any, name: str, out: list[Tensor], given: list[Tensor], group: Any) -> None:
         """An operation of a process group."""
@@ -42,7 +42,7 @@ observer: Observer | None = None
 
 
 def skips(tensors: Iterable[Any]) -> bool:
-    """Whether a launch over these computes nothing."""
+    """True if a launch over these tensors computes nothing."""
     if observer is None:
         return False
     given = list(tensors)

@@ -1,4 +1,4 @@
-"""Torch's operators on simulated devices: checked as CUDA's are, computed by the CPU's over the same memory."""
+"""Torch's operators on simulated devices: checked like CUDA's, computed by the CPU's over the same memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_VALUES = {
     aten.unique_dim.default, aten.equal.default, aten.is_nonzero.default, aten.bincount.default,
     aten.repeat_interleave.Tensor,
 }  # fmt: skip
-"""Their results' shapes, or the host's next step, depend on what the device holds."""
+"""Operators whose result shapes, or the host's next step, depend on values on the device."""
 TAKES_HOST_INDEX = {
     aten.index.Tensor, aten.index.Tensor_out, aten.index_put_.default, aten._index_put_impl_.default,
     aten.index_put.default,
@@ -29,7 +29,7 @@ TAKES_HOST_INDEX = {
 
 
 class Launch:
-    """One launch on a device's current stream: what it reads and writes is checked, and recorded where a graph is."""
+    """One launch on a device's current stream: its reads and writes are checked, and it is recorded during capture."""
 
     def __init__(self, what: str, device: Any = None) -> None:
         MEMORY.collect()
@@ -57,7 +57,7 @@ class Launch:
 
 
 def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operator with a tensor on a simulated device, or that makes one."""
+    """Any operator that takes or creates a tensor on a simulated device."""
     if op is aten.empty.memory_format or op is aten.empty_strided.default:
         return _empty(op, *args, **kwargs)
     if op is aten._local_scalar_dense.default:
@@ -87,7 +87,7 @@ def _index(device: Any) -> int:
 
 
 def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
-    if tensor.numel() == 0:  # as results of operators that make them are
+    if tensor.numel() == 0:  # as for results of operators that create them
         fresh = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
         tensor.set_(fresh.untyped_storage(), 0, fresh.size(), fresh.stride())
         return tensor
@@ -178,13 +178,13 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 launch.writes(tensor)
             else:
                 launch.input_format(tensor)
-    fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not what is also read
+    fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not read as well
     if fresh and "out" in _schema(op).name:
         return _made(op, args, kwargs, written, launch)
     skipped = observer.skips(tensors)
     if skipped and op is aten.equal.default:
         note_wait(str(op))
-        return True  # of values without content
+        return True  # values without content
     hosts: list[Any] = []
 
     def host_of(x: Any) -> Any:
@@ -227,7 +227,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """What arguments or results of an operator hold: torch's tree functions take several times as long."""
+    """Leaves of an operator's arguments or results; faster than torch's tree functions."""
     if isinstance(value, (tuple, list)):
         return [leaf for part in value for leaf in leaves(part)]
     return [leaf for part in value.values() for leaf in leaves(part)] if isinstance(value, dict) else [value]
@@ -246,7 +246,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def as_declared(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The dispatcher hands numbers that stand for tensors over as numbers; not all operators take them so."""
+    """The dispatcher passes wrapped numbers as numbers; not all operators accept them in place of tensors."""
     of_tensors = _schema(op).of_tensors
     if not any(isinstance(x, (bool, int, float)) for x in args):
         return args
@@ -258,7 +258,7 @@ def as_declared(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Schema:
-    """Of an operator: its name, the places of tensors, places and names of what it writes."""
+    """Schema of an operator: its name, the positions of tensors, positions and names of written ones."""
 
     name: str
     of_tensors: frozenset[int]
@@ -341,10 +341,10 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 
 
 def _one_device(op: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> int:
-    """The index of the device all is on.
+    """The index of the common device.
 
     Raises:
-        RuntimeError: as torch's, where something is elsewhere.
+        RuntimeError: as in torch, for tensors on several devices.
     """
     devices = {x.device for x in tensors if x.is_cuda}
     elsewhere = [x for x in tensors if not x.is_cuda]

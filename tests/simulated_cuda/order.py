@@ -1,7 +1,7 @@
-"""Whether work on different streams is ordered where it touches the same memory.
+"""Checks that work on different streams is ordered if it uses the same memory.
 
-Every launch leaves its byte ranges with the blocks it touched. A launch on another stream that overlaps one of them,
-and of which one writes, must come behind it: by an event, by a stream that waits, or by the host that waited.
+Every launch records its byte ranges in the blocks it uses. A launch on another stream that overlaps such a range must
+be ordered after it if either writes: by an event, by a waiting stream, or by a wait of the host.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from tests.simulated_cuda.memory import MEMORY, Block
 from tests.simulated_cuda.streams import HazardError, Stream
 
 MOST = 64
-"""Accesses kept of a block; the oldest are forgotten."""
+"""Max recorded accesses of a block; the oldest are dropped."""
 
 _left: dict[tuple[Stream, Any], list[Access]] = {}
-"""Under way on other streams when their memory was given back: by its stream, and the graph recorded from that."""
+"""Accesses in progress on other streams when their memory was released, by the memory's stream and the graph captured
+from it."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a launch did with bytes of a block."""
+    """A launch's access to bytes of a block."""
 
     begin: int
     end: int
@@ -47,21 +48,21 @@ def touch(tensor: Tensor, writes: bool, stream: Stream, tick: int, what: str) ->
     """A launch reads or writes a device tensor.
 
     Raises:
-        HazardError: something on another stream may still be at it.
+        HazardError: another stream may still use the memory.
     """
     touch_bytes(MEMORY.block(tensor), *extent(tensor), writes, stream, tick, what)
 
 
 def touch_bytes(block: Block, begin: int, end: int, writes: bool, stream: Stream, tick: int, what: str) -> None:
-    """`touch`, of bytes of a block."""
+    """`touch` for bytes of a block."""
     block.accesses = behind(block.accesses, Access(begin, end, stream, tick, writes, what))
 
 
 def behind(accesses: list[Access], new: Access) -> list[Access]:
-    """The accesses that matter after one more.
+    """The relevant accesses after a further one.
 
     Raises:
-        HazardError: it is not behind one of them.
+        HazardError: it is not ordered after one of them.
     """
     if new.begin == new.end:
         return accesses
@@ -81,8 +82,8 @@ def behind(accesses: list[Access], new: Access) -> list[Access]:
 
 
 def freed(block: Block) -> None:
-    """A block is given back. Its stream may have it again at once, behind its own work only: where another stream may
-    still be at it without ``record_stream``, the next allocation of the stream may lie there."""
+    """Handles the release of a block. Its stream may reuse it at once, ordered after its own work only: if another
+    stream may still use the block without ``record_stream``, the stream's next allocation may overlap it."""
     home = block.stream
     if home is None:
         return
@@ -95,7 +96,7 @@ def freed(block: Block) -> None:
 
 
 def taken(block: Block) -> None:
-    """A block is given out: what may still be at its memory is at it."""
+    """Handles the allocation of a block: accesses in progress to its memory are recorded for it."""
     home = block.stream
     if home is None or (home, home.capturing) not in _left:
         return

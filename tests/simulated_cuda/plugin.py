@@ -12,8 +12,8 @@ NEEDS_A_GPU = {
     "test_ranks_in_one_process_on_streams_of_their_own": "a simulated kernel ends before the next begins: it cannot "
     "wait for one",
 }
-"""Tests that simulated devices cannot run, and why. (Ranks in processes of their own do wait for each other; four take
-minutes here.)"""
+"""Tests that simulated devices cannot run, with the reason. (Ranks in separate processes do wait for each other; four
+take minutes here.)"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""``torch.profiler.profile`` of what simulated devices do: launches by name, a millisecond each."""
+"""``torch.profiler.profile`` of simulated devices: launches by name, one millisecond each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as of_host
 
 launches: Counter[str] = Counter()
-"""Since the process began."""
+"""Launches since the process started."""
 
 
 class _Profile:
@@ -31,7 +31,7 @@ class _Profile:
 
 
 def profile(*, activities: Iterable[ProfilerActivity] | None = None, **options: Any) -> Any:
-    """Torch's own where the device is not asked for."""
+    """Torch's profiler unless the device is profiled."""
     if activities is None or ProfilerActivity.CUDA not in activities:
         return of_host(activities=activities, **options)
     return _Profile()

@@ -1,5 +1,5 @@
 """Workers of this process start without steps of every size. Those steps compile kernels on a real GPU; interpreted
-kernels compile nothing, and the steps are most of what an engine on a simulated device computes.
+kernels need no compilation, and these steps are most of the computation of an engine on a simulated device.
 
 `tests/worker/test_before_ready.py` tests them, and one engine in `on_device/test_engines.py` runs them.
 """

@@ -1,4 +1,4 @@
-"""What `test_ranks` has ranks do: each on a simulated device of its own."""
+"""Functions that ranks run in `test_ranks`, each on a separate simulated device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def device_of(rank: int) -> str:
 
 
 def group_of(rank: int) -> Any:
-    """All ranks', as an engine makes it; once."""
+    """The group of all ranks, as in an engine; created once."""
     from moe_engine.parallel.collectives import DistributedGroup
 
     device = device_of(rank)
@@ -37,7 +37,7 @@ def drawn(rank: int, seed: int, *shape: int) -> Tensor:
 
 
 def collectives(rank: int, seed: int) -> tuple[dict[str, Tensor], list[str]]:
-    """Every operation's result, and what the host waited for before it looked at them."""
+    """Every operation's result, and the host's waits before it read them."""
     group = group_of(rank)
     from tests.simulated_cuda import streams
 
@@ -53,14 +53,14 @@ def collectives(rank: int, seed: int) -> tuple[dict[str, Tensor], list[str]]:
         "uneven": x.new_empty(2 + 2 * rank, WIDTH),
     }
     group.all_to_all(found["all_to_all"], narrow)
-    rows = ([2, 1], [0, 3])  # that rank r sends to each
+    rows = ([2, 1], [0, 3])  # rows that rank r sends to each
     group.all_to_all(found["uneven"], x[0], [sent[rank] for sent in rows], list(rows[rank]))
     waits = [wait.what for wait in streams.waits]
     return {name: value.cpu() for name, value in found.items()}, waits
 
 
 def refusals(rank: int) -> list[str]:
-    """Errors of tensors that NCCL does not take, and of a first operation during capture."""
+    """Errors of tensors that NCCL does not accept, and of a first operation during capture."""
     device = device_of(rank)
     alone = dist.new_group([0, 1], backend="nccl")
     x = torch.zeros(4, 4, device=device)
@@ -88,7 +88,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def replayed(rank: int, seeds: list[int]) -> list[Tensor]:
-    """A sum and an exchange beside it in a lane, recorded once and replayed over other values."""
+    """A sum and a concurrent exchange on a second stream, captured once and replayed over other values."""
     from moe_engine.worker.device_stream import DeviceCommStream
 
     group = group_of(rank)
@@ -101,7 +101,7 @@ def replayed(rank: int, seeds: list[int]) -> list[Tensor]:
         exchange.wait()
         return total + received
 
-    work()  # makes communicators
+    work()  # creates communicators
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = work()
@@ -114,7 +114,7 @@ def replayed(rank: int, seeds: list[int]) -> list[Tensor]:
 
 
 def not_waited_for(rank: int) -> list[str]:
-    """Errors where a stream uses, or a graph leaves, memory that another stream uses."""
+    """Errors of a stream or graph that uses memory of another stream without order."""
     group = group_of(rank)
     work: Any = None
     x = torch.ones(4, device=group.device)
@@ -133,8 +133,8 @@ def not_waited_for(rank: int) -> list[str]:
 
 
 def exchanged(rank: int, kinds: tuple[bool, ...]) -> list[list[float]]:
-    """The worst errors of exchanges through symmetric memory, eager and replayed; `kinds`: with FP8 or without. Leaves
-    torch's stream for recordings on the device that all ranks share in this."""
+    """The worst errors of exchanges through symmetric memory, eager and replayed; `kinds`: with FP8 or without. Sets
+    torch's capture stream on the device that all ranks share here."""
     device_of(0)
     from tests.distributed.dispatch import test_symm_mem_gpu
 
@@ -153,8 +153,8 @@ def summed(rank: int, two_shot: bool) -> list[float]:
 
 
 def given_back(rank: int) -> list[str]:
-    """Errors where memory is freed that another stream reads: without more, and through a lane, which keeps
-    it for as long."""
+    """Errors of freeing memory that another stream reads: directly, and with `DeviceCommStream`, which keeps the memory
+    until the read ends."""
     from moe_engine.worker.device_stream import DeviceCommStream
 
     device = torch.device(device_of(rank))
@@ -180,8 +180,8 @@ def given_back(rank: int) -> list[str]:
 
 
 def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:
-    """A prompt's tokens to experts and back, their weighted sums where expert e multiplies by e + 1, and what the host
-    waited for."""
+    """Dispatch and combine of a prompt's tokens: weighted sums where expert e multiplies by e + 1, and the host's
+    waits."""
     from moe_engine.kernels.permutation_choice import permutation
     from moe_engine.parallel.dispatch.all_to_all import VariableAllToAll
     from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
@@ -210,8 +210,8 @@ def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:
 
 
 def started(rank: int) -> tuple[int, list[str]]:
-    """The current device while a rank joins its groups, in a thread of its own; and what DeepEP finds of NCCL's
-    communicator without a collective, after one, and from a thread that stands on another device."""
+    """The current device while a rank joins its groups, in a separate thread; and DeepEP's access to NCCL's
+    communicator without a collective, after one, and from a thread with another current device."""
     from concurrent.futures import ThreadPoolExecutor
     from types import SimpleNamespace
 

@@ -1,8 +1,8 @@
-"""Streams and events of simulated devices, what the host waits for, and copies that are under way.
+"""Streams and events of simulated devices, waits of the host, and copies in progress.
 
-Work is done when it is launched, but the host does not see it until it waited: a download's destination is poisoned at
-first, and an upload's source must hold at the wait what it held at the launch. Time is counted in launches: a stream's
-clock holds the progress of every stream that is known to it.
+Work is done at launch, but its results become visible to the host only after a wait: a download's destination is
+poisoned before, and an upload's source must have the same bytes at the wait as at the launch. Time is counted in
+launches: a stream's clock has the known progress of every stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HazardError(AssertionError):
 
 @dataclass
 class Wait:
-    """The host waited for a device, or had to, to read or send a value."""
+    """A wait of the host for a device, explicit or to read or send a value."""
 
     what: str
     thread: str
@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass
 class _Copy:
-    """A copy between the device and pinned memory, until the host waited for it."""
+    """A copy between the device and pinned memory, until the host's wait for it."""
 
     stream: Stream
     tick: int
@@ -68,12 +68,12 @@ _several = False
 
 
 def several() -> bool:
-    """Whether anything runs beside the default stream."""
+    """True if a stream other than the default runs."""
     return _several
 
 
 def note_wait(what: str) -> None:
-    """The host waits. Not while a graph is recorded."""
+    """Records a wait of the host; refused during capture."""
     failures.raise_broken()
     if current().capturing:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
@@ -104,7 +104,8 @@ class Stream:
         with _lock:
             _streams.add(self)
         self.capturing: Any = None
-        """The graph that is recorded from it: since it was begun there, or since it waited for one of its streams."""
+        """The graph captured from this stream: since the capture started on it, or since it waited for one of the
+        graph's streams."""
 
     @property
     def cuda_stream(self) -> int:
@@ -115,13 +116,13 @@ class Stream:
         return self.number
 
     def launch(self) -> int:
-        """The tick of one more launch, which comes behind all that the host waited for."""
+        """The tick of a further launch, ordered after all waits of the host."""
         _merge(self.clock, _host_clock)
         self.clock[self.number] += 1
         return self.clock[self.number]
 
     def knows(self, stream: Stream, tick: int) -> bool:
-        """Whether a launch of another stream is over before the next one of this begins."""
+        """True if a launch of another stream ends before the next one of this stream starts."""
         return stream is self or max(self.clock.get(stream.number, 0), _host_clock.get(stream.number, 0)) >= tick
 
     def wait_stream(self, other: Stream) -> None:
@@ -129,12 +130,12 @@ class Stream:
         _merge(self.clock, other.clock)
 
     def wait_clock(self, clock: Clock, graph: Any) -> None:
-        """Comes behind what an event saw, while `graph` was recorded from its stream (None: none was)."""
+        """Waits for an event's clock; `graph` was captured from the event's stream at that time (None: no graph)."""
         self._comes_behind(graph)
         _merge(self.clock, clock)
 
     def _comes_behind(self, graph: Any) -> None:
-        """A stream that waits for one of a recording belongs to it from then on."""
+        """A stream that waits for a stream of a capture belongs to the capture from then on."""
         if graph is self.capturing:
             return
         if graph is None:
@@ -171,7 +172,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._clock: Clock | None = None
-        self._graph: Any = None  # that was recorded from the stream
+        self._graph: Any = None  # the graph captured from the stream
         self._asked = 0
         self._timing = enable_timing
         self._launches = 0
@@ -188,7 +189,7 @@ class Event:
             (stream or current()).wait_clock(self._clock, self._graph)
 
     def query(self) -> bool:
-        """Done when asked for the second or third time."""
+        """True at the second or third query."""
         self._check()
         failures.raise_broken()
         self._asked += 1
@@ -209,7 +210,7 @@ class Event:
             raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
 
     def elapsed_time(self, end: Event) -> float:
-        """One launch is a millisecond."""
+        """Milliseconds; one launch takes one."""
         if not (self._timing and end._timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self._clock is None or end._clock is None:
@@ -218,14 +219,14 @@ class Event:
 
 
 class AnyEvent(Event):
-    """``torch.Event``: of any accelerator, here of these."""
+    """``torch.Event`` of any accelerator, here of simulated devices."""
 
     def __init__(self, device: Any = None, **options: Any) -> None:
         super().__init__(**options)
 
 
 def finish(clock: Clock) -> None:
-    """The host has waited for all launches a clock knows."""
+    """Handles a wait of the host for all launches in a clock."""
     with _lock:
         _merge(_host_clock, clock)
         done = [c for c in _copies if clock.get(c.stream.number, 0) >= c.tick]
@@ -235,7 +236,7 @@ def finish(clock: Clock) -> None:
 
 
 def under_way(host: Tensor, content: Tensor | None, stream: Stream) -> None:
-    """A copy between pinned `host` memory and the device was launched: a download of `content`, or an upload."""
+    """Records a launched copy between pinned `host` memory and the device: a download of `content`, or an upload."""
     if content is not None:
         _copies.append(_Copy(stream, stream.clock[stream.number], host, content.clone(), False))
         host.fill_(float("nan") if host.is_floating_point() else -1)
@@ -247,14 +248,14 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-# -- what is current, by thread
+# -- current device and stream, by thread
 
 _threads = threading.local()
 _defaults: dict[int, Stream] = {}
 
 
 def index_of(device: Any = None) -> int:
-    """Of a device as torch takes one."""
+    """Index of a device in any of torch's forms."""
     if device is None:
         return getattr(_threads, "device", 0)
     if isinstance(device, int):
@@ -264,7 +265,7 @@ def index_of(device: Any = None) -> int:
 
 
 count_devices = 1
-"""How many there are."""
+"""Number of devices."""
 
 
 def set_device(device: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.simulated_cuda.memory import MEMORY, POISON
 
-_files: dict[int, str] = {}  # where others find what lies at an address
+_files: dict[int, str] = {}  # files of the memory at an address, for other processes
 _addresses: set[int] = set()
 
 
@@ -28,7 +28,7 @@ class Handle:
 
 
 def empty(num_bytes: int, *, dtype: torch.dtype, device: Any) -> Tensor:
-    """``empty``, of bytes."""
+    """``empty`` for bytes."""
     assert dtype == torch.uint8
     file = os.memfd_create("symmetric")
     os.truncate(file, num_bytes)
@@ -50,7 +50,7 @@ def rendezvous(tensor: Tensor, group: Any) -> Handle:
 
 
 def leads_there(tensor: Tensor) -> bool:
-    """Whether a device tensor holds addresses of such memory."""
+    """True if a device tensor contains addresses of such memory."""
     if not _addresses or tensor.dtype != torch.int64:
         return False
     return not _addresses.isdisjoint(MEMORY.host(tensor).flatten().tolist())
@@ -62,7 +62,7 @@ def _mapped(path: str) -> Tensor:
 
 
 def install() -> None:
-    """Idempotent; for the whole process."""
+    """Installs the module for the whole process; idempotent."""
     import torch.distributed._symmetric_memory as symmetric
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous

@@ -1,7 +1,8 @@
-"""An engine with tensor parallelism on simulated GPUs, in a process of its own.
+"""An engine with tensor parallelism on simulated GPUs, in a separate process.
 
-``python -m tests.simulated_cuda.tensor_parallel_engine FOLDER SEED CASE`` prints, as JSON, how its tokens differ from
-those of one rank on the CPU, and the all-reduce kernels that its ranks launched. FOLDER has the checkpoint, as `model`.
+``python -m tests.simulated_cuda.tensor_parallel_engine FOLDER SEED CASE`` prints, as JSON, the differences of its
+tokens from those of one rank on the CPU, and the all-reduce kernels launched by its ranks. FOLDER has the checkpoint,
+as `model`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of simulated devices fail where a part is missing, unless they are left out by name."""
+"""Tests of simulated devices fail if a requirement is missing, unless they are skipped by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs the tests of `on_device/`, some of those for real GPUs, and the GPU suite in processes of their own: devices
-stay simulated until the process exits."""
+"""Runs the tests of `on_device/`, some of those for real GPUs, and the GPU suite in separate processes, because
+devices stay simulated until the process exits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path) -> None:
     command = [*PYTEST, *map(str, files), "--durations=12"]
-    # programs that these tests start have no simulated devices
+    # programs started by these tests have no simulated devices
     code, out, errors = device_server.run(command, tmp_path, 890.0, PYTHONPATH=str(ROOT))
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
 
@@ -51,7 +51,7 @@ def test_tests_for_a_gpu_run_on_a_simulated_one(device_server: ForkServer, tmp_p
 def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
     device_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The GPU suite, whose parts are processes with a device that one kernel loses."""
+    """The GPU suite, with parts in processes whose device one kernel loses."""
 
     def start_process(arguments: list[str], errors: IO[Any]) -> ForkedProcess:
         command, environment = ["benchmarks.gpu_suite.__main__", *arguments], {**os.environ, **DEVICES}

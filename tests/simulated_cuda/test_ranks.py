@@ -1,5 +1,5 @@
-"""Ranks on simulated GPUs: their operations are launches with the conditions of NCCL's, and an engine of two of them
-gives the tokens of one on the CPU."""
+"""Ranks on simulated GPUs: their operations are launches with NCCL's conditions, and an engine of two ranks gives the
+tokens of one rank on the CPU."""
 
 from __future__ import annotations
 
@@ -90,20 +90,20 @@ def test_a_lane_keeps_what_it_reads(ranks: Ranks) -> None:
 
 
 def test_a_prompt_that_travels_waits_three_times(ranks: Ranks) -> None:
-    """For its check, for the sizes of the messages, and for the number of rows."""
+    """Three waits: for the check, for the sizes of the messages, and for the number of rows."""
     for found, expected, waits in ranks.call(rank_calls.dispatched, timeout_s=SECONDS):
         torch.testing.assert_close(found, expected)
         assert len(waits) == 3, waits
 
 
 def make_model(folder: Path) -> None:
-    """The checkpoint of an engine, made here: transformers is imported in this process anyway."""
+    """Creates the checkpoint of an engine in this process, which has imported transformers."""
     seed = random.randrange(1 << 20)
     make_checkpoint("deepseek_v3", folder / "model", seed, num_attention_heads=8, num_hidden_layers=2)
 
 
 def run_program(server: ForkServer, name: str, folder: Path, *arguments: str) -> Any:
-    """The JSON that a program of this folder prints, with a checkpoint in `folder` and a seed."""
+    """The JSON output of a program of this folder, with a checkpoint in `folder` and a seed."""
     make_model(folder)
     command = [f"tests.simulated_cuda.{name}", str(folder), str(random.randrange(2**32)), *arguments]
     code, out, errors = server.run(command, folder, 250.0)
@@ -112,7 +112,8 @@ def run_program(server: ForkServer, name: str, folder: Path, *arguments: str) ->
 
 
 def test_an_engine_of_two(device_server: ForkServer, tmp_path: Path) -> None:
-    """Attention groups, tokens that travel beside computation, experts that move; then one of the two is killed."""
+    """Attention groups, dispatch concurrent with computation, experts that move; then one of the two ranks is
+    killed."""
     found = run_program(device_server, "engine_of_two", tmp_path)
     assert found["differences"] == {}
     assert found["problems"] == []
@@ -131,7 +132,7 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
     ["two ranks, graphs", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL"))],
 )
 def test_a_tensor_parallel_engine(case: str, device_server: ForkServer, tmp_path: Path) -> None:
-    """Sums by the custom all-reduce, replayed and eager, or by NCCL where it is disabled."""
+    """Sums by the custom all-reduce, replayed and eager, or by NCCL if it is disabled."""
     found = run_program(device_server, "tensor_parallel_engine", tmp_path, case)
     assert found["differences"] == {}
     assert bool(found["launched"]) == ("NCCL" not in case)

@@ -20,11 +20,11 @@ def _sandbox(nodes: int, slurmd_timeout: int) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Sandbox]:
-    """Three nodes under a SLURM that notices a lost node within seconds."""
+    """Three nodes of a SLURM that detects a lost node within seconds."""
     yield from _sandbox(3, slurmd_timeout=2)
 
 
 @pytest.fixture
 def slow_cluster() -> Iterator[Sandbox]:
-    """Two nodes under a SLURM that needs a minute for it, as most need longer."""
+    """Two nodes of a SLURM that needs a minute to detect a lost node; most clusters need longer."""
     yield from _sandbox(2, slurmd_timeout=60)

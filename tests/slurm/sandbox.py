@@ -1,4 +1,4 @@
-"""A real SLURM with hosts of its own on this machine (`slurm-sandbox`), as the tests use it. Every call is bounded."""
+"""A real SLURM with separate hosts on this machine (`slurm-sandbox`), for tests. Every call has a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "OUT_OF_MEM
 
 
 def why_not() -> str | None:
-    """Why no sandbox can run here; None where it can."""
+    """The reason why no sandbox can run here; None if one can."""
     if os.getuid() != 0:
         return "a SLURM of one's own needs root"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -31,15 +31,15 @@ def why_not() -> str | None:
 
 
 class Sandbox:
-    """`nodes` hosts node1, node2, ... with one made-up GPU each; jobs leave their logs in `folder`.
+    """`nodes` hosts node1, node2, ... with one fake GPU each; jobs write their logs to `folder`.
 
     Args:
         slurmd_timeout: seconds until SLURM reports a lost node.
     """
 
     def __init__(self, nodes: int, slurmd_timeout: int = 2) -> None:
-        self._state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a socket's path lies in it
-        self._state.chmod(0o755)  # munged insists
+        self._state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a socket's path contains it
+        self._state.chmod(0o755)  # required by munged
         self.folder = self._state / "jobs"
         self.folder.mkdir()
         self._environ = {
@@ -69,11 +69,11 @@ class Sandbox:
         self._tool("heal")
 
     def run(self, *command: str, host: str = "ctl", seconds: float = 15.0) -> str:
-        """The standard output of a command on a host; its failure is the test's."""
+        """The standard output of a command on a host; a failure fails the test."""
         return self._tool("exec", host, "--", *command, seconds=seconds)
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """As `run` on ctl, in the background."""
+        """Like `run` on ctl, in the background."""
         full = [str(TOOL), "exec", str(self._state), "--", *command]
         return subprocess.Popen(full, stdout=subprocess.PIPE, text=True, env=self._environ, cwd=self.folder)
 
@@ -88,7 +88,7 @@ class Sandbox:
     # -- jobs
 
     def submit(self, script: str, *arguments: str, nodes: int, **variables: str) -> Job:
-        """Args: variables: of the environment."""
+        """Args: variables: environment variables."""
         gres = () if script == "smoke.sbatch" else ("--gres=gpu:1",)
         setting = ("env", *(f"{name}={value}" for name, value in variables.items()))
         command = ["sbatch", "--parsable", f"--nodes={nodes}", *gres, str(SCRIPTS / script), *arguments]

@@ -36,7 +36,7 @@ HOST = socket.gethostname()
 def check(
     num_nodes: int, ranks: list[int], join_seconds: float = 20.0, engine_seconds: float = 0.0
 ) -> tuple[list[int], list[str]]:
-    """The exit codes of the nodes in `ranks`, each a thread, and the lines of all."""
+    """The exit codes of the nodes in `ranks`, one thread each, and all their lines."""
     names = tuple(f"host{rank}" for rank in range(num_nodes))
     address, lines = f"127.0.0.1:{free_port()}", []
 
@@ -159,7 +159,7 @@ def test_node_that_vanishes_between_two_steps_is_named(monkeypatch):
 
 
 def test_another_node_ends_when_node_0_dies():
-    """The third node never starts, so both wait."""
+    """The third node never starts, so the other two wait."""
     nodes = ["--no-engine", "--nnodes", "3", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     with RunningCheck(*nodes) as first, RunningCheck(*nodes, "--node-rank", "1") as other:
         assert any(line == "waiting for node 2\n" for line in first.output)
@@ -230,7 +230,7 @@ def test_engine_results_are_evaluated(monkeypatch, endings, engine, expected):
 
 
 class RunningCheck:
-    """``moe-engine cluster-check`` in a process of its own, forked."""
+    """``moe-engine cluster-check`` in a separate, forked process."""
 
     def __init__(self, *arguments: str) -> None:
         read, write = os.pipe()
@@ -248,7 +248,7 @@ class RunningCheck:
         self.output.close()
 
     def finish(self) -> tuple[int, list[str]]:
-        """Exit code, and the lines that were not read before."""
+        """Exit code, and the remaining lines."""
         lines = self.output.read().splitlines()
         return self.process.wait(60), lines
 

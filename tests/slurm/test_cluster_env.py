@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moe_engine.errors import ConfigError
 from moe_engine.planning.cluster_env import ClusterPlace, expand_node_list, find_place
 
-STEP = {  # as `srun --nodes=4 --ntasks-per-node=2` shows it to the last task
+STEP = {  # variables of the last task of `srun --nodes=4 --ntasks-per-node=2`
     "SLURM_JOB_ID": "123",
     "SLURM_JOB_NODELIST": "node[1-6]",
     "SLURM_JOB_NUM_NODES": "6",
@@ -154,7 +154,7 @@ def test_broken_node_lists(text):
 
 @st.composite
 def written_lists(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A node list as SLURM writes it, and its hosts by a construction of its own."""
+    """A node list in SLURM's format, and its hosts by an independent construction."""
     items, hosts = [], []
     for _ in range(draw(st.integers(1, 4))):
         texts, combined = [], [""]

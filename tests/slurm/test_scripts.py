@@ -1,6 +1,6 @@
-"""The job scripts by bash alone, where srun, scontrol and the program are stand-ins: what they find, say and hand on.
+"""The job scripts in bash with stand-ins for srun, scontrol and the program: detected programs, output and arguments.
 
-What they do under a real SLURM: test_serve.py and test_smoke.py.
+Tests under a real SLURM: test_serve.py and test_smoke.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ exit "${PROGRAM_CODE:-0}"
 
 
 class Shell:
-    """A folder with the scripts beside a checkout, and a PATH on which SLURM's programs are stand-ins."""
+    """A folder with the scripts beside a checkout, and a PATH with stand-ins for SLURM's programs."""
 
     def __init__(self, folder: Path) -> None:
         self.checkout, self.bin, self.log = folder / "checkout", folder / "bin", folder / "log"

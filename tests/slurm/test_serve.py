@@ -1,4 +1,4 @@
-"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: the behaviour promised in their headers."""
+"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: the behaviour documented in their headers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.slurm.sandbox import Job, Sandbox
 
 FAMILIES = ("attention", "moe-runner", "linear", "ops", "sampling")
 QUICK = [part for family in FAMILIES for part in (f"--{family}-backend", "torch")] + ["--max-total-tokens", "4096"]
-"""Torch's kernels start at once on a busy machine; which kernels run is no matter here."""
+"""Torch's kernels start quickly on a busy machine; the choice of kernels is irrelevant here."""
 READY = "The server is fired up and ready to roll!"
 ASK = """
 import json, sys, urllib.request
@@ -20,7 +20,7 @@ FRANCE = {"messages": [{"role": "user", "content": "What is the capital of Franc
 
 
 def question(job: Job, path: str, body: object) -> list[str]:
-    """The command of a client outside the job that asks at the address that the job's log names."""
+    """The command of a client outside the job that sends a request to the address in the job's log."""
     return ["python3", "-c", ASK, re.findall(r"http://node\d+:\d+", job.log)[-1] + path, json.dumps(body)]
 
 
@@ -32,7 +32,7 @@ def ask(cluster: Sandbox, job: Job) -> str:
 
 
 def test_a_job_answers_restarts_after_a_dead_rank_and_drains_on_scancel(cluster):
-    """The limit of restarts: test_scripts.py."""
+    """test_scripts.py tests the limit of restarts."""
     job = cluster.submit("serve.sbatch", *QUICK, nodes=2, MAX_RESTARTS="1")
     job.until_logged(READY)
     assert "Paris" in ask(cluster, job)
@@ -68,7 +68,7 @@ def test_wrong_flags_end_with_code_2_and_no_restart(cluster):
 
 
 def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(cluster):
-    """As guides write it: SLURM_NODEID is 0 in the shell of the batch script, and differs in the tasks."""
+    """As in common guides: SLURM_NODEID is 0 in the shell of the batch script, and differs in the tasks."""
     script = cluster.folder / "guide.sbatch"
     flags = '--nnodes 2 --tp 2 --node-rank "$SLURM_NODEID" --dist-init-addr "$(hostname):20001"'
     script.write_text(f'#!/bin/bash\nsrun --ntasks-per-node=1 "$MOE_ENGINE" serve {" ".join(QUICK)} {flags}\n')

@@ -36,7 +36,7 @@ def test_smoke_names_a_broken_link(cluster):
 
 
 def test_smoke_names_a_link_that_is_closed_in_one_direction(cluster):
-    """A firewall on node 1 that keeps node 2 from the rendezvous."""
+    """A firewall on node 1 that blocks node 2's connection to the rendezvous."""
     rule = "add table inet f; add chain inet f in { type filter hook input priority 0; }; "
     rule += "add rule inet f in ip saddr 10.77.0.12 tcp dport 20000-29999 reject with tcp reset"
     cluster.run("nft", rule, host="node1")

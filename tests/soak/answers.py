@@ -1,4 +1,4 @@
-"""What a server answered, brought to one form: whole answers, event streams, native and OpenAI."""
+"""Answers of a server in one common form: whole answers, event streams, native and OpenAI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOLERANCE = 5e-3
-"""Between log-probabilities of two parallel forms in float32."""
+"""Max difference of log-probabilities of two parallel forms in float32."""
 
 
 @dataclass
@@ -19,10 +19,10 @@ class Sequence:
     finish: str | None = None
     logprobs: list[float] = field(default_factory=list)
     rivals: list[list[float]] = field(default_factory=list)
-    """Of each token, the log-probabilities of the best tokens, best first."""
+    """For each token, the log-probabilities of the best tokens, best first."""
 
     def difference(self, right: Sequence) -> str | None:
-        """How this sequence differs from the right one; None where it does not."""
+        """The difference of this sequence from the expected one; None if they are equal."""
         if self.text != right.text:
             return f"text {self.text!r} instead of {right.text!r}"
         if self.finish != right.finish:
@@ -34,7 +34,7 @@ class Sequence:
         return None
 
     def is_beginning_of(self, right: Sequence) -> bool:
-        """Whether this may be a part of the right sequence; a character may be cut between two tokens."""
+        """True if this may be the beginning of the expected sequence; a character may be split between two tokens."""
         return right.text.startswith(self.text.rstrip("\ufffd"))
 
 
@@ -43,7 +43,7 @@ def _close(some: list[float], others: list[float]) -> bool:
 
 
 def whole(answer: Any) -> list[Sequence]:
-    """The sequences of an answer that is not streamed."""
+    """The sequences of a non-streamed answer."""
     if isinstance(answer, list):
         return [_native(part) for part in answer]
     if "choices" not in answer:
@@ -55,10 +55,10 @@ def whole(answer: Any) -> list[Sequence]:
 
 
 async def streamed(events: AsyncIterator[dict[str, Any]], found: list[Sequence]) -> None:
-    """Fills `found`, as long as the answer has sequences, while events arrive.
+    """Fills `found`, one entry per sequence of the answer, while events arrive.
 
     Raises:
-        ValueError: an event holds an error.
+        ValueError: an event contains an error.
     """
     async for event in events:
         if event.get("error"):
@@ -85,13 +85,13 @@ def _native(answer: dict[str, Any]) -> Sequence:
 
 
 def _add_choice(sequence: Sequence, choice: dict[str, Any], message: dict[str, Any] | None) -> None:
-    """A choice of an OpenAI answer, or the part of it that an event brings."""
+    """A choice of an OpenAI answer, or the part of it in one event."""
     logprobs = choice.get("logprobs") or {}
     sequence.text += choice.get("text") or "" if message is None else message.get("content") or ""
     sequence.finish = choice.get("finish_reason") or sequence.finish
     if message is None:
         sequence.logprobs += logprobs.get("token_logprobs") or ()
-        # Of tokens that read alike, the dictionary holds one.
+        # Of tokens with equal text, the dictionary contains one.
         sequence.rivals += [sorted((top or {}).values(), reverse=True) for top in logprobs.get("top_logprobs") or ()]
     else:
         entries = logprobs.get("content") or ()

@@ -1,5 +1,5 @@
-"""Clients as they are found in the field: most ask and read, others leave, abort, retry under the same id, read slowly,
-send large or wrong bodies. Every answer is held against the known one.
+"""Realistic clients: most send requests and read, others disconnect, abort, retry with the same id, read slowly, send
+large or wrong bodies. Every answer is compared with the known one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tests.soak.http import Connection, Response
 from tests.soak.questions import Question
 
 PATIENCE_SECONDS = 180.0
-"""A request without an answer for so long is lost."""
+"""Seconds without an answer after which a request counts as lost."""
 RETRY_SECONDS = 0.02
-"""Between two attempts under an id that the server still holds for a client that has left."""
+"""Seconds between two attempts with an id that the server still holds for a disconnected client."""
 MAX_PROBLEMS = 50
 
 
 @dataclass(frozen=True)
 class Known:
-    """A question and its right answer."""
+    """A question and its expected answer."""
 
     question: Question
     answer: list[answers.Sequence]
@@ -57,10 +57,10 @@ class Tally:
 
 
 class Client:
-    """One user. `ask_next` sends one random request after the other.
+    """One client. `ask_next` sends one random request.
 
     Args:
-        rid: the id of all its requests, one at a time; None: requests have ids of the server.
+        rid: the id of all its requests, sent one at a time; None: the server chooses the ids.
     """
 
     def __init__(self, port: int, bank: Sequence[Known], seed: int, tally: Tally, rid: str | None = None) -> None:
@@ -93,7 +93,7 @@ class Client:
     # -- requests
 
     def _draw(self, suits: Callable[[Question], bool] = lambda question: True) -> tuple[Known, dict[str, Any]]:
-        """A known question that suits, and a body to send for it."""
+        """A suitable known question, and a request body for it."""
         while not suits((known := self._rng.choice(self._bank)).question):
             pass
         body = dict(known.question.body)
@@ -102,7 +102,7 @@ class Client:
         return known, body
 
     async def _send(self, path: str, body: dict[str, Any]) -> Response:
-        """Sends until the server has noticed that this client left its last request of the same id."""
+        """Sends until the server has detected the disconnect of this client's last request with the same id."""
         while True:
             response = await self._connection.send("POST", path, body)
             if self._rid is None or response.status != 400:
@@ -113,7 +113,7 @@ class Client:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _whole(self) -> str | None:
-        """Asks and reads."""
+        """Sends a request and reads the answer."""
         known, body = self._draw()
         response = await self._send(known.question.path, body)
         if response.status != 200:
@@ -166,7 +166,7 @@ class Client:
         return _differences(answers.whole(await response.json()), known.answer)
 
     async def _aborts(self) -> str | None:
-        """Ends its own stream by /abort_request: what came until then is right."""
+        """Ends its own stream by /abort_request: the tokens received so far must be correct."""
         known, body = self._draw(lambda question: question.path == "/generate" and not question.has_stop)
         body["rid"] = rid = self._rid or f"abort-{self._rng.getrandbits(64)}"
         response = await self._send("/generate", body | {"stream": True})
@@ -188,7 +188,7 @@ class Client:
         connection.drop()
 
     async def _copies(self) -> str | None:
-        """Copies without a seed differ: text of 20 hot tokens does not repeat."""
+        """Copies without a seed differ: texts of 20 tokens at a high temperature do not repeat."""
         sampling = {"n": 4, "temperature": 2.0, "max_new_tokens": 20, "ignore_eos": True}
         status, content = await self._connection.fetch("POST", "/generate", {"text": "A", "sampling_params": sampling})
         texts = [part.text for part in answers.whole(json.loads(content))] if status == 200 else []
@@ -211,7 +211,7 @@ class Client:
         return None if status in (400, 413) else f"{words} words beyond the context: status {status} {content[:200]!r}"
 
     async def _half_a_body(self) -> str | None:
-        """Announces a body, sends a part of it and leaves."""
+        """Announces a body, sends a part of it and disconnects."""
         connection = socket.create_connection(("127.0.0.1", self._port))
         connection.sendall(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{"text": "')
         connection.close()
@@ -243,7 +243,7 @@ BEHAVIOURS = {
     "half_a_body": 10,
     "large": 2,
 }
-"""Weights of what a mixed client does next; each name is a method of `Client`."""
+"""Weights of a mixed client's next action; each name is a method of `Client`."""
 
 ORDINARY = {"whole": 1, "streamed": 1}
 

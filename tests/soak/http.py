@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client on asyncio streams: it can leave in the middle of a body, in either direction.
+"""A small HTTP/1.1 client on asyncio streams: it can disconnect in the middle of a body, in either direction.
 
 A client library would hide the connection; the soak closes, resets and half-closes connections on purpose.
 """
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 LINE_LIMIT = 1 << 26
-"""Bytes of the longest line; an event of a stream is one line."""
+"""Max bytes of a line; an event of a stream is one line."""
 
 
 class Response:
@@ -23,7 +23,7 @@ class Response:
         self._reader = reader
 
     async def blocks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
+        """The parts of the body as they arrive."""
         if self.headers.get("transfer-encoding") == "chunked":
             while size := int(await self._reader.readline(), 16):
                 block = await self._reader.readexactly(size + 2)
@@ -53,14 +53,14 @@ class Response:
 
 
 class Connection:
-    """One kept-alive connection, opened when it is needed."""
+    """One keep-alive connection, opened on demand."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, method: str, path: str, body: Any = None, *, rid: str = "") -> Response:
-        """Sends a request and reads the head of its answer. A `body` that is not bytes travels as JSON."""
+        """Sends a request and reads the head of its answer. A `body` that is not bytes is sent as JSON."""
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nContent-Type: application/json\r\n"
@@ -93,7 +93,7 @@ class Connection:
         return Response(status, headers, reader)
 
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """Status and whole body."""
+        """Returns status and whole body."""
         response = await self.send(method, path, body)
         content = await response.read()
         if response.headers.get("connection") == "close":

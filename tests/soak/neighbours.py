@@ -1,6 +1,6 @@
-"""Users who only stream: the gaps between their events show what other clients do to them.
+"""Clients that only stream: the gaps between their events measure the influence of other clients.
 
-They run in a process of their own, so that a busy client process is not taken for a busy server.
+They run in a separate process, so that a busy client process does not look like a busy server.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Neighbours:
         self.gaps(count)
 
     def gaps(self, least: int = 1) -> list[float]:
-        """The gaps since the last call in seconds, sorted; `least`: waits for so many."""
+        """The gaps since the last call in seconds, sorted; `least`: waits for this number of gaps."""
         self._pipe.send(least)
         return sorted(self._pipe.recv())
 
     def finish(self) -> list[str]:
-        """Ends the streams. Answers that were not the same each time, or did not come."""
+        """Ends the streams. Returns answers that differ between repetitions, or are missing."""
         self._pipe.send(END)
         problems: list[str] = self._pipe.recv()
         self._process.join()
@@ -94,5 +94,5 @@ async def _stream(port: int, gaps: list[float], texts: set[str], problems: list[
 
 
 def quantile(gaps: Sequence[float], share: float) -> float:
-    """Of sorted gaps."""
+    """A quantile of sorted gaps."""
     return gaps[min(len(gaps) - 1, int(share * len(gaps)))]

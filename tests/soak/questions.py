@@ -1,7 +1,7 @@
-"""Requests whose answers are known: each was asked of a reference server, alone and with nothing else running.
+"""Requests with known answers: each was sent to a reference server alone, without other load.
 
-Every question is deterministic: greedy, or drawn with a seed. In float32 the answer then depends neither on the
-neighbours nor on the parallel form, the prefix cache, chunking, retraction or speculation.
+Every question is deterministic: greedy, or sampled with a seed. In float32 the answer then depends neither on other
+requests nor on the parallel form, the prefix cache, chunking, retraction or speculation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOPS: tuple[Any, ...] = (" is", [".", " the"], "e", ["of", "\n"], " of", "z")
 
 @dataclass(frozen=True)
 class Question:
-    """A request body. `sequences` of them are asked for in one body."""
+    """A request body. `sequences`: number of requested sequences."""
 
     path: str
     body: dict[str, Any]
@@ -53,7 +53,7 @@ def _text(rng: random.Random) -> str:
 
 
 def _sampling(rng: random.Random, length: str, seed: str) -> dict[str, Any]:
-    """`length`, `seed`: how the endpoint calls the two fields."""
+    """`length`, `seed`: the endpoint's names of the two fields."""
     params: dict[str, Any] = {length: rng.randint(1, 24), "temperature": 0.0}
     if rng.random() < 0.5:
         params |= {"temperature": rng.choice([0.5, 1.0, 1.5]), seed: rng.getrandbits(31)}
@@ -88,7 +88,7 @@ def _batch(rng: random.Random) -> Question:
     count = rng.randint(2, 5)
     sampling = [_sampling(rng, "max_new_tokens", "sampling_seed") for _ in range(count)]
     for each in sampling:
-        each.pop("n", None)  # one number of copies holds for a whole batch
+        each.pop("n", None)  # a batch has one number of copies
     return Question("/generate", {"text": [_text(rng) for _ in range(count)], "sampling_params": sampling}, count)
 
 

@@ -1,9 +1,9 @@
-"""A load of mixed clients against a checker that knows every right answer: ``python -m tests.soak.run``.
+"""A load of mixed clients, with a check of every answer: ``python -m tests.soak.run``.
 
-Each form of the engine is started with the embedded model in float32. A reference server of one rank answers a bank of
-random questions first, one at a time. Then ordinary clients load the form under test (the quiet phase), then mixed
-clients do: some leave, abort, retry under the same id, read slowly, send large or wrong bodies. Every answer must be
-the known one, none may be lost, the KV pool must be whole afterwards, and the gaps of the neighbours' streams are
+Each form of the engine is started with the embedded model in float32. First a reference server of one rank answers a
+set of random questions, one at a time. Then ordinary clients load the form under test (the quiet phase), then mixed
+clients: some disconnect, abort, retry with the same id, read slowly, send large or wrong bodies. Every answer must be
+the known one, none may be lost, the KV pool must be complete afterwards, and the gaps of the neighbours' streams are
 compared between the two phases. With ``--elastic`` forms a rank is killed in the middle.
 """
 
@@ -53,14 +53,14 @@ FORMS: dict[str, tuple[str, ...]] = {
 }
 SETTLE_SECONDS = 60.0
 LEAST_GAPS = 100
-"""From which a p99 is taken."""
+"""Min number of gaps for a p99."""
 ALLOWED_GAP_RATIO = 5.0
-"""Largest gap of a neighbour's stream under mixed clients, in p99 gaps under ordinary ones."""
+"""Limit of the largest gap of a neighbour's stream with mixed clients, in p99 gaps with ordinary ones."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much load. `quiet_share` of the requests come from ordinary clients, first."""
+    """The load. `quiet_share`: share of the requests that ordinary clients send first."""
 
     num_requests: int
     num_clients: int = 24
@@ -70,7 +70,8 @@ class Plan:
 
 
 def ask_reference(drawn: Sequence[questions.Question], port: int) -> list[Known]:
-    """The bank: each question with the answer of a server that does nothing else. A refused question is an error."""
+    """The set of known answers: each question with the answer of an otherwise idle server. A refused question is an
+    error."""
 
     async def ask_all() -> list[Known]:
         connection, bank = Connection(port), []
@@ -86,7 +87,7 @@ def ask_reference(drawn: Sequence[questions.Question], port: int) -> list[Known]
 
 
 def reference(folder: Path, count: int, seed: int) -> list[Known]:
-    """A bank of `count` questions, answered by a server of one rank without prefix cache and overlap."""
+    """A set of `count` questions, answered by a server of one rank without prefix cache and overlap."""
     with ServerProcess(folder, *COMMON, "--disable-radix-cache", "--disable-overlap-schedule") as server:
         return ask_reference(questions.draw(seed, count), server.port)
 
@@ -113,7 +114,7 @@ async def load(
 
 
 def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: bool = False) -> dict[str, Any]:
-    """Both phases against a ready server. With `strikes`, the last rank is killed in the middle of the mixed phase."""
+    """Both phases against a ready server. With `strikes`, the last rank is killed during the mixed phase."""
     tally, empty = Tally(), settle(server)
     neighbours = Neighbours(server.port, plan.num_neighbours)
     began = time.monotonic()
@@ -146,7 +147,7 @@ def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: b
 
 
 def settle(server: ServerProcess) -> list[dict[str, int]]:
-    """Each scheduler's pool once nothing runs and the prefix cache is flushed."""
+    """Each scheduler's pool once no request runs and the prefix cache is flushed."""
     deadline = time.monotonic() + SETTLE_SECONDS
     with server.client() as client:
         while time.monotonic() < deadline:
@@ -159,7 +160,7 @@ def settle(server: ServerProcess) -> list[dict[str, int]]:
 
 
 def _summary(gaps: Sequence[float]) -> dict[str, float]:
-    """Of sorted gaps, in milliseconds."""
+    """Summary of sorted gaps, in milliseconds."""
     shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
     return {"count": len(gaps)} | {name: quantile(gaps, share) * 1e3 for name, share in shares.items()}
 
@@ -170,13 +171,13 @@ def _memory(server: ServerProcess) -> int:
 
 
 def _ranks(server: ServerProcess) -> list[psutil.Process]:
-    """The processes that compute, oldest first."""
+    """The computing processes, oldest first."""
     found = [child for child in server.children() if any("rank_main" in part for part in child.cmdline())]
     return sorted(found, key=lambda process: (process.create_time(), process.pid))
 
 
 def verdicts(result: dict[str, Any]) -> dict[str, bool]:
-    """What must hold of a result; the gaps are for a quiet machine to judge."""
+    """Conditions on a result; the gaps are meaningful only on a quiet machine."""
     return {
         "no wrong answer": not result["wrong"],
         "no lost request": not result["lost"],
@@ -192,11 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=2000, help="of each form")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--questions", type=int, default=400, help="in the bank of known answers")
+    parser.add_argument("--questions", type=int, default=400, help="number of known answers")
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for the servers' logs")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="folder of the servers' logs")
+    parser.add_argument("--json", type=Path, help="file of the results")
     args = parser.parse_args(argv)
     print(f"seed {args.seed}")
     bank = reference(args.folder, args.questions, args.seed)

@@ -1,4 +1,4 @@
-"""A short soak of two data-parallel replicas with drafts: every answer is the known one.
+"""A short soak of two data-parallel replicas with drafts: every answer must be the known one.
 
 Longer soaks of all parallel forms: ``python -m tests.soak.run --requests 20000``.
 """

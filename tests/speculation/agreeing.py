@@ -1,8 +1,8 @@
 """Random tiny checkpoints whose drafts are sometimes accepted, although every token depends on the whole context.
 
 `tests.models.checkpoints` writes independent layers, so that drafts of MTP layers are never accepted. Here the outputs
-of attention and feed-forward are scaled down until the last token dominates, and MTP layers pass on the embedding of
-their token. Acceptance then depends on the text, as with real models.
+of attention and feed-forward are scaled down until the last token dominates, and MTP layers pass the embedding of their
+token through. Acceptance then depends on the text, as with real models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOISE = 0.3
 
 
 def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) -> Path:
-    """As `make_checkpoint`; equal seeds give the same embedding and LM head, for any kind and number of layers."""
+    """Like `make_checkpoint`; equal seeds give the same embedding and LM head, for any kind and number of layers."""
     path = make_checkpoint(kind, directory, seed, **fields)
     file = path / "model.safetensors"
     tensors = load_file(file)

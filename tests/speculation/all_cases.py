@@ -1,10 +1,9 @@
-"""A correctness run: tokens with speculation are those without it: ``python -m tests.speculation.all_cases``.
+"""A correctness run: tokens with speculation must equal those without it: ``python -m tests.speculation.all_cases``.
 
 Runs a pairwise cover of the factors in `tests.speculation.matrix` (drafters, depths, widths, prefix cache, chunks,
-pages, retraction, aborts, penalties, log-probabilities, ...) on tiny random checkpoints: every two values of two
-factors are combined in some case. Tokens must be equal, and log-probabilities to within 1e-4. Prints a line per case,
-writes JSON on request, and exits with 1 on a difference. Run from the root of the repository, with the test extras
-installed.
+pages, retraction, aborts, penalties, log-probabilities, ...) on tiny random checkpoints: every pair of values of two
+factors occurs in a case. Tokens must be equal, and log-probabilities to within 1e-4. Prints a line per case, writes
+JSON on request, and exits with 1 on a difference. Run from the root of the repository, with the test extras installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""EAGLE heads written from the published layout: float64 references, checkpoints of them, and acceptance offline.
+"""EAGLE heads written from the published layout: float64 references, their checkpoints, and offline acceptance.
 
-The decoder layer is transformers' own; the reference has no KV cache and computes every chain from the whole text.
+The decoder layer is transformers'; the reference has no KV cache and computes every chain from the whole text.
 
 Legend: T tokens, D hidden, F width of the target's states, W draft vocabulary.
 """
@@ -38,7 +38,7 @@ class Target:
 
     @torch.no_grad()
     def states(self, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
-        """[T, F]: the outputs of the layers `taps` side by side; without any, the last state after the norm."""
+        """[T, F]: the concatenated outputs of the layers `taps`; without taps, the last state after the norm."""
         found = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
         if not taps:
             return found.last_hidden_state[0]
@@ -55,10 +55,10 @@ class Target:
 
 @dataclass
 class Form:
-    """What a head looks like.
+    """The structure of a head.
 
-    layer: ``llama`` or ``deepseek``. num_tokens: of an EAGLE-3 draft vocabulary; 0: the target's. token_map: ids that
-    an EAGLE-2 head drafts.
+    layer: ``llama`` or ``deepseek``. num_tokens: size of an EAGLE-3 draft vocabulary; 0: the target's. token_map: ids
+    that an EAGLE-2 head drafts.
     """
 
     eagle3: bool = True
@@ -132,7 +132,7 @@ class ReferenceHead(nn.Module):
         return self.fc(states)
 
     def forward(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """The tokens behind each position [T] and hidden states [T, D] from the start of a text -> v [T, D]."""
+        """The next token of each position [T] and hidden states [T, D] from the start of a text -> v [T, D]."""
         embedding = self.target.embedding(ids)[None]
         hidden = hidden[None]
         rotary = self._rotary(hidden, torch.arange(len(ids))[None])
@@ -157,7 +157,7 @@ class ReferenceHead(nn.Module):
 
     @torch.no_grad()
     def chain(self, states: Tensor, tokens: list[int], depth: int) -> list[int]:
-        """Greedy drafts behind `tokens`, of which all but the last have states [T, F]."""
+        """Greedy drafts after `tokens`, of which all except the last have states [T, F]."""
         hidden, ids, drafts = self.prepare(states), list(tokens[1:]), []
         for _ in range(depth):
             v = self.forward(torch.tensor(ids), hidden)
@@ -167,7 +167,7 @@ class ReferenceHead(nn.Module):
         return drafts
 
     def distil(self, texts: list[list[int]], steps: int) -> None:
-        """Trains the head to predict the target's text, as far as its vocabulary has it; deterministic."""
+        """Trains the head to predict the target's text within its vocabulary; deterministic."""
         place = torch.full((self.target.config.vocab_size,), -100)
         place[self.ids] = torch.arange(len(self.ids))
         self.float()
@@ -245,9 +245,9 @@ def _layer(kind: str, config: Any) -> tuple[Any, Any]:
 def offline_counts(
     head: ReferenceHead, prompt: list[int], answer: list[int], depth: int
 ) -> tuple[list[int], list[int]]:
-    """Drafts that a request proposes and has accepted at each depth, by whole chains of the reference.
+    """Proposed and accepted drafts of a request at each depth, by whole chains of the reference.
 
-    The first token of the answer comes from the prompt's step; drafts behind the end are not counted.
+    The first token of the answer comes from the prompt's step; drafts beyond the end are not counted.
     """
     text = prompt + answer
     states = head.target.states(text, head.form.taps)

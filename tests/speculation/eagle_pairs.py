@@ -1,4 +1,4 @@
-"""Targets with EAGLE heads that were trained for them a little, so that some drafts are accepted."""
+"""Targets with briefly trained EAGLE heads, so that some drafts are accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMS = {
 
 @dataclass
 class Pair:
-    """A target with a head that was trained for it a little."""
+    """A target with a briefly trained head."""
 
     path: Path
     head: ReferenceHead
@@ -47,7 +47,8 @@ class Pair:
 
 
 def make_pair(name: str, folder: Path, steps: int = 40, texts: int = 4, **fields: Any) -> Pair:
-    """`texts`: of the target, on which the head is trained for `steps`. `fields`: of the target's config.json."""
+    """`texts`: texts of the target, the training data of the head for `steps`. `fields`: fields of the target's
+    config.json."""
     kind, form = FORMS[name]
     path = agreeing_checkpoint(kind, folder / "target", random.randrange(1000), num_hidden_layers=LAYERS, **fields)
     target = Target(path)

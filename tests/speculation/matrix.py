@@ -1,4 +1,4 @@
-"""Speculation combined with all other features of the engine: the same tokens as without it.
+"""Speculation combined with all other features of the engine: the tokens of runs without it.
 
 A case is one value of each factor below. It runs a script of requests on a tiny checkpoint and is compared with the
 same script without speculation, aborts and limits.
@@ -21,7 +21,7 @@ from tests.speculation.agreeing import agreeing_checkpoint
 Case = Mapping[str, Any]
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "drafter": ("nextn 1", "nextn 2", "deepseek", "llama", "ngram"),  # by MTP layers, or family of the draft model
+    "drafter": ("nextn 1", "nextn 2", "deepseek", "llama", "ngram"),  # MTP layers, or family of the draft model
     "depth": (1, 2, 3, 4, "auto"),
     "topk": (1, 2, 4),
     "nodes": ("all", "half"),
@@ -52,7 +52,7 @@ def allowed(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of a case: requests, and max new tokens of each; slots of a pool that is too small for them."""
+    """Size of a case: requests, and max new tokens of each; slots of a too small pool."""
 
     num_requests: int
     max_new_tokens: int
@@ -137,7 +137,7 @@ class Matrix:
         }
         if case["pool"] == "tiny":
             limits |= {"num_slots": self._scale.tiny_pool, "retract_decode_steps": 1}
-            limits |= {"schedule_conservativeness": 0.0, "clip_max_new_tokens": 2}  # admits far too many
+            limits |= {"schedule_conservativeness": 0.0, "clip_max_new_tokens": 2}  # admits far too many requests
         return limits
 
     # -- requests
@@ -159,7 +159,7 @@ class Matrix:
         script = []
         for i in range(self._scale.num_requests):
             own = [rng.randrange(ORDINARY) for _ in range(rng.randint(1, 24))]
-            own += own[: rng.randint(0, 12)]  # something to look up
+            own += own[: rng.randint(0, 12)]  # a repetition for n-gram drafts
             most = self._scale.max_new_tokens
             max_new_tokens = rng.randint(most // 2 if i % 3 else 1, most)
             sampling: dict[str, Any] = {"temperature": 0.0}

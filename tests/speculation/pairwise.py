@@ -24,7 +24,7 @@ def pairwise_cover(factors: Mapping[str, Sequence[Any]], allowed: Allowed, seed:
     most new pairs. The best of several such attempts is used.
 
     Args:
-        allowed: whether a partial combination is valid; every valid partial combination must be completable.
+        allowed: True for a valid partial combination; every valid partial combination must be completable.
     """
     names = list(factors)
     rng = random.Random(seed)

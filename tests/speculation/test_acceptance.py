@@ -1,4 +1,4 @@
-"""Acceptance of drafts, against a walk in plain Python over random chains and trees."""
+"""Acceptance of drafts, against a loop in plain Python over random chains and trees."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_walk(
     depth: int,
     found: tuple[list[int], int, list[int]],
 ) -> None:
-    """Checks `found` (tokens, count, path) of one tree by definition. Of several forced drafts any is valid."""
+    """Checks `found` (tokens, count, path) of one tree by definition. Any of several forced drafts is valid."""
     tokens, count, path = found
     node, accepted = 0, 0
     for step in range(depth + 1):
@@ -99,7 +99,7 @@ def test_accept_equals_the_walk(
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(0, 9), depth=st.integers(0, 6), broken=st.booleans())
 def test_chains_as_arrays_and_as_tensors_equal_the_walk(seed: int, num_requests: int, depth: int, broken: bool) -> None:
-    """Also with nodes that repeat the last one of a shorter chain: their draft is -1."""
+    """Also with nodes that repeat the last node of a shorter chain: their draft is -1."""
     rng = np.random.default_rng(seed)
     shape = (num_requests, depth + 1)
     sampled, drafts = rng.integers(-1 if broken else 0, 2, shape), rng.integers(0, 2, shape)

@@ -1,7 +1,7 @@
 """Speculation changes no sample: every position has the target's distribution, for any drafts.
 
-Drafters here differ from the target, so that few drafts are accepted. Lossy acceptance accepts exactly as many more
-drafts as its thresholds define.
+Drafters here differ from the target, so that few drafts are accepted. Lossy acceptance accepts exactly the additional
+drafts defined by its thresholds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def limit(freedom: int) -> float:
 
 
 def pair_probabilities(chances: np.ndarray) -> list[np.ndarray]:
-    """For each output position the joint probability [V, V] of the token before it and its own; chances [V, V, V]."""
+    """For each output position the joint probability [V, V] of the previous token and its own; chances [V, V, V]."""
     state = np.zeros((VOCAB, VOCAB))
     state[PROMPT[-2:]] = 1.0
     found = []
@@ -70,7 +70,7 @@ def test_every_position_follows_the_target(
     requests = make_requests(draws, PROMPT, NUM_NEW, params)
     engine.run(requests)
     stats = engine.scheduler.stats().speculation
-    assert stats is not None and min(stats.accepted[:2]) > 20, "too few drafts are accepted for this to mean anything"
+    assert stats is not None and min(stats.accepted[:2]) > 20, "too few drafts are accepted for a meaningful test"
     assert stats.accepted[0] < 0.9 * stats.proposed[0], "too many are"
     chances = np.array([[distribution(logits, params) for logits in row] for row in table])
     outputs = np.array([[*PROMPT[-1:], *request.output_ids] for request in requests])
@@ -105,7 +105,8 @@ def test_draw_for_draw_as_without_drafts(drafter: type[ToyDrafter], config: Spec
 
 
 def first_drafts(steps: list[Step], drafter: ToyDrafter) -> dict[tuple[int, int, int], list[bool]]:
-    """For every step with drafts: (token before, last token, draft) -> whether the draft was accepted, each time."""
+    """For every step with drafts: (previous token, last token, draft) -> True for each accepted draft, False for each
+    rejected one."""
     texts: dict[int, list[int]] = {}
     found: dict[tuple[int, int, int], list[bool]] = {}
     for step in steps:

@@ -1,5 +1,5 @@
-"""Drafters with a model must pass it the correct context, also after rejections, chunks, sharing and retractions: an
-exact model is then always accepted. The toy models check the contents of their KV caches."""
+"""Drafters with a model must pass it the correct context, also after rejections, chunks, sharing and retractions:
+drafts of an exact model are then always accepted. The toy models check the contents of their KV caches."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_exact_chains_are_always_accepted(
 def test_exact_trees_contain_the_next_tokens(
     name: str, depth: int, topk: int, nodes: int, limits: str, temperature: float
 ) -> None:
-    """As far as they have nodes: the next token is among the best, not always the best."""
+    """Within the number of nodes: the next token is among the best, not always the best."""
     config = SpeculationConfig(method_of(name), depth, topk, nodes)
     stats = run(MAKERS[name], config, 4, limits, temperature).scheduler.stats().speculation
     assert stats is not None and stats.accepted[0] == stats.proposed[0]

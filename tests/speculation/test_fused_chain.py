@@ -126,7 +126,7 @@ def test_steps_with_further_features_are_not_fused(demo: Ways) -> None:
     whole, parts = (demo.run(way, asked) for way in ("whole", "parts"))
     assert whole == parts
     assert demo.num_fused_steps
-    assert len(whole[0][2][0]) < 24, "the end token never came"
+    assert len(whole[0][2][0]) < 24, "the end token never occurred"
 
 
 def test_two_mtp_layers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A worker's memory over a whole run: nothing leaks, and no step takes more than the ledger counts for it."""
+"""A worker's memory over a whole run: no leaks, and no step takes more than its bytes in the ledger."""
 
 from __future__ import annotations
 

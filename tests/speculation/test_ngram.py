@@ -26,7 +26,7 @@ WIDTH = 48
 
 
 def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[int]:
-    """Tokens behind the latest of the longest earlier matches of the text's end; -1 beyond the text."""
+    """Tokens after the latest of the longest earlier matches of the text's end; -1 beyond the text."""
     for size in range(min(max_match, len(text) - 1), min_match - 1, -1):
         wanted = text[len(text) - size :]
         for end in range(len(text) - 1, size - 1, -1):
@@ -37,7 +37,7 @@ def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[i
 
 
 def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: int = WIDTH) -> TokenBuffer:
-    """Rows with known text; behind it `stale` tokens of rejected drafts."""
+    """Rows with known text; after it `stale` tokens of rejected drafts."""
     history = TokenBuffer(len(texts), width, stream)
     history.tokens.fill_(stale)
     for row, text in enumerate(texts):
@@ -113,7 +113,7 @@ def test_match_is_the_naive_search(
         ([7, 8, 9, 4, 7, 8], [9, 4, 7]),
         ([5, 5, 5, 5], [5, -1, -1]),  # the match may overlap the searched end
         ([1, 2, 3], [-1, -1, -1]),
-        ([1, 2, 6, 1, 2, 7, 1, 2], [7, 1, 2]),  # the latest of equal ones
+        ([1, 2, 6, 1, 2, 7, 1, 2], [7, 1, 2]),  # the latest of equal matches
         ([3, 1, 2, 6, 1, 2, 7, 3, 1, 2], [6, 1, 2]),  # a longer match is preferred to a later one
         ([9, 9, 4, 1], [-1, -1, -1]),
         ([1], [-1, -1, -1]),
@@ -190,7 +190,7 @@ def test_scratch_memory_of_the_device_does_not_grow_with_the_texts() -> None:
 
 
 def test_memory_of_the_host_is_the_ledgers() -> None:
-    """Indexes stay; the search of one text takes scratch memory, most of it if the text is one token."""
+    """Indexes are kept; the search of one text takes scratch memory, most if the text repeats one token."""
     pick = np.random.default_rng(0)
     length = 100_000
     texts = pick.integers(0, 129_280, (5, length)).astype(np.int32)
@@ -229,7 +229,7 @@ def test_index_of_a_growing_text(text: list[int], unsorted: int, window: tuple[i
 
 
 def test_a_search_does_not_read_the_text_again() -> None:
-    """A search after another one reads the newest tokens and the occurrences of the last token only."""
+    """A repeated search reads only the newest tokens and the occurrences of the last token."""
     text = np.arange(50_000, dtype=np.int32)
     text[[7, 30_000, 49_999]] = 5
     index = TextIndex()

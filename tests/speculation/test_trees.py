@@ -23,7 +23,7 @@ STREAM = DeviceStream("cpu")
 
 
 def random_forest(rng: np.random.Generator, num_trees: int, num_nodes: int, roots: bool) -> Tensor:
-    """parents [D, N]; with `roots` some further nodes have no parent either."""
+    """parents [D, N]; with `roots` some further nodes also have no parent."""
     parents = np.stack([rng.integers(-1 if roots else 0, max(node, 1), num_trees) for node in range(num_nodes)], 1)
     parents[:, 0] = -1
     return torch.from_numpy(parents)
@@ -58,7 +58,7 @@ def test_levels_count_the_ancestors(num_nodes: int) -> None:
 
 
 class ToyModel:
-    """Logits behind a path of tokens: random, but equal for the same path of the same row."""
+    """Logits after a path of tokens: random, but equal for the same path of the same row."""
 
     def __init__(self, seed: int, spread: float) -> None:
         self._seed, self._spread = seed, spread
@@ -160,6 +160,6 @@ def test_grown_trees_hold_the_best_candidates(depth: int, topk: int, nodes: int,
         best = sorted(score.values(), reverse=True)[: num_nodes - 1]
         assert sorted((score[path] for path in paths), reverse=True) == pytest.approx(best, abs=1e-5)
         coupled = next(node.path for node in candidates if node.coupled)
-        assert coupled in paths  # what the target draws behind the root if it is like the drafter
+        assert coupled in paths  # the target's sample after the root if it equals the drafter
         if temperature == 0:
             assert all(math.isclose(node.score, score[node.path]) for node in candidates if node.coupled)

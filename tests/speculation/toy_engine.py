@@ -2,7 +2,7 @@
 
 The target's logits are a random table over the last two tokens, so that the distribution of every position is known
 exactly. It reads both from its KV cache, through slot table and tree masks, and checks that a token attends to each
-position before it exactly once and to nothing else.
+earlier position exactly once and to no other.
 
 Legend: T tokens, R requests, C slots of a row, D requests with drafts, V vocabulary.
 """
@@ -43,7 +43,7 @@ from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.worker.repeated_calls import OnDevice, RepeatedCalls
 
 MAX_ROWS, CONTEXT_LEN = 64, 40
-MAX_LAYERS = 4  # of the cache: the target's one and those of MTP
+MAX_LAYERS = 4  # layers of the cache: the target's and those of MTP
 MakeDrafter = Callable[[ModelRunner, np.random.Generator], Drafter]
 
 
@@ -66,7 +66,7 @@ class Seen:
 def write_and_look(batch: ForwardBatch, layer: int, ids: Tensor) -> Iterator[tuple[slice, Seen]]:
     """Writes the step's tokens into the KV cache of a layer; then yields, by group, the tokens and their context.
 
-    Checks that a token attends to every position up to its own exactly once, and to nothing else.
+    Checks that a token attends to every position up to its own exactly once, and to no other.
     """
     cache = batch.kv[layer]
     cache[batch.slots, 0], cache[batch.slots, 1] = ids.float(), batch.positions.float()
@@ -94,19 +94,20 @@ def _look(queries: PagedQueries, cache: np.ndarray, positions: np.ndarray, real:
         bits = queries.visible.numpy()[: len(owner), None] >> np.clip(columns - base, 0, 62) & 1
         mask = (columns < base) | ((columns < contexts[owner, None]) & (bits == 1))
     seen = Seen(rows, cache[slots, 0], cache[slots, 1], mask, real)
-    assert (mask.sum(1) == positions + 1)[real].all(), "a token does not see as many tokens as stand before it"
-    assert (seen.positions == mask.cumsum(1) - 1)[mask & real[:, None]].all(), "a token sees something else"
+    assert (mask.sum(1) == positions + 1)[real].all(), "a token does not attend to all earlier tokens"
+    assert (seen.positions == mask.cumsum(1) - 1)[mask & real[:, None]].all(), "a token attends to other text"
     return seen
 
 
 class MarkovTarget:
-    """Logits table[before, last] of the last two tokens; implements `Model`. Position 0 has itself before it."""
+    """Logits table[before, last] of the last two tokens; implements `Model`. Position 0 uses itself as the previous
+    token."""
 
     def __init__(self, table: Tensor) -> None:
         self.table = table  # [V, V, V]
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """[T, 2]: the token before, and the token."""
+        """[T, 2]: the previous token, and the token."""
         out = []
         for group, seen in write_and_look(batch, 0, batch.input_ids):
             at = batch.positions[group].numpy()
@@ -118,9 +119,9 @@ class MarkovTarget:
 
 
 class ExactMTP:
-    """MTP layers that predict the target exactly if they are called correctly: each passes on its last two input
-    tokens. Its KV cache holds, for each position, the last token of the hidden state and the input token, in one
-    number; where the text is known they must equal it.
+    """MTP layers that predict the target exactly if they are called correctly: each returns its last two input tokens.
+    The KV cache contains, for each position, the last token of the hidden state and the input token, in one number;
+    both must match the known text.
 
     Replaces `models.mtp.MTPLayers`.
     """
@@ -158,7 +159,7 @@ class ExactMTP:
 
 
 class NoAttention:
-    """Plans nothing: the toy model reads its KV cache itself."""
+    """No plans: the toy model reads its KV cache itself."""
 
     name = "none"
     capabilities = AttentionCapabilities()
@@ -171,7 +172,8 @@ class NoAttention:
 
 
 class ToyDrafter:
-    """Stateless base; implements `Drafter`. `table` [V, V]: its logits behind a token, different from the target's."""
+    """Stateless base; implements `Drafter`. `table` [V, V]: the drafter's logits after a token, different from the
+    target's."""
 
     def __init__(self, runner: ModelRunner, rng: np.random.Generator) -> None:
         vocab = runner.rows.vocab_size
@@ -348,7 +350,7 @@ class ToyEngine:
 def make_requests(
     count: int, prompt: Sequence[int], max_new: int, sampling: SamplingParams, seed: int = 0
 ) -> list[Request]:
-    """Equal but for their seeds."""
+    """Requests that differ only in their seeds."""
     rng = np.random.default_rng(seed)
     return [
         Request(f"r{i}", list(prompt), sampling, max_new, seed=int(rng.integers(1 << 40))) for i in range(count)

@@ -1,5 +1,5 @@
-"""Emulators of libraries below the storage tier, which check what a caller may do: NIXL's POSIX plugin and Mooncake's
-store, as their Python APIs document them."""
+"""Emulators of libraries below the storage tier, which check the caller's use of the API: NIXL's POSIX plugin and
+Mooncake's store, as their Python APIs document them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NixlBackendError(Exception):
 
 
 class NixlAgent:
-    """`nixl._api.nixl_agent` with the POSIX plugin: a transfer ends with the second poll."""
+    """`nixl._api.nixl_agent` with the POSIX plugin: a transfer ends at the second poll."""
 
     names: ClassVar[set[str]] = set()
 
@@ -91,8 +91,8 @@ def nixl_modules() -> dict[str, types.ModuleType]:
 
 
 class MooncakeStore:
-    """`mooncake.store.MooncakeDistributedStore`: clients of one master share its objects. A put keeps an object that
-    is there; a read object has a lease, under which only `force` removes it."""
+    """`mooncake.store.MooncakeDistributedStore`: clients of one master share its objects. A put keeps an existing
+    object; a read object has a lease, during which only `force` removes it."""
 
     masters: ClassVar[dict[str, dict[str, bytes]]] = {}
 

@@ -1,4 +1,4 @@
-"""File storage and sealed pages: what is read is what was stored, or a miss; limits, restarts, faults."""
+"""File storage and sealed pages: a read returns the stored bytes, or a miss; limits, restarts, faults."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_pages_used_longest_ago_leave(tmp_path: Path) -> None:
         pages.put([key(i)], [page(i)])
         for path in tmp_path.rglob(f"{pages.name_of(key(i))}*"):
             os.utime(path, (i, i))
-    assert read(pages, 0) == [page(0)]  # used now
+    assert read(pages, 0) == [page(0)]  # this read counts as a use
     pages.put([key(10)], [page(10)])
     kept = [i for i in range(11) if pages.exists([key(i)])]
     assert kept[0] == 0 and kept[-1] == 10 and 1 not in kept and len(kept) >= 8
@@ -137,7 +137,7 @@ def test_a_full_disk_makes_room_and_then_pauses_writes(
     for i in range(20, 30):
         assert pages.put([key(i)], [page(i)]) == 0
     assert pages.num_errors == 1 and caplog.text.count("No space left on device") == 1
-    assert 5 <= sum(bool(read(pages, i)) for i in range(10)) < 10  # made room once; reads go on
+    assert 5 <= sum(bool(read(pages, i)) for i in range(10)) < 10  # removed pages once; reads continue
     full, now = False, sealed_pages.RETRY_SECONDS + 1
     assert pages.put([key(20)], [page(20)]) == 1
 

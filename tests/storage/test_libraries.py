@@ -1,5 +1,5 @@
-"""Storage rows over libraries of others: NIXL's POSIX plugin and Mooncake's store, the real ones where they are
-installed, and emulators of what they document."""
+"""Storage rows over third-party libraries: NIXL's POSIX plugin and Mooncake's store, the real ones if they are
+installed, and emulators of their documented behaviour."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def real(module: str) -> None:
-    """Skips the test where the library does not load."""
+    """Skips the test if the library does not load."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -70,7 +70,7 @@ def master() -> Iterator[str]:
 
 @pytest.fixture(params=["nixl", "nixl, emulated", "mooncake", "mooncake, emulated"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens one storage, each call as another client."""
+    """Opens one storage, with a new client for each call."""
     library, _, emulated = request.param.partition(", ")
     modules = emulators.nixl_modules() if library == "nixl" else emulators.mooncake_modules()
     if emulated:
@@ -102,7 +102,7 @@ def read(storage: PageStorage, wanted: list[str], size: int = PAGE) -> list[byte
 
 def test_pages_come_back_to_another_client(opened: Open) -> None:
     storage = opened()
-    wanted, content = names(70), pages(70)  # more than a transfer has
+    wanted, content = names(70), pages(70)  # more than one transfer
     assert storage.put(wanted, content) == [True] * 70
     assert storage.exists([*wanted, "none"]) == 70 and storage.exists(["none", *wanted]) == 0
     other = opened()
@@ -111,7 +111,7 @@ def test_pages_come_back_to_another_client(opened: Open) -> None:
     assert storage.put([], []) == [] and storage.get([], []) == []
     large = pages(2, seed=2, size=3 << 20)
     assert storage.put(names(2, "b"), large) == [True, True] and read(other, names(2, "b"), 3 << 20) == large
-    assert read(other, names(1, "b"), PAGE) == [None]  # of another size
+    assert read(other, names(1, "b"), PAGE) == [None]  # pages of another size
     assert read(other, wanted[:1], PAGE + 1) == [None]
     storage.delete([wanted[1], "none"])
     assert storage.exists(wanted) == 1 and read(other, wanted[:3]) == [content[0], None, content[2]]
@@ -157,7 +157,7 @@ def test_sealed_pages_over_them(opened: Open) -> None:
 
 @pytest.mark.parametrize("emulated", [True, False])
 def test_nixl_reads_around_damaged_files(emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that shrink between the look at their size and the read, and a transfer that fails: others are read."""
+    """Pages that shrink between the size check and the read, and a failed transfer: other pages are read."""
     if emulated:
         for name, module in emulators.nixl_modules().items():
             monkeypatch.setitem(sys.modules, name, module)

@@ -1,4 +1,4 @@
-"""JSON schemas of many kinds, drawn from a seed: every keyword that the backend enforces, nested and combined."""
+"""JSON schemas of many kinds, generated from a seed: every keyword that the backend enforces, nested and combined."""
 
 from __future__ import annotations
 

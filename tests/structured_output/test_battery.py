@@ -1,5 +1,5 @@
-"""A slice of `benchmarks.structured_output`: random texts that the masks of drawn schemas allow are valid. The parts
-that llguidance does not enforce by itself."""
+"""A slice of `benchmarks.structured_output`: random texts that the masks of generated schemas allow are valid. Also
+tests the parts that llguidance alone does not enforce."""
 
 from __future__ import annotations
 

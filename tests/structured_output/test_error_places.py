@@ -1,4 +1,4 @@
-"""Reasons against grammars name the place: characters of expressions, lines of grammars, JSON pointers into schemas."""
+"""Errors of grammars name the place: characters of expressions, lines of grammars, JSON pointers into schemas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG: list[Any] = [{"not": {}}, {"type": "text"}, {"type": "string", "pattern":
 
 
 def test_places_in_schemas(backend: GrammarBackend) -> None:
-    """A wrong part behind random properties, lists and definitions."""
+    """An invalid part inside random properties, lists and definitions."""
     for _ in range(20):
         part: Any = random.choice(WRONG)
         pointer = ""

@@ -1,4 +1,4 @@
-"""Trial compilations: prepared grammars, a compilation that is stopped at the bound, one that crashes, and the next."""
+"""Trial compilations: prepared grammars, a compilation stopped at the time limit, one that crashes, and the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, ask, numbers = GrammarChecks(spec), CheckChild.ask, iter((signal.SIGSTOP, signal.SIGKILL))
 
     def hindered(child: CheckChild, constraint: Constraint) -> grammar_checks.Verdict:
-        """The process stands still, or is gone, when it gets the grammar."""
+        """The process hangs, or ends, when it gets the grammar."""
         number = next(numbers, None)
         monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.2 if number is not None else 60.0)
         if number is not None:

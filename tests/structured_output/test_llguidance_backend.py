@@ -1,4 +1,4 @@
-"""The backend by itself: masks against Python's oracles, drafts, reasoning, refusals."""
+"""The backend alone: masks against Python's oracles, drafts, reasoning, refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def allowed(state: Matcher) -> set[int]:
 
 
 def accepts(state: Matcher, ids: list[int]) -> bool:
-    """Whether the masks allow a text and its end."""
+    """True if the masks allow a text and its end."""
     for token in ids:
         if token not in allowed(state):
             return False
@@ -165,7 +165,7 @@ def test_optional_reasoning(backend: GrammarBackend) -> None:
 
 
 def test_text_of_special_tokens(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
-    """A text that the tokenizer reads as a special token is spelled by others."""
+    """A text that the tokenizer encodes as a special token is generated with ordinary tokens."""
     text = f"a{tokenizer.eos_token}b"
     assert tokenizer.special_ids & set(tokenizer.encode(text, False))
     state, ids = backend.compile(Constraint("choice", json.dumps([text]))).matcher(), list[int]()

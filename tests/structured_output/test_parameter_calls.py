@@ -1,5 +1,6 @@
-"""Enforced calls in formats that write arguments one by one: random outputs of random tools are calls whose arguments
-match; texts that must pass and must not; what such a format cannot enforce is refused by name."""
+"""Enforced calls in formats that write arguments one by one: random outputs of random tools are calls with matching
+arguments; texts that must pass and texts that must not; constraints that such a format cannot enforce are refused by
+name."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def parse(text: str, form: str, functions: Mapping[str, Any], size: int) -> tupl
 
 
 def walk(grammar: Any, rng: random.Random, tokenizer: Tokenizer, limit: int = 3000) -> str | None:
-    """A random text that the masks allow; closing characters are preferred in the end. None: it did not end."""
+    """A random text that the masks allow; closing characters are preferred near the end. None: the text did not end."""
     state, ids = grammar.matcher(), list[int]()
     while len(ids) < limit:
         some = allowed(state)
@@ -99,7 +100,7 @@ def test_random_outputs_are_calls_that_match(backend: GrammarBackend, tokenizer:
         try:
             grammars = [backend.compile(constraint)]
         except GrammarError:
-            refused += 1  # a drawn leaf that the library refuses by name
+            refused += 1  # a generated leaf that the library refuses by name
             continue
         # markers that this vocabulary has as special tokens may be texts of others, and the reverse
         special = {"\uff5cDSML\uff5c": 2, "<tool_call>": 3, "</tool_call>": 4, "</arg_value>": 5}

@@ -87,8 +87,8 @@ def test_native_fields_and_defaults() -> None:
     ],
 )
 def test_a_schema_of_text_has_the_same_meaning_as_its_object(text: str) -> None:
-    """Texts take a faster way than objects."""
+    """Schemas given as text use a faster path than objects."""
     of_text, of_object = (parse_sampling({"json_schema": value}).constraint for value in (text, json.loads(text)))
     assert of_text is not None and of_object is not None
     assert json.loads(of_text.source) == json.loads(of_object.source)
-    assert of_text.source == of_object.source or "e" in text.lower()  # numbers may be spelled otherwise
+    assert of_text.source == of_object.source or "e" in text.lower()  # numbers may be written differently

@@ -1,4 +1,5 @@
-"""Tool calls as a constraint: random outputs are calls whose arguments match; texts that must pass and must not."""
+"""Tool calls as a constraint: random outputs are calls with matching arguments; texts that must pass and texts that
+must not."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ INTEGER = Constraint("json_schema", '{"type":"integer"}', "response_format")
 
 
 def draw(grammar: CompiledGrammar, rng: random.Random, first: Sequence[int] = (), limit: int = 4000) -> list[int]:
-    """Tokens that the masks allow, at random behind the first ones, up to the end of the grammar."""
+    """Tokens that the masks allow, random after the first ones, up to the end of the grammar."""
     state, ids = grammar.matcher(), list(first)
     for token in first:
         assert token in allowed(state)
@@ -117,7 +118,7 @@ def test_text_or_calls_of_strict_functions(backend: GrammarBackend, tokenizer: T
 
 
 def spells(tokenizer: Tokenizer, state: Matcher, text: str) -> bool:
-    """Whether the masks allow a text, with tokens of their choice, and its end."""
+    """True if the masks allow a text, in any tokenization, and its end."""
     rest = text.encode()
     while rest:
         spelled = {i: tokenizer.token_bytes(i) for i in allowed(state)}
@@ -143,7 +144,7 @@ def test_markers_that_are_no_tokens(backend: GrammarBackend, tokenizer: Tokenize
     assert all(len(calls) == 1 for calls in found[:10])
     for name, arguments in [call for calls in found[:10] for call in calls]:
         jsonschema.validate(arguments, {**SCHEMAS, "now": True}[name])
-    for name, arguments in [call for calls in found[10:] for call in calls]:  # by chance, not strict
+    for name, arguments in [call for calls in found[10:] for call in calls]:  # by chance, without strict
         assert name in {*SCHEMAS, "now"} and isinstance(arguments, dict)
 
 

@@ -1,4 +1,4 @@
-"""The xgrammar backend: texts, refusals of what it does not enforce, drafts, drawn schemas, an engine."""
+"""The xgrammar backend: texts, refusals of unenforced keywords, drafts, generated schemas, an engine."""
 
 from __future__ import annotations
 

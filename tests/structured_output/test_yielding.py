@@ -1,4 +1,4 @@
-"""Threads and processes that give way to the engine's steps, as the kernel sees them."""
+"""Threads and processes that yield to the engine's steps, by their attributes in the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from moe_engine.processes.background import SLICE_SECONDS, yield_session_to_steps, yield_to_steps
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has priorities of threads")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 
 GET_ATTRIBUTES = {"x86_64": 315, "aarch64": 275}
 """Number of the system call sched_getattr."""

@@ -65,7 +65,7 @@ MARKERS = ("<|python_start|>", "<|python_end|>", CALLS_BEGIN, CALLS_END, *KIMI.s
 
 
 def without_markers(text: str) -> str:
-    while any(marker in text for marker in MARKERS):  # the removal of one may join the halves of another
+    while any(marker in text for marker in MARKERS):  # the removal of one marker may join the halves of another
         for marker in MARKERS:
             text = text.replace(marker, "")
     return squashed(text)
@@ -95,9 +95,9 @@ def check_calls(rng: random.Random, form: str, text: str) -> None:
     shown, calls = found[0]
     assert squashed(shown).startswith(squashed(BEFORE)), ("lost text before a call", form, text, shown)
     free, all_calls = parse_calls(form, [text], None)
-    if not all_calls:  # every function is offered: what is no call is text
-        assert without_markers(free) == without_markers(text), ("lost text of no call", form, text, free)
-    assert all(name in FUNCTIONS for name, _ in calls), ("a call of a function that was not offered", form, text, calls)
+    if not all_calls:  # every function is available: other text is content
+        assert without_markers(free) == without_markers(text), ("lost text outside calls", form, text, free)
+    assert all(name in FUNCTIONS for name, _ in calls), ("a call of an unknown function", form, text, calls)
 
 
 def check_reasoning(rng: random.Random, name: str, text: str) -> None:
@@ -109,7 +109,7 @@ def check_reasoning(rng: random.Random, name: str, text: str) -> None:
             parts = [parser.push(piece) for piece in pieces] + [parser.finish()]
             found.append(("".join(r for r, _ in parts), "".join(c for _, c in parts)))
         assert found[0] == found[1] == found[2], ("depends on the pieces", name, inside, text, found)
-        if form.harmony:  # headers are no text
+        if form.harmony:  # headers are not content
             continue
         shown = squashed("".join(found[0]))
         if form.keeps:  # the start tag may come from the prompt

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2's prompts: texts written out by the layout that the vendor's encoder documents, and parsed back."""
+"""DeepSeek V3.2's prompts: texts by the documented layout of the vendor's encoder, and parsed back."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_parser_reads_written_calls_back(calls, content, thinking):
             names.append(delta.name)
         arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
     assert [(name, json.loads(arguments[i])) for i, name in enumerate(names)] == calls
-    # what the parser gives, written again, is the same prompt: the prefix cache hits
+    # the parser's result, rendered again, is the same prompt: the prefix cache hits
     assert CHAT.render([user("q"), answer(plain, "r", *calls)], kwargs={"thinking": thinking}) == whole
 
 
@@ -170,7 +170,7 @@ TURN = st.one_of(
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(TURN, min_size=1, max_size=6), st.booleans())
 def test_a_longer_conversation_extends_the_prompt_of_a_shorter_one(turns, thinking):
-    """Without thinking always; with it, within one user's turn."""
+    """Always without thinking; with thinking, within one user turn."""
     messages = [m for turn in turns for m in (turn if isinstance(turn, list) else [turn])]
     more = answer("x", "y", ("f", {"a": 1}))
     shorter = CHAT.render([*messages, user("q")], kwargs={"thinking": thinking})
@@ -216,7 +216,7 @@ def test_a_vendor_file_that_cannot_be_used_is_named(tmp_path, source):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_over_the_openai_api(tmp_path, stream):
-    """A checkpoint without a template: the prompt that the engine gets, the answer in its parts, and a continuation."""
+    """A checkpoint without a template: the engine's prompt, the parts of the answer, and a continuation."""
     folder = checkpoint(save_tokenizer(tmp_path, chat_template=None))
     output = 'why</think>Look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n' + (
         '<｜DSML｜parameter name="s" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'

@@ -1,4 +1,4 @@
-"""Tokenizers in the metadata of GGUF files, against the tokenizer.json that they come from."""
+"""Tokenizers in the metadata of GGUF files, against the original tokenizer.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def trained(folder: Path, splits: tuple[str, ...]) -> Path:
-    """A byte-level BPE tokenizer in hub layout that splits texts so."""
+    """A byte-level BPE tokenizer in hub layout with this pre-tokenizer."""
     made = Tokenizer(models.BPE())
     steps: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
     made.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Harmony outputs of gpt-oss: whole texts, the same in pieces, and the parser of calls behind it."""
+"""Harmony outputs of gpt-oss: whole texts, the same in pieces, and the parser of calls after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts are cut into slices: the same tokens as of the whole text, in bounded memory."""
+"""Long texts are split into slices: the tokens of the whole text, in bounded memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def built(kind: str) -> Tokenizer:
     elif kind == "metaspace":
         tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
         alphabet = []
-    else:  # a blank in front of every text, and no words
+    else:  # a blank before every text, and no words
         tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         alphabet = []
     trainer = trainers.BpeTrainer(
@@ -87,7 +87,7 @@ def test_slices_have_the_tokens_of_the_whole(kind, text, size, special):
 
 @pytest.mark.parametrize("kind", [*PATTERNS, "tiny", "demo", "metaspace"])
 def test_long_texts_are_cut(kind):
-    """Ensures that the test above covers slices."""
+    """Checks that the test above covers slices."""
     tok: Any = built(kind)
     seen = []
     encode = tok._backend.encode

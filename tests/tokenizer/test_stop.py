@@ -13,7 +13,7 @@ TOK = make_tokenizer()
 
 
 def reference(text, stops, trim):
-    """Character by character: the stop string that ends first, of those the longest."""
+    """Character by character: the stop string that ends first, the longest of these."""
     for end in range(1, len(text) + 1):
         hits = [s for s in stops if text[:end].endswith(s)]
         if hits:

@@ -104,7 +104,7 @@ def test_any_split_decodes_the_same(text, sizes):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, TOK.vocab_size - 1), max_size=30), st.booleans())
 def test_any_tokens_decode_as_the_library_does(ids, skip):
-    """Also ids that make no valid UTF-8."""
+    """Also ids that are not valid UTF-8."""
     detokenizer = TOK.detokenizer(skip)
     out = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
     assert out == BACKEND._tok.decode(ids, skip_special_tokens=skip) == TOK.decode(ids, skip)
@@ -113,7 +113,7 @@ def test_any_tokens_decode_as_the_library_does(ids, skip):
 def test_window_keeps_the_leading_space_of_an_answer():
     words = {1: "Hello", 2: "▁big", 3: "▁world"}
 
-    def decode(ids):  # as SentencePiece: the first blank of a text is dropped
+    def decode(ids):  # as in SentencePiece: the first blank of a text is dropped
         return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
     detokenizer = WindowDetokenizer(decode, frozenset(), prompt_tail=[1])
@@ -122,7 +122,7 @@ def test_window_keeps_the_leading_space_of_an_answer():
 
 @pytest.mark.parametrize("tail", [[], [9], [1], [9, 1], [1, 9], [9, 9, 2, 9]])
 def test_special_tokens_of_the_prompt_are_skipped_too(tail):
-    """An answer behind `<s>` alone begins as the library begins any text: without the blank of its first word."""
+    """An answer after `<s>` alone starts like any text of the library: without the blank of its first word."""
     words = {1: "▁Hello", 2: "▁big", 9: "<s>"}
 
     def decode(ids):

@@ -1,4 +1,4 @@
-"""Tool calls of every format: whole outputs, the same in pieces of any size, outputs that are cut, and garbage."""
+"""Tool calls of every format: whole outputs, the same in pieces of any size, truncated outputs, and arbitrary text."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_good_output(form: str, text: str, shown: str, calls: list[tuple[str, 
     ("form", "text", "shown", "calls"), GOOD, ids=[f"{case[0]} {i}" for i, case in enumerate(GOOD)]
 )
 def test_a_cut_output(form: str, text: str, shown: str, calls: list[tuple[str, Any]]) -> None:
-    """The pieces make no difference, and complete calls stay."""
+    """The result does not depend on the pieces, and complete calls are kept."""
     for end in range(len(text)):
         found = parse(form, text[:end], len(text))[:2]
         assert found == parse(form, text[:end], random.randint(1, 9))[:2], end

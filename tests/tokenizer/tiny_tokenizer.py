@@ -51,7 +51,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, **config: object) -> Path:
-    """Trains the tokenizer and writes its files, as a checkpoint has them."""
+    """Trains the tokenizer and writes its files, as in a checkpoint."""
     tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
@@ -77,6 +77,6 @@ def save_tokenizer(folder: Path, **config: object) -> Path:
 
 @lru_cache(maxsize=1)
 def make_tokenizer() -> Tokenizer:
-    folder = tempfile.mkdtemp()  # other processes load it too
+    folder = tempfile.mkdtemp()  # other processes also load it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return load_tokenizer(save_tokenizer(Path(folder)))

@@ -21,7 +21,7 @@ def decode(
     second: float, *, running: int = 100, usage: float = 0.95, queue: int = 200, graph: bool = True,
     accept: float | None = None, rank: str = "",
 ) -> str:  # fmt: skip
-    """SGLang 0.5.5."""
+    """A decode line of SGLang 0.5.5."""
     drafts = "" if accept is None else f"accept len: {accept:.2f}, accept rate: 0.50, "
     return (
         f"{stamp(second, rank)} Decode batch, #running-req: {running}, #token: {running * 1000}, "
@@ -33,7 +33,7 @@ def decode(
 def prefill(
     second: float, *, new: int = 4000, cached: int = 0, seqs: int = 4, running: int = 0, queue: int = 0, rank: str = ""
 ) -> str:
-    """SGLang 0.5.23."""
+    """A prefill line of SGLang 0.5.23."""
     return (
         f"{stamp(second, rank)} Prefill batch, #new-seq: {seqs}, #new-token: {new}, #cached-token: {cached}, "
         f"token usage: 0.50, #running-req: {running}, #queue-req: {queue}, #pending-token: 0, cuda graph: False, "

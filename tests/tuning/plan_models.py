@@ -1,4 +1,4 @@
-"""config.json files of models for the planner, with random sizes or those of released models."""
+"""config.json files for the planner, with random sizes or those of released models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def small_grouped() -> dict[str, Any]:
 
 
 def write(folder: Path, config: dict[str, Any]) -> str:
-    """The path of the model's folder, with nothing but config.json."""
+    """The path of the model's folder, with only config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

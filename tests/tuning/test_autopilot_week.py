@@ -20,7 +20,7 @@ DAYS = 7 if FACTOR > 1 else 3
 
 @dataclass(frozen=True)
 class Linear:
-    """Steps of 0.3 s and more: at its peak the load is more than the engine can do."""
+    """Steps of 0.3 s and more: the peak load exceeds the engine's capacity."""
 
     def step(self, shape: StepShape) -> StepCost:
         return StepCost(0.3 + 0.02 * shape.decode_rows + 0.002 * shape.prefill_tokens)
@@ -55,5 +55,5 @@ def test_no_oscillation_in_days() -> None:
     counts = scheduler.autopilot.counts
     assert len(fleet.recorder.answers) > 1400 * DAYS and counts.tried > 0
     by_hour = [sum(hour * HOUR <= moment < (hour + 1) * HOUR for moment in moments) for hour in range(DAYS * 24)]
-    assert max(by_hour) <= 8  # changes and their undoing
+    assert max(by_hour) <= 8  # changes and their reversals
     assert sum(by_hour[24:]) <= (DAYS - 1) * 24 * 2

@@ -97,7 +97,8 @@ def test_a_log_of_something_else(log, capsys):
 
 
 def test_a_log_that_ends_before_the_first_batch(log, capsys):
-    """The server ran out of memory while it captured graphs: there is no batch, and there is advice."""
+    """The server ran out of memory while it captured graphs: the log has no batch, and the report has a
+    recommendation."""
     lines = [logs.startup(), "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"]
     assert main(["doctor", "--log", log(lines)]) == 1
     assert "oom_prefill" in capsys.readouterr().out
@@ -107,13 +108,13 @@ def test_follow(log):
     path = log(GOOD)
     command = [sys.executable, "-m", "moe_engine.cli.main", "doctor", "--log", path, "--follow"]
 
-    def heed_interrupts() -> None:  # a shell's background jobs ignore them, and so would the command
+    def heed_interrupts() -> None:  # background jobs of a shell ignore interrupts, and so would the command
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as process:
         try:
             text = "".join(f"{line}\n" for line in BAD[len(GOOD) :])
-            with open(path, "a") as file:  # in two pieces, cut in the middle of a line
+            with open(path, "a") as file:  # in two pieces, split in the middle of a line
                 file.write(text[:150])
                 file.flush()
                 file.write(text[150:])
@@ -138,7 +139,7 @@ def test_growing_file_is_read_after_a_rotation(tmp_path, monkeypatch):
     path.rename(tmp_path / "log.1")
     path.write_text("three\n")
     assert [next(lines), next(lines)] == [None, "three\n"]
-    path.write_text("4\n")  # cut and written again
+    path.write_text("4\n")  # truncated and written again
     assert [next(lines), next(lines)] == [None, "4\n"]
 
 
@@ -159,7 +160,7 @@ sglang:num_retracted_requests_total{model_name="m",tp_rank="0"} %d
 
 
 def sglang(metrics: bool, key: str | None = None):
-    """SGLang's endpoints, whose queue and retractions grow with every call."""
+    """SGLang's endpoints, with a queue and retractions that grow with every call."""
     calls = {"n": 0}
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -242,7 +243,7 @@ def test_a_web_server_is_named(capsys):
 
 
 def test_costs_are_the_ledgers(log, capsys):
-    """Of a log that names a model here: the difference of two ledgers that `plan` prints."""
+    """For a log with a local model: the difference of two ledgers that `plan` prints."""
     from moe_engine.demo import CHECKPOINT_DIR
 
     lines = [flags(model_path=str(CHECKPOINT_DIR), device="cpu", chunked_prefill_size=256), logs.startup(

@@ -84,7 +84,7 @@ def test_clock_times_go_past_midnight():
 
 
 def test_own_lines_are_read_back():
-    """Lines of this engine, of random facts."""
+    """Lines of this engine with random values."""
     for _ in range(50):
         facts = PlanFacts(
             number=1, new_seq=random.randrange(9), new_token=random.randrange(9999), cached_token=random.randrange(999),
@@ -165,7 +165,7 @@ def test_glued_lines():
 
 
 def test_a_batch_of_several_ranks_counts_once():
-    """Ranks of one attention group that all report it; the groups of DP attention count each."""
+    """Reports of all ranks of one attention group count once; each group of DP attention counts."""
     lines = [logs.decode(s, rank=f"DP{dp} TP{2 * dp + tp}") for s in range(5) for dp in (0, 1) for tp in (0, 1)]
     assert logs.read(lines).num_batches == 10
 

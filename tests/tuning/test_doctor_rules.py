@@ -1,4 +1,4 @@
-"""For each rule of the doctor a log that shows it, and one just on the other side of its threshold."""
+"""For each rule of the doctor a log for which it holds, and one just beyond its threshold."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_cpu_has_no_gpu_rules():
 
 
 def test_deep_drafts_must_accept_more():
-    """Six draft steps pay from 1.9 tokens on; a depth that the engine chooses is its own affair."""
+    """Six draft steps gain from 1.9 tokens on; the rule ignores a depth chosen by the engine."""
     deep = flags(speculative_num_steps=6)
     assert "drafts_do_not_pay" in findings([deep, *decodes(accept=1.89)])
     assert "drafts_do_not_pay" not in findings([deep, *decodes(accept=1.90)])
@@ -175,14 +175,14 @@ def test_deep_drafts_must_accept_more():
 
 
 def test_the_ledger_needs_no_rule_of_thumb():
-    """This engine counts the largest step before it takes memory; SGLang's fraction is a guess."""
+    """This engine counts the largest step before allocation; SGLang's fraction is an estimate."""
     for available in (2.0, 20.0):
         lines = [f"{logs.stamp(0)} Memory ledger: 70.00 GB of 75.00 GB", startup(available), *decodes()]
         assert not {"memory_unused", "memory_short"} & findings(lines).keys()
 
 
 def test_long_prompts_after_the_others_ended():
-    """Chunks beside running requests count, also if most prompts come when nothing runs."""
+    """Chunks with running requests count, also if most prompts arrive when no request runs."""
     beside = [prefill(s, new=8192, seqs=1, running=4) for s in range(2)]
     alone = [prefill(3 + s, new=8192 if s % 4 else 100, seqs=1) for s in range(8)]
     assert "stalled_decodes" in findings([startup(), *beside, *alone])
@@ -190,7 +190,7 @@ def test_long_prompts_after_the_others_ended():
 
 
 def test_own_lines_count_the_prompt_itself():
-    """This engine's line counts a prompt that is continued among the running requests."""
+    """This engine's line counts a continued prompt among the running requests."""
     own = f"{logs.stamp(0)} Memory ledger: 1 GB"
     chunks = [prefill(s, new=8192, seqs=1, running=int(s > 0)) for s in range(6)]
     assert "long_prompts" in findings([own, startup(), *chunks])
@@ -202,7 +202,7 @@ def test_policy_and_balance_are_not_advised_twice():
 
 
 def test_windows():
-    """A rule that held in one of three windows says so, with that window's evidence."""
+    """A rule that held in one of three windows is reported so, with that window's evidence."""
     lines = [*decodes(), *[decode(400 + s, queue=3000) for s in range(20)], *[decode(800 + s) for s in range(20)]]
     finding = findings(lines, window=300)["queue_long"]
     assert finding.windows == (1, 3) and "3000" in finding.evidence

@@ -1,4 +1,4 @@
-"""The client of event streams against canned answers, however the bytes are cut."""
+"""The client of event streams against canned answers, for any split of the bytes."""
 
 import asyncio
 import json

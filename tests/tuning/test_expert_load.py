@@ -67,8 +67,9 @@ def test_skew_is_the_busiest_rank_over_the_mean():
 
 
 def test_skew_of_zipf_in_closed_form():
-    """One expert a rank: the busiest rank has the share 1 / H of the most popular expert, H the sum of 1 / i**s, and
-    EPLB has no choice. With as many redundant experts a rank holds two halves of popular ones, or the like."""
+    """One expert per rank: the busiest rank has the share 1 / H of the most popular expert, H the sum of 1 / i**s, and
+    EPLB has no choice. With the same number of redundant experts a rank has two halves of popular experts, or
+    similar."""
     num_experts, exponent = random.choice([8, 16, 64]), random.uniform(0.3, 1.5)
     counts = zipf_counts(exponent, [True] * 3, num_experts, random.getrandbits(32))
     load = ExpertLoad(counts, ExpertLayout(num_experts, num_experts), ExpertSettings())
@@ -94,7 +95,7 @@ def test_rebalancing_moves_experts_pass_by_pass():
 
 
 class SkewedCost:
-    """A step is as slow as its busiest rank."""
+    """A step takes as long as its busiest rank."""
 
     def step(self, shape: StepShape) -> StepCost:
         return StepCost(0.01 * shape.expert_skew)
@@ -121,7 +122,7 @@ def simulate_v3(tmp_path, flags, count=40, layers=V3["num_hidden_layers"]):
 
 def test_command_with_a_dump(tmp_path, capsys):
     """Loads from a recorded dump: the straggler slows prompts; a plan of EPLB for the same counts does not. V3's
-    shapes with a sixth of its layers: the plan of a rebalance takes a CPU second a dozen layers."""
+    shapes with a sixth of its layers: the plan of a rebalance takes a CPU second per dozen layers."""
     layers = 10
     counts = zipf_counts(0.9, [i >= 3 for i in range(layers)], 256, random.getrandbits(32)) >> 20
     dump = tmp_path / "dump.pt"

@@ -1,4 +1,4 @@
-"""`moe-engine plan --workload` as a user types it."""
+"""The command `moe-engine plan --workload`."""
 
 from __future__ import annotations
 

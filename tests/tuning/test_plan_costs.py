@@ -83,7 +83,7 @@ def test_more_work_takes_longer_and_resources_add_up(form: Form):
         more = 1 + shape.drafts
         sent = -(-(shape.decode_rows * more + shape.prefill_tokens) // form.attn_tp)
         if form.travels and sent <= LOW_LATENCY_TOKENS < sent + 8 * more:
-            continue  # the normal mode of dispatch begins here
+            continue  # normal mode of dispatch starts here
         longer = replace(
             shape, decode_rows=shape.decode_rows + 8, decode_context=shape.decode_context + 8 * 4096,
             global_tokens=shape.global_tokens + 8 * more * form.attn_dp,
@@ -162,7 +162,7 @@ def test_imbalance_is_that_of_drawn_popularities(ranks: int, redundant: int):
 
 @pytest.mark.parametrize("name", GPUS)
 def test_the_tables_of_gpus_agree(name: str):
-    """`plan --hardware` without a workload has a table of its own, and the launch simulation has constants."""
+    """`plan --hardware` without a workload has a separate table, and the launch simulation has constants."""
     assert parse_cluster(f"8x{name}").gpu.machine(8) == GPUS[name].machine(8)
     if name == "h200":
         simulated, gpu = Hardware.named("H200"), parse_cluster("8xh200").gpu

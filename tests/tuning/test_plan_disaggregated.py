@@ -59,7 +59,7 @@ def setups(folder: str, load: Load = LOAD) -> list[tuple[Disaggregated, Predicti
 
 
 def test_numbers_of_engines_are_the_best():
-    """Against all numbers."""
+    """Compared with all numbers."""
     for _ in range(300):
         gpus, ranks = random.randint(2, 96), [random.choice([1, 2, 4, 8, 16]) for _ in range(2)]
         rates = [random.uniform(0.1, 50) for _ in range(2)]

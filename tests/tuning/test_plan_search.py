@@ -1,4 +1,4 @@
-"""The search: forms, the Pareto front, and memory ledgers that are those of `serve`."""
+"""The search: forms, the Pareto front, and memory ledgers equal to those of `serve`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def found(folder: str) -> Found:
 
 
 def test_the_ledger_is_that_of_serve(folder: str, found: Found):
-    """Of the flags in the printed command, as `prepare` resolves them for a launch."""
+    """The ledger of the flags in the printed command, as `prepare` resolves them for a launch."""
     for plan in found.plans:
         argv = shlex.split(serve_command(plan.rooms[0].flags))[2:]
         args = EngineArgs.from_cli([*argv, "--device", "cuda", "--load-format", "dummy"])
@@ -111,7 +111,7 @@ def test_forms_use_all_gpus_and_divide_the_model():
 
 
 def test_many_gpus_are_searched_by_few_ledgers(folder: str):
-    """The ledger is the slow part: 256 GPUs take no more than a few hundred of them."""
+    """Ledgers are the slow part: 256 GPUs need at most a few hundred."""
     cluster = parse_cluster("256xH200")
     memory = Memory(load_model_config(Path(folder)), cluster, EngineArgs.from_kwargs(model_path=folder))
     asked: list[Candidate] = []

@@ -23,8 +23,8 @@ COST = RooflineCost(model_facts(V3), Form(8), Precision("fp8", "fp8"), parse_clu
 
 
 def simulated(prompt: int, output: int, requests: int) -> tuple[float, float]:
-    """Seconds between tokens, output tokens a second: every step decodes all and computes one waiting prompt. Lengths
-    vary by a fifth, so that requests do not end together."""
+    """Seconds between tokens, output tokens a second: every step decodes all requests and computes one waiting prompt.
+    Lengths vary by a fifth, so that requests do not end together."""
     waiting = deque((prompt, round(output * random.uniform(0.8, 1.2))) for _ in range(requests))
     running: list[list[int]] = []  # context, tokens left
     clock = tokens = gaps = 0.0

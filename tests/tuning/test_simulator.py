@@ -74,7 +74,7 @@ def summary(outcome: Outcome) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("example", range(examples(12)))
 def test_runs_of_decodes_equal_single_steps(example):
-    """The same times, hits and retractions, whether the scheduler plans every step or many at once."""
+    """The same times, hits and retractions if the scheduler plans every step or many at once."""
     rng = random.Random(random.getrandbits(32))
     limits = config(
         num_slots=rng.choice([30, 60, 200]) * 64,
@@ -109,9 +109,9 @@ def test_runs_of_decodes_equal_single_steps(example):
 
 
 def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
-    """One request at a time, of constant service: an M/D/1 queue. Each wait follows from the one before it (Lindley's
-    recursion), which holds without an error of sampling. Their mean is rho s / (2 (1 - rho)); the mean of so many has a
-    standard deviation of 5.4 % (2,000 runs of the recursion), and more than 5 of them are allowed."""
+    """One request at a time, of constant service: an M/D/1 queue. Each wait follows from the previous one (Lindley's
+    recursion), without sampling error. The mean wait is rho s / (2 (1 - rho)); the mean of this number has a standard
+    deviation of 5.4 % (2,000 runs of the recursion), and the tolerance is more than 5 of them."""
     rng, service, load, count = random.Random(random.getrandbits(32)), 0.02, 0.7, 10_000
     times = list(islice(arrival_times("poisson", load / service, rng), count))
     arrivals = [Arrival(seconds, [number + 1], 1) for number, seconds in enumerate(times)]
@@ -220,7 +220,8 @@ def test_lost_ranks(elastic):
 
 
 def test_several_lost_ranks():
-    """Elastic: while the others have room for all experts they continue; then the replica restarts with all ranks."""
+    """Elastic: the other ranks continue while they have slots for all experts; then the replica restarts with all
+    ranks."""
     spec = FleetSpec(ReplicaSpec(config(), Linear(), num_groups=4), elastic=True, least_groups=2, restart_seconds=5.0)
 
     def run(*texts):

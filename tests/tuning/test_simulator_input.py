@@ -31,7 +31,7 @@ def test_arrivals():
     gaps = {
         name: np.diff(take(arrival_times(name, 5.0, rng, burstiness=0.25), 20_000)) for name in ("poisson", "gamma")
     }
-    for name, variation in (("poisson", 1.0), ("gamma", 2.0)):  # of gamma: 1 / sqrt(shape)
+    for name, variation in (("poisson", 1.0), ("gamma", 2.0)):  # for gamma: 1 / sqrt(shape)
         assert gaps[name].mean() == pytest.approx(0.2, rel=0.08)
         assert gaps[name].std() / gaps[name].mean() == pytest.approx(variation, rel=0.12)
     assert take(arrival_times("poisson", math.inf, rng), 4) == [0.0] * 4
@@ -133,7 +133,7 @@ def test_broken_cost_files(tmp_path, text):
 
 
 def test_gaps_of_concurrent_answers():
-    """Only what was measured while all answers ran counts."""
+    """Only gaps measured while all answers ran count."""
     first = Stream([0.5 + 0.01 * i for i in range(100)], 10.0)
     second = Stream([0.5 + 0.03 * i for i in range(60)], 10.7)
     gap, done = _common_steps([first, second])[0]
@@ -193,7 +193,8 @@ def test_simulate_refuses(tmp_path, capsys, flags, words):
 
 
 def test_simulate_for_other_hardware(tmp_path, capsys):
-    """Costs of the planner, from a bare config.json: attention groups answer more requests, a single one later."""
+    """Costs of the planner, from a bare config.json: several attention groups answer more requests, each single request
+    later."""
     path, out = tmp_path / "config.json", tmp_path / "out.json"
     path.write_text(json.dumps(V3))
     flags = ["--model-path", str(path), "--hardware", "8xH200", "--output-file", str(out)]

@@ -1,4 +1,5 @@
-"""--workload-profile: what each sets, that given flags win, that nothing contradicts, and the reasons in --explain."""
+"""--workload-profile: values of each profile, precedence of given flags, absence of contradictions, and the reasons in
+--explain."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_choices_are_set_with_reasons(profile, make):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_given_flags_win(profile):
-    """Also where the given value is the default."""
+    """Also if the given value is the default."""
     plain = gpu().flat()
     flags = {choice.flag: plain[choice.flag] for choice in PROFILES[profile] if choice.flag != "speculative_algorithm"}
     flags = {name: value if value is not None else 2 for name, value in flags.items()}
@@ -79,7 +80,7 @@ EXCLUDING = (
 
 @pytest.mark.parametrize(("profile", "flags"), [*itertools.product(PROFILES, EXCLUDING)])
 def test_no_profile_contradicts_flags(profile, flags):
-    """A launch that is possible without a profile is possible with it."""
+    """A launch that is valid without a profile is valid with it."""
     plain, config = planned(None, **flags), planned(profile, **flags)
     assert all(config.flat()[name] == plain.flat()[name] for name in flags if name != "is_embedding")
 
@@ -93,7 +94,7 @@ def test_choices_left_out_are_named():
 
 
 def test_long_context_has_more_memory_for_kv():
-    """Of a GPU and a model with long contexts: the reason that --explain gives is true."""
+    """For a GPU and a model with long contexts: the reason in --explain is true."""
     flags = {"context_length": 2048, "max_total_tokens": None}
     plain, config = gpu(**flags), gpu("long-context", **flags)
     names = ("activations", "slot tables")

@@ -1,4 +1,4 @@
-"""A fake scheduler: plans random steps over a few requests, with every variation that the contract allows.
+"""A fake scheduler: plans random steps over a few requests, with every variation allowed by the contract.
 
 Slots are shuffled, prompts are prefilled in random chunks between decodes of other requests, requests are retracted and
 resume with a cached prefix, and row writes switch slots to copies.
@@ -43,7 +43,7 @@ class Sequence_:
 
 
 class PlanDriver:
-    """Runs sequences to completion through `execute`, one step at a time, with random choices from `seed`."""
+    """Runs sequences to completion with `execute`, one step at a time, with random choices from `seed`."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """CUDA graphs without a device, for the logic around them: a replay calls the captured function again.
 
-Tests of what a graph records are in `simulated_cuda/on_device`.
+Tests of captured graphs are in `simulated_cuda/on_device`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RepeatedCalls:
 
 
 class ReplayableTorch:
-    """A torch row of attention with `plan_in_place`: it plans nothing, and its layers read the queries."""
+    """A torch row of attention with `plan_in_place`: it has no plans, and its layers read the queries."""
 
     on_device = False
     common = True
@@ -49,7 +49,7 @@ class ReplayableTorch:
         return self
 
     def renew(self) -> None:
-        """There is no plan."""
+        """No effect: there is no plan."""
 
 
 class OnDevice(ReplayableTorch):

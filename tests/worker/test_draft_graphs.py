@@ -34,7 +34,8 @@ VOCABULARY = 64
 
 
 class Counting:
-    """The token after n is n + 1. The draft is right unless n + 1 is a multiple of `wrong`. Notes sizes of forwards."""
+    """The token after n is n + 1. The draft is right unless n + 1 is a multiple of `wrong`. Records sizes of
+    forwards."""
 
     num_layers = 1
     fuses_drafts = False
@@ -118,8 +119,8 @@ def chains(num: int, depth: int, start: int = 3, **more: Any) -> StepPlan:
 
 @pytest.mark.parametrize("rows_at_once", [1 << 30, 2])
 def test_steps_accept_what_is_right(rows_at_once: int) -> None:
-    """Two of a size of three: chains from 7 are right up to 9, those from 20 whole. Then the next step starts behind
-    them, although its plan names the least length."""
+    """Two requests in a graph of three: drafts from 7 are correct up to 9, those from 20 completely. The next step
+    starts after them, although its plan has the minimum length."""
     runner, model = drafting(GraphSettings((1, 3), counts=(1, 3)), wrong=10, rows_at_once=rows_at_once)
     entered(runner, [7, 20])
     result = runner.execute(chains(2, 2))

@@ -1,4 +1,4 @@
-"""The EPLB interval of `--autopilot`, with the production planner on made-up loads."""
+"""The EPLB interval of `--autopilot`, with the production planner on artificial loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Load = Callable[[int], NDArray[np.float64]]
 
 
 def intervals(load: Load, passes: int, rebalances: int, adaptive: bool = True) -> list[int]:
-    """Of `rebalances`; `load` gives the load [L, E] of a pass."""
+    """The intervals of `rebalances`; `load` returns the load [L, E] of a pass."""
     planner = Planner(LAYOUT, "auto", ThreadPoolExecutor(1))
     interval, current, after = EPLBInterval(passes, adaptive), ExpertPlacement.trivial(LAYOUT, LAYERS), 1.0
     now, found = 0, []
@@ -55,14 +55,14 @@ def test_a_steady_load_needs_few_rebalances() -> None:
 
 
 def test_a_load_without_a_memory_needs_few_rebalances() -> None:
-    """What was counted says nothing about the passes behind it."""
+    """Counts have no information about later passes."""
     rng = np.random.default_rng(random.getrandbits(32))
     loads: dict[int, NDArray[np.float64]] = {}
     assert intervals(lambda now: loads.setdefault(now // 100, zipf(rng)), 100, 12)[-1] > 100
 
 
 def test_a_load_that_moves_slowly_needs_more_rebalances() -> None:
-    """From one distribution to the next in 8000 passes: plans of 1600 passes come late, and still pay."""
+    """From one distribution to the next in 8000 passes: plans of 1600 passes are late, and still gain."""
     rng, loads = np.random.default_rng(random.getrandbits(32)), {}
 
     def load(now: int) -> NDArray[np.float64]:

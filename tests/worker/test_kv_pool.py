@@ -111,8 +111,8 @@ def test_index_keys_beside_the_latent(kv_dtype: str, row_bytes: int, tmp_path: P
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3"])
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
 def test_every_cache_tensor_makes_the_round_trip(kind: str, kv_dtype: str, tmp_path: Path) -> None:
-    """All that a model wrote for a text is moved to other slots, and read and written as bytes; the model continues
-    with the same logits there, and with others if one tensor of a layer is left behind."""
+    """All cache tensors of a text are moved to other slots, and read and written as bytes; the model continues with the
+    same logits, and with other logits if one tensor of a layer is not moved."""
     config = load_model_config(make_checkpoint(kind, tmp_path / "model", tokenizer=False))
     pool = KVPool(kv_spec(config, kv_dtype), 512, 1, STREAM)
     backends = make_backends(config)

@@ -52,7 +52,7 @@ KINDS = [
 class Life:
     """Rows that are added, compute tokens, sample, share prefixes, switch slots, are retracted and resume.
 
-    `texts[row]`: parameters, prompt, outputs; the last output is not computed. Rejected drafts are behind.
+    `texts[row]`: parameters, prompt, outputs; the last output is not computed. Rejected drafts follow them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -67,7 +67,7 @@ class Life:
         return self.pick.integers(0, VOCAB, count).tolist()
 
     def enter(self, row: int, p: SamplingParams, prompt: list[int], outputs: list[int], cached: list[int]) -> None:
-        """`cached`: slots of the prefix, which another request computed, with stored tokens or without."""
+        """`cached`: slots of a prefix computed by another request, with or without stored tokens."""
         new = NewRow(row, "r", prompt + outputs, len(prompt), cached, p, 0, EOS)
         self.rows.apply([], [new], [])
         self.texts[row], self.slots[row] = (p, prompt, list(outputs)), list(cached)
@@ -87,12 +87,12 @@ class Life:
         return self.texts.pop(row)
 
     def give_back(self, slots: list[int]) -> None:
-        """Slots without a row."""
+        """Releases a row; returns its slots."""
         held = {slot for own in self.slots.values() for slot in own}
         self.free = [slot for slot in slots if slot not in held] + self.free
 
     def point_elsewhere(self, row: int) -> None:
-        """The same tokens in other slots, without stored tokens."""
+        """Moves the row's tokens to other slots, without stored tokens."""
         begin, end = sorted(self.pick.integers(0, len(self.slots[row]) + 1, 2).tolist())
         fresh = [self.free.pop() for _ in range(end - begin)]
         self.rows.apply([], [], [RowWrite(row, begin, fresh)])
@@ -108,7 +108,7 @@ class Life:
         elif row not in self.texts:
             prompt, cached = self.tokens(5), []
             others = [r for r in self.texts if len(self.texts[r][1]) >= 2]
-            if others and pick.random() < 0.5:  # a prefix that another row computed
+            if others and pick.random() < 0.5:  # a prefix computed by another row
                 other = int(pick.choice(others))
                 prompt = self.texts[other][1][:3] + prompt
                 cached = self.slots[other][: min(3, len(self.texts[other][1]))]
@@ -134,7 +134,7 @@ def random_logits(pick: np.random.Generator, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("scratch", [penalties.EDIT_BYTES, 3000])
 @pytest.mark.parametrize("seed", range(3))
 def test_against_naive_over_a_random_life(monkeypatch: pytest.MonkeyPatch, scratch: int, seed: int) -> None:
-    """One token a step: rows are added, sample, are retracted and resume with their outputs."""
+    """One token per step: rows are added, sample, are retracted and resume with their outputs."""
     monkeypatch.setattr(penalties, "EDIT_BYTES", scratch)
     monkeypatch.setattr(logit_edits, "EDIT_BYTES", scratch // 20)
     life = Life(seed)
@@ -172,7 +172,7 @@ def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
         ends = {row: len(life.slots[row]) for row in rows.tolist()}
         drafted, lengths, paths = [], [], []
         for d, row in enumerate(rows[:num].tolist()):
-            life.compute(row, drafts[d].tolist())  # the root and its drafts, at the slots behind
+            life.compute(row, drafts[d].tolist())  # the root and its drafts, in the next slots
             for node in range(nodes):
                 path, at = [], node
                 while at >= 0:
@@ -204,7 +204,7 @@ def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
 @pytest.mark.parametrize("vocab", [1000, 50_000])
 @pytest.mark.parametrize("tree", [False, True])
 def test_scratch_memory_is_what_the_ledger_holds(monkeypatch: pytest.MonkeyPatch, tree: bool, vocab: int) -> None:
-    """For any number of rows with penalties and any lengths; a single row takes what its own length needs."""
+    """For any number of rows with penalties and any lengths; a single row takes the memory for its own length."""
     num_rows, length, allowed = 12, 9000, 4 << 20
     monkeypatch.setattr(penalties, "EDIT_BYTES", allowed)
     rows = RequestRows(num_rows, length + 8, vocab, DeviceStream("cpu"))
@@ -239,11 +239,11 @@ def test_a_row_without_processors_costs_nothing() -> None:
     rows = RequestRows(4, CONTEXT, VOCAB, DeviceStream("cpu"))
     rows.apply([], [NewRow(1, "r", [1], 1, [], SamplingParams(), 0, EOS)], [])
     assert not rows.edits.active and not rows.edits.penalties.active
-    rows.note_tokens(torch.tensor([1]), torch.tensor([5]))  # no storage is allocated, and none is needed
+    rows.note_tokens(torch.tensor([1]), torch.tensor([5]))  # no storage is allocated or needed
 
 
 def test_nothing_grows_with_requests_that_have_penalties() -> None:
-    """For any number of rows, nothing stays allocated."""
+    """For any number of rows, no memory stays allocated."""
     rows = RequestRows(64, CONTEXT, VOCAB, DeviceStream("cpu"))
     rows.keep_tokens(NUM_SLOTS)
 

@@ -46,7 +46,7 @@ def test_prompt_in_chunks(rows_at_once: int, start: int, cached: int) -> None:
         return states
 
     entries = []
-    for begin, end in ((cached, 11), (11, 12), (12, 20), (20, 24)):  # the last recomputes outputs only
+    for begin, end in ((cached, 11), (11, 12), (12, 20), (20, 24)):  # the last chunk recomputes only outputs
         wanted = PromptLogprobs(prompt, spec, cached)
         found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, rows_at_once, VOCAB, STREAM)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Both ways in which memory is given back: views of it have the same content, or zeros, afterwards."""
+"""Both ways of releasing memory: views of it have the same content, or zeros, afterwards."""
 
 from __future__ import annotations
 

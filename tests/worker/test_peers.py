@@ -1,4 +1,4 @@
-"""Results that a device computed without a lost peer."""
+"""Results of a device that has lost a peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_engine.worker.worker import _collect
 
 @dataclass
 class Watching:
-    """A dispatcher whose device drops a peer while results are being downloaded."""
+    """A dispatcher whose device loses a peer during the download of results."""
 
     taken: bool = False
 

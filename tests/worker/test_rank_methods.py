@@ -38,7 +38,7 @@ def worker(checkpoints: list[Path]) -> Iterator[Worker]:
 
 
 def step(worker: Worker, number: int) -> list[int]:
-    """The token behind the prompt."""
+    """The token after the prompt."""
     new = NewRow(0, "r", PROMPT, 0, [], SamplingParams(temperature=0.0), 1, frozenset())
     slots = list(range(len(PROMPT)))
     plan = StepPlan(number, [0], [0], [len(PROMPT)], [True], slots, input_ids=PROMPT, new_rows=[new], finished_rows=[0])
@@ -116,7 +116,7 @@ def test_a_failure_while_staging_changes_nothing(
 
 
 def test_weights_keep_their_addresses(worker: Worker, checkpoints: list[Path]) -> None:
-    """CUDA graphs and whole-layer calls hold them."""
+    """CUDA graphs and whole-layer calls contain the addresses."""
     from moe_engine.models.footprint import weights_of
 
     model: Any = worker.runner.model

@@ -129,7 +129,7 @@ def test_a_failing_step_names_itself_and_the_next_one_runs() -> None:
 
 def test_sampled_requests_repeat_after_a_retraction() -> None:
     """The same request samples the same tokens, alone or with others, retracted midway or not."""
-    never = ((13, -1e9), (14, -1e9))  # what breaks the model
+    never = ((13, -1e9), (14, -1e9))  # the tokens that break the model
     sampling = SamplingParams(temperature=30.0, top_p=0.95, frequency_penalty=0.5, logit_bias=never)
     new = _new(0, [10, 11], sampling)
     runner = _runner()
@@ -179,9 +179,9 @@ def test_auto_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_refused_rows_are_logged_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A machine without a compiler uses torch rows, and logs it once."""
+    """A machine without a compiler uses torch rows, with one log line."""
     _use(monkeypatch)
-    rows = tables.FAMILIES["ops"]  # all families share them
+    rows = tables.FAMILIES["ops"]  # shared by all families
     rows[1] = dataclasses.replace(rows[1], why_not=lambda device, need: "needs a compiler")
     kernel_choice.build_backends(plan_kernels(Device("cpu", "test"), Need("float32"), {"ops": "torch"}))
     (line,) = [record.getMessage() for record in caplog.records]
@@ -220,7 +220,7 @@ def decode_cost(count: int) -> tuple[int, int]:
 
 
 def test_a_decode_step_runs_few_lines_and_no_operation_for_each_row() -> None:
-    """`benchmarks/host_time.py` measures their time."""
+    """`benchmarks/host_time.py` measures the time of a step."""
     few, many = decode_cost(8), decode_cost(256)
     assert many[0] == few[0]
     assert many[1] - few[1] <= 2 * (256 - 8)

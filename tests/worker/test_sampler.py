@@ -259,7 +259,7 @@ def test_probabilities_of_greedy_rows(kernel: SamplingKernel) -> None:
 
 
 def test_entering_a_request_changes_what_is_gathered(kernel: SamplingKernel) -> None:
-    """Steps of the same rows share gathered parameters, until a row is added."""
+    """Steps of the same rows share gathered parameters until a row is added."""
     state = SamplingState(2, 4)
     sampler = Sampler(state, STREAM, kernel)
     for row in range(2):

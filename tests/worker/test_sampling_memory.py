@@ -88,7 +88,7 @@ def _sampling(rows_at_once: int, sampling: SamplingParams, spec: LogprobSpec | N
 
 
 def _nodes() -> SampledRows:
-    """Every running request with its drafts."""
+    """Rows of every running request with its drafts."""
     rows = np.repeat(np.arange(RUNNING), DRAFTS + 1)
     return SampledRows(rows, np.full(len(rows), 4), torch.from_numpy(rows))
 
@@ -177,7 +177,7 @@ def test_one_pass_if_all_rows_fit_and_every_row_once(rows: int) -> None:
 
 @pytest.mark.parametrize("logits", [(0, 3, 11), (12, 1, 5), (4, 5, 5), (0, 0, 0)], ids=repr)
 def test_all_attention_groups_make_the_same_passes(logits: tuple[int, ...]) -> None:
-    """All groups call a shared LM head with the same sizes, until the last group has its rows."""
+    """All groups call a shared LM head with the same sizes until the last group has its rows."""
     parallel = [ParallelContext(Topology(tp_size=3, attn_dp_size=3), group) for group in range(3)]
     calls: list[list[tuple[int, ...]]] = []
     for group, context in enumerate(parallel):

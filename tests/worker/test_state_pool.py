@@ -69,7 +69,7 @@ def test_a_new_request_starts_with_zeros() -> None:
 
 
 def test_states_of_a_step_with_decodes_and_prompts() -> None:
-    """The sequences of both groups, in the order of the tokens; the states of other rows are left alone."""
+    """The sequences of both groups, in the order of the tokens; the states of other rows do not change."""
     pool = make_pool()
     batch = make_batch(pool, queries([4, 1], [1, 2]), queries([2], [5]))
     assert batch.state_rows.tolist() == [4, 1, 2] and batch.sequence_lens == [1, 2, 5]

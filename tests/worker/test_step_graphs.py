@@ -1,4 +1,4 @@
-"""Which steps are replayed, and with which padding; all attention groups choose the same graph.
+"""Replayed steps and their padding; all attention groups choose the same graph.
 
 Tokens of replayed steps: `simulated_cuda/on_device/test_engines.py`.
 """
@@ -104,8 +104,8 @@ def test_only_even_decodes_up_to_the_largest_size() -> None:
 
 @pytest.mark.parametrize("rows_at_once", [1 << 30, 2])
 def test_all_attention_groups_replay_the_same_size(rows_at_once: int) -> None:
-    """Three, one and no decodes: all groups run four tokens each. Without the LM head in the graph, all groups run it
-    as often as the largest one."""
+    """Three, one and no decodes: all groups run four tokens each. Without the LM head in the graph, all groups run the
+    head as often as the largest group."""
     mine = [_decodes(3), _decodes(1), StepPlan(1)]
     facts = tuple(StepFacts.of(plan) for plan in mine)
     for group, plan in enumerate(mine):

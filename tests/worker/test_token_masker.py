@@ -30,7 +30,7 @@ def packed(allowed: set[int], vocab_size: int) -> bytes:
 def test_masks_of_rows_and_positions(
     vocab_size: int, scratch: int, statics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without static masks the late ones are taken at once where the rows have their order."""
+    """Without static masks the late masks are used directly if they have the order of the rows."""
     monkeypatch.setattr(token_masker, "EDIT_BYTES", scratch)
     pick = random.Random(random.getrandbits(64))
     vocabulary = range(vocab_size)

@@ -1,7 +1,7 @@
-"""Compiled decodes have the tokens of eager decodes, nothing compiles after READY, nothing twice on one machine.
+"""Compiled decodes have the tokens of eager decodes, no compilation happens after READY, and none twice on one machine.
 
 One test compiles with inductor, in separate processes with a folder for compiled code. It compiles a matrix product,
-for which no C++ compiler runs. In the others Dynamo traces regions and runs torch's operators.
+which needs no C++ compiler. In the other tests Dynamo traces regions and runs torch's operators.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _traced() -> int:
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
 ) -> None:
-    """Steps above the compiled size run too; so do prompts, and steps captured as graphs."""
+    """Also with steps above the compiled size, prompts, and steps captured as graphs."""
     kind, _, small = kind.partition(" drafted by ")
     path = agreeing_checkpoint(kind, tmp_path / "model", 3, **({} if small else {"num_mtp_layers": 1}))
     flags: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "moe_runner_backend": "torch"}
@@ -152,7 +152,7 @@ for _ in range(2):
     sys.stdout.flush()
     os._exit(0)
 """
-"""Two processes, one after the other, which need not import inductor."""
+"""Two consecutive processes, which need not import inductor."""
 _START_OF_A_FUNCTION = """
 import json, sys, torch
 import torch._inductor.cpu_vec_isa as isa
@@ -183,4 +183,4 @@ def test_a_second_start_compiles_nothing(start: str, regions: int, tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert found == [[0, regions], [regions, 0]]  # of a model: before attention and behind it, for one token
+    assert found == [[0, regions], [regions, 0]]  # of a model: before and after attention, for one token

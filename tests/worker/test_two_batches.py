@@ -1,4 +1,4 @@
-"""Split plans: no token is lost, duplicated or reordered, and the halves are as balanced as the rules allow."""
+"""Split plans: no token is lost, duplicated or reordered, and the halves are balanced within the rules."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class Room:
     limit: int
     places: list[int]
     address: str
-    """Of the bootstrap port."""
+    """Address of the bootstrap port."""
     after: int
-    """Number of the copies that write to the places before."""
+    """Number of the earlier copies that write to the places."""
     began: float = field(default_factory=time.monotonic)
     legs: list[Leg] = field(default_factory=list)
     reason: str = ""
@@ -177,14 +177,14 @@ class DecodeAgent(TransferThread):
             self._settled = values[0]
         elif (room := self._rooms.get(number)) is not None:
             self._fail(number, room, "the request ended")
-            if not room.legs:  # its prefill server was not asked yet, and has to know
+            if not room.legs:  # no request was sent to its prefill server so far
                 self._want_none(number, room)
 
     def _want(
         self, number: int, host: str, port: int, digest: bytes, begin: int, limit: int, after: int, places: list[int]
     ) -> None:
         if number in self._rooms and not places:
-            return  # another request's
+            return  # the room of another request
         host = f"[{host}]" if ":" in host else host
         address = f"tcp://{host}:{port or self._default_port}"
         room = self._rooms[number] = Room(digest, begin, limit, places, address, after)
@@ -195,8 +195,8 @@ class DecodeAgent(TransferThread):
         self._ask(number, room)
 
     def _ask(self, number: int, room: Room) -> None:
-        """Asks the prefill server, behind the copies to the room's places: a copy that ran later would overwrite what
-        has arrived."""
+        """Requests the KV from the prefill server, after the copies to the room's places: a later copy would overwrite
+        received KV."""
         if room.after > max(self._rows.stored, self._settled):
             self._late.append((number, room))
             return

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 COPY_BYTES = 32 << 20
 """Max bytes that one copy holds beside the pool."""
 STORE = 0
-"""For a listener: a copy to the host. Loads are numbered from 1."""
+"""Number for a listener: a copy to the host. Loads are numbered from 1."""
 
 Listener = Callable[[int, BaseException | None], None]
 """Called with a load and the error that ended it, or with `STORE` and an error, from any thread."""
@@ -154,6 +154,6 @@ class KVCopies:
             self.listener(number, done.exception())
 
     def _stored(self, done: Future[None]) -> None:
-        """The scheduler regards the places of a store as valid once its step has run."""
+        """Handles the end of a store, whose places count as valid for the scheduler once its step has run."""
         if (error := done.exception()) is not None and self.listener is not None:
             self.listener(STORE, error)

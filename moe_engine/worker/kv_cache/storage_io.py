@@ -99,7 +99,7 @@ class StorageIO:
             elif self._writes:
                 self._writer.submit(self._guard, partial(self._backup, op), op.id, before)
             else:
-                self._report(op.id, len(op.keys), True)  # another rank stores them
+                self._report(op.id, len(op.keys), True)  # another rank stores these pages
 
     def clear(self) -> None:
         """Begins to remove all pages, after the writes submitted so far; `facts` shows the end."""

@@ -164,7 +164,7 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float
 
 
 def _exit_code(process: ForkedProcess) -> int | None:
-    """None if it still runs after a moment."""
+    """The exit code; None if the process still runs after a short wait."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
     return process.returncode
@@ -172,7 +172,7 @@ def _exit_code(process: ForkedProcess) -> int | None:
 
 @lru_cache
 def _compile_kernels() -> None:
-    """Before a rank's call is timed, where this is the first time."""
+    """Compiles on first use, before a rank's call is timed."""
     from moe_engine.kernels.cpu.library import LibraryError, load
 
     with contextlib.suppress(LibraryError):

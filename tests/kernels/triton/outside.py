@@ -1,4 +1,4 @@
-"""What must run outside the interpreter, as a process: ``python -m tests.kernels.triton.outside NAME CACHE``.
+"""Functions that must run outside the interpreter, as a process: ``python -m tests.kernels.triton.outside NAME CACHE``.
 
 Each function prints one JSON value.
 """
@@ -49,7 +49,7 @@ QWEN3_MOE: dict[str, Any] = {
 
 
 def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor of the device that is absent."""
+    """A tensor of the absent device."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -79,7 +79,7 @@ def launch(count: int) -> None:
 
 
 def expected() -> list[AotCase]:
-    """The cases that `launch(1)` to `launch(16)` ask for."""
+    """The cases of `launch(1)` to `launch(16)`."""
     bf16, int64 = torch.bfloat16, torch.int64
     return [
         triton_norm.norm_case("v3", 7168, 1, False),
@@ -96,15 +96,15 @@ def expected() -> list[AotCase]:
 
 
 def agreement(cache: str) -> Any:
-    """Odd counts of tokens, counts of one, multiples of 16: all must be the same kernels."""
+    """Odd counts of tokens, counts of one, multiples of 16: all must use the same kernels."""
     return difference(expected(), lambda: [launch(count) for count in (1, 2, 3, 8, 16)], ARCH)
 
 
 def guarding(cache: str) -> Any:
-    """Counts of the guard after a warm-up, after the same launches once more, and after one that it did not make."""
+    """Counts of the guard after a warm-up, after the same launches again, and after a launch that was not warmed up."""
     counts = []
     guard.watch()
-    guard.watch()  # once more changes nothing
+    guard.watch()  # a second call changes nothing
     with absent_device(ARCH, cache):
         ops, weight = TritonOps(), there(2048)
         ops.rms_norm(there(4, 2048), weight, 1e-6)
@@ -125,8 +125,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def reachable(cache: str) -> Any:
-    """Of each model: the number and the names of the kernels that the ladder of steps needs, those that further steps
-    of the plan need besides, and those that they need besides a ladder of its two ends."""
+    """For each model: the number and the names of the kernels of the ladder of steps, the additional kernels of further
+    steps of the plan, and those in addition to a ladder of its two ends."""
     found = {}
     for name, (config, flags) in MODELS.items():
         folder = Path(cache, name)
@@ -157,7 +157,8 @@ def reachable(cache: str) -> Any:
 
 
 def dispatched(cache: str) -> Any:
-    """Of experts whose rows travel: kernels of `warm_up`, those of further batches besides, and those without it."""
+    """For experts with dispatched rows: kernels of `warm_up`, additional kernels of further batches, and those without
+    `warm_up`."""
     found = []
     for fp8 in (False, True):
         kernel = TritonExperts()

@@ -1,4 +1,4 @@
-"""FP8 products and experts launched outside the interpreter on a device that is absent, in a process of its own:
+"""FP8 products and experts launched outside the interpreter on an absent device, in a separate process:
 ``python -m tests.kernels.triton.outside_experts`` prints a `difference`.
 """
 
@@ -49,7 +49,7 @@ def launch(tokens: int, capacity: int) -> None:
 
 
 def expected(tokens: int, capacity: int) -> list[AotCase]:
-    """The cases behind `launch`, out of those that the modules name."""
+    """The cases of `launch`, among the cases of the modules."""
     named = {case.name: case for module in MODULES for case in module.aot_cases()}
     pairs = tokens * 6 <= PAIRS
     mean = 1 if pairs else -(-tokens * 6 // 64)
@@ -66,7 +66,7 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
 
 
 def main() -> None:
-    sizes = (((1, 3, 16), 16), ((2048, 2051), 64))  # within a row of the tables each
+    sizes = (((1, 3, 16), 16), ((2048, 2051), 64))  # each within a row of the tables
     cases = {case.name: case for tokens, capacity in sizes for count in tokens for case in expected(count, capacity)}
 
     def launches() -> None:

@@ -1,6 +1,6 @@
-"""An exchange with peers and an all-reduce launched outside the interpreter on a device that is absent, in a process of
-its own: ``python -m tests.kernels.triton.outside_symm_mem CACHE`` prints [cases, kernels asked for,
-those of them in the cache].
+"""An exchange with peers and an all-reduce launched outside the interpreter on an absent device, in a separate process:
+``python -m tests.kernels.triton.outside_symm_mem CACHE`` prints [cases, requested kernels, requested kernels in the
+cache].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uninitialized memory becomes visible: meanwhile `torch.empty` returns NaN (and the largest integer)."""
+"""Makes uninitialized memory visible: `torch.empty` returns NaN (and the largest integer)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""All-reduce through symmetric memory: all ranks in this process, programs of all of them beside each other in random
-order, against float64; and what a rank does whose peer is missing. Across processes it runs in
-tests/distributed/dispatch and tests/simulated_cuda."""
+"""All-reduce through symmetric memory: all ranks in this process, with all programs concurrent in random order, against
+float64; and the behaviour of a rank with a missing peer. tests/distributed/dispatch and tests/simulated_cuda run it
+across processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
         return beside.run_ranks(calls, [one_shot_kernel, two_shot_kernel], seed)
 
     def spoil(self) -> None:
-        """Everything but flags becomes NaN."""
+        """Sets all memory except flags to NaN."""
         for own in self.memory:
             own[self.arenas.arenas_at :] = 0xFF
 
@@ -69,7 +69,7 @@ def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """Sums parts [R, ...] as the kernels do."""
+    """Sums parts [R, ...] in the order of the kernels."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -83,7 +83,7 @@ def in_order(parts: Tensor) -> Tensor:
 def test_sums_are_exact_and_equal_on_all_ranks(
     num_ranks: int, one_shot: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls of many sizes one after the other without a barrier: more rows than programs, fewer, none."""
+    """Consecutive calls of many sizes without a barrier: more rows than programs, fewer, none."""
     for module in ("all_reduce", "triton_all_reduce", "all_reduce_layout"):
         monkeypatch.setattr(f"moe_engine.kernels.symm_mem.{module}.PROGRAMS", 3)
     if not one_shot:
@@ -134,7 +134,7 @@ def test_with_residual_norm_and_quantization(
 
 
 def test_a_row_has_the_same_bits_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One-shot alone, one-shot and two-shot among others."""
+    """One-shot alone, one-shot and two-shot with other rows."""
     made = world(4, torch.bfloat16)
     x = torch.randn(4, 9, WIDTH).bfloat16()
     alone = made.run(lambda own, r: own.sum(x[r, 5:6]), 1)[0]
@@ -146,7 +146,7 @@ def test_a_row_has_the_same_bits_in_every_call(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("one_shot", [True, False])
 def test_a_missing_rank_is_reported_within_the_limit(one_shot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards nothing waits and nothing is sent."""
+    """Later calls neither wait nor send."""
     if not one_shot:
         two_shot_only(monkeypatch)
     made = world(3, torch.float32, limit_s=1.0, absent=1)
@@ -176,11 +176,11 @@ def test_why_not() -> None:
     assert "above 16384" in (why_not(8, 32768, 2) or "")
 
 
-# -- of a group
+# -- all-reduce of a group
 
 
 class Two:
-    """A group of two ranks whose own all-reduce doubles."""
+    """A group of two ranks whose default all-reduce doubles."""
 
     size, rank, timeout_s = 2, 0, 5.0
 

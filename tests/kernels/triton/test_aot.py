@@ -1,6 +1,6 @@
-"""Kernels compiled ahead of time for sm_90 and sm_100, without a GPU: one case of each here (for sm_100 those with
-large tiles), all of them by ``python -m benchmarks.aot_table``. In processes of their own, for under the interpreter
-kernels cannot be compiled.
+"""Kernels compiled ahead of time for sm_90 and sm_100, without a GPU: one case of each kernel here (for sm_100 the
+cases with large tiles), all cases by ``python -m benchmarks.aot_table``. In separate processes, because kernels cannot
+be compiled under the interpreter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3]
 KNOWN_BEFORE_3_9 = {
     "latent attention, 128 heads, 1 tokens, bf16 sm_100",  # too much shared memory: `why_not_latent` refuses the row
-    "expanded attention, heads of 192 and 128, fp32 sm_100",  # spills 48 bytes; no model is served so
+    "expanded attention, heads of 192 and 128, fp32 sm_100",  # spills 48 bytes; not used by a served model
 }
-COMPLETE = (0, 1)  # exit code 1: some kernel is not fit to ship; the tests below say which
+COMPLETE = (0, 1)  # exit code 1: a kernel has a problem; the tests below name it
 
 
 def output_of(compiling: ForkServer, folder: Path, module: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Runs a module outside the interpreter, with a Triton cache of its own: `folder`."""
+    """Runs a module outside the interpreter, with a separate Triton cache: `folder`."""
     code, out, errors = compiling.run([module, *arguments], folder, 280.0, TRITON_CACHE_DIR=str(folder))
     assert code in codes, errors[-3000:]
     return out
@@ -42,7 +42,7 @@ def reports(compiling: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_every_kernel_is_fit_to_ship(reports):
-    """It compiles, spills nothing, fits into shared memory, and uses tensor cores where it multiplies matrices."""
+    """Each kernel compiles, does not spill, fits into shared memory, and uses tensor cores for matrix products."""
     known = KNOWN_BEFORE_3_9 if version() < (3, 9) else set()
     problems = [f"{r['name']} sm_{r['arch']}: {p}" for r in reports for p in r["problems"]]
     problems = [problem for problem in problems if problem.partition(":")[0] not in known]
@@ -64,7 +64,7 @@ def test_every_module_with_cases_is_listed():
 
 
 def test_cases_are_what_launches_ask_for(compiling, tmp_path):
-    """The keys in Triton's cache of the cases are those of the launches of the real rows, for any token count."""
+    """The cases have the same keys in Triton's cache as launches of the real rows, for any token count."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "agreement", str(tmp_path))
     found = json.loads(out)
     assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 10, found
@@ -77,7 +77,7 @@ def test_cases_of_experts_are_what_launches_ask_for(compiling, tmp_path):
 
 
 def test_the_size_of_a_launch_does_not_choose_the_kernel_of_symmetric_memory(compiling, tmp_path):
-    """One kernel of each for any number of tokens and any offsets, and it is the one compiled ahead of time."""
+    """Each kernel is the same for any number of tokens and any offsets, and is the one compiled ahead of time."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside_symm_mem", str(tmp_path))
     num_cases, launched, num_cached = json.loads(out)
     assert len(launched) == num_cached == num_cases == 8
@@ -90,7 +90,7 @@ def test_the_guard_counts_what_compiles_after_ready(compiling, tmp_path):
 
 
 def test_warm_up_reaches_every_kernel_of_a_plan(compiling, tmp_path):
-    """Steps of any size need no kernel that the ladder's did not; a ladder of its ends would have missed some."""
+    """Steps of any size need only kernels of the ladder; a ladder of only its ends would miss some."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "reachable", str(tmp_path / "models"))
     for name, (count, names, missing, missing_without) in json.loads(out).items():
         assert count > 20 and missing == [], name
@@ -100,7 +100,7 @@ def test_warm_up_reaches_every_kernel_of_a_plan(compiling, tmp_path):
 
 
 def test_experts_whose_tokens_travel_warm_up_every_tile(compiling, tmp_path):
-    """A warm-up's own tokens may all go to other ranks. Two products for each of four sizes, and for three means of
+    """All tokens of a warm-up may be sent to other ranks. Two products for each of four sizes, and for three means of
     padded rows."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "dispatched", str(tmp_path))
     for runs, num_warm, num_needed, missing in json.loads(out):
@@ -114,8 +114,8 @@ def test_the_guard_is_silent_until_something_compiles():
 
 
 def test_a_launch_finds_everything_that_was_compiled_for_it(compiling, tmp_path):
-    """``moe-engine compile`` for a rank of two whose tokens travel. Experts, attention and sampling, which compile for
-    seconds, are compiled above."""
+    """``moe-engine compile`` for one of two ranks with dispatch. Experts, attention and sampling, whose compilation
+    takes seconds, are compiled above."""
     families = ("--linear-backend", "--moe-runner-backend", "--attention-backend", "--sampling-backend")
     flags = [text for family in families for text in (family, "torch")]
     flags += ["--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--context-length", "32"]

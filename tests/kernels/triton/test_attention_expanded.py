@@ -40,8 +40,8 @@ def test_expanded(nope: int, rotary: int, value: int, dtype: torch.dtype) -> Non
     kv[:context, 1:] = normal(context, 3, nope + value, dtype=dtype)
     rope = torch.full((context + 1, rotary + 6), float("nan"), dtype=dtype)
     rope[:context, 3 : 3 + rotary] = normal(context, rotary, dtype=dtype)
-    kv, rope = kv[:context, 1:], rope[:context, 3 : 3 + rotary]  # strided, NaN beside and behind
-    for _ in range(2):  # the second time planned before the call
+    kv, rope = kv[:context, 1:], rope[:context, 3 : 3 + rotary]  # strided, with NaN around
+    for _ in range(2):  # the second time with a plan made before the call
         plan = mla.plan(AttentionBatch(None, queries))
         got = mla.expanded(q, kv, rope, queries, 0.1, plan)
         close(got, want(q, kv, rope, queries, 0.1), 2)
@@ -49,7 +49,7 @@ def test_expanded(nope: int, rotary: int, value: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_parts_and_their_log_sum_exps(dtype: torch.dtype) -> None:
-    """A context expanded in three parts, one behind all query tokens of some requests, equals the whole."""
+    """A context expanded in three parts, one after all query tokens of some requests, gives the result of the whole."""
     mla = TritonMLA()
     lens = [(5, 5), (40, 90), (1, 130), (33, 64)]
     queries, _ = paged_queries(lens)

@@ -26,7 +26,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def want(q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, latent: int, seen=None) -> Tensor:
-    """`cache` holds numbers; `seen` [t, t] of each request, where they are trees."""
+    """`cache` contains numbers; `seen` [t, t] of each request, for trees."""
     parts = []
     for request, mine in enumerate(q.split(queries.query_lens)):
         keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
@@ -63,14 +63,14 @@ def test_other_widths_and_strided_queries() -> None:
     cache = filled_cache(queries, size, 33, dtype=FP32)
     q = normal(3, 2, 50, dtype=FP32)[..., 11:44]
     close(mla.absorbed(q, cache, queries, 0.2, None, value_width=27), want(q, cache, queries, 0.2, 27), 2)
-    wide = normal(4, 6, 33, dtype=FP32)[1:, 2:4]  # a token's heads are not all there are
+    wide = normal(4, 6, 33, dtype=FP32)[1:, 2:4]  # a token's heads are a part of all
     close(mla.absorbed(wide, cache, queries, 0.2, None, value_width=27), want(wide, cache, queries, 0.2, 27), 2)
 
 
 @pytest.mark.parametrize(("form", "limit"), [(FP8_TOKEN, 2), (FP8_GROUPS, 2)])
 @pytest.mark.parametrize(("latent", "heads"), [(128, 5), (512, 40)])
 def test_fp8_records(form: int, limit: float, latent: int, heads: int) -> None:
-    """Against what the records say, not against the numbers before: the cast is not the kernel's."""
+    """Compared with the values of the records, not with the original numbers: the cast is not part of the kernel."""
     mla = TritonMLA(num_programs=3)
     queries, size = paged_queries([(1, 130), (2, 40)], 16)
     rows = normal(size, latent + ROTARY, dtype=BF16)
@@ -121,7 +121,7 @@ def test_trees(heads: int, dtype: torch.dtype, lens: list) -> None:
 def test_deterministic_bits_depend_on_the_request_alone() -> None:
     need = Need("bfloat16", deterministic=True)
     choice = select("attention", tables.MLA, "auto", Device("cuda", "GPU", (9, 0)), need)
-    mla = choice.build()  # as a launch with --enable-deterministic-inference makes it
+    mla = choice.build()  # as built with --enable-deterministic-inference
     lens = [(1, 700), (4, 560), (1, 3), (2, 1100)]
     queries, size = paged_queries(lens, 16)
     cache = filled_cache(queries, size, 96, dtype=BF16)
@@ -156,11 +156,11 @@ def test_plans_in_fixed_buffers() -> None:
 
 @pytest.mark.parametrize(("count", "heads"), [(1, 18), (3, 5)])
 def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
-    """What a graph replays: one plan, renewed in its memory with upper bounds of lengths that only the device knows. It
-    serves other queries of the same size."""
+    """As in replays of a graph: one plan, renewed in its memory with upper bounds of lengths that only the device has.
+    It serves other queries of the same size."""
     mla = TritonMLA(num_programs=5)
     queries, size = paged_queries([(count, 70)] * 4, 8)
-    assert mla.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
+    assert mla.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # before the first run
     cache = filled_cache(queries, size, 96, dtype=FP32)
     q = normal(queries.num_tokens, heads, 96, dtype=FP32)
     mla.absorbed(q, cache, queries, 0.1, mla.plan(AttentionBatch(queries, None)))

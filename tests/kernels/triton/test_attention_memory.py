@@ -1,4 +1,4 @@
-"""The ledger's bound on Triton's scratch memory, against the tiles and schedules themselves."""
+"""The ledger's bound on Triton's scratch memory, compared with tiles and schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.atte
 @pytest.mark.parametrize("heads", [1, 8, 16, 40, 128])
 @pytest.mark.parametrize("count", [1, 4])
 def test_partial_results_are_no_more_than_the_ledger_counts(heads: int, count: int) -> None:
-    """Of both backends with the tiles that they choose, on the largest device."""
+    """Both backends with their chosen tiles, on the largest device."""
     device, dtype = torch.device("cpu"), torch.bfloat16
     queries, _ = paged_queries([(count, 70)] * 3)
     programs = MULTIPROCESSORS

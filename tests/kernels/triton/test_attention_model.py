@@ -1,4 +1,4 @@
-"""A whole tiny model with Triton attention, under the interpreter: the tokens of the torch row, step by step."""
+"""A whole tiny model with Triton attention, under the interpreter: the tokens of the torch row in each step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_sparse_model_equals_the_torch_rows(tmp_path: Path) -> None:
 
 
 def test_a_long_context_is_expanded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for 8 tokens at once the prompts stay expanded, four tokens at a time: the same answers."""
+    """With a limit of 8 tokens at once the prompts stay expanded, four tokens at a time: the same answers."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=12)
     expected_tokens, expected = greedy(path, None)
     whole, chunks = mla_chunks.cut, []

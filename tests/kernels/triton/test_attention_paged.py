@@ -52,7 +52,7 @@ def test_paged(heads: int, groups: int, width: int, page_size: int, dtype: torch
 @pytest.mark.parametrize("form", [FP8_TOKEN, FP8_RANGE])
 @pytest.mark.parametrize(("heads", "width", "dtype"), [(6, 80, BF16), (2, 33, FP32)])
 def test_fp8_rows(form: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """Against the unpacked rows; rows without an owner are NaN."""
+    """Compared with the unpacked rows; unused rows are NaN."""
     gqa = TritonGQA(num_programs=5)
     queries, size = paged_queries([(1, 130), (20, 90), (1, 3)], 8)
     mine = torch.cat([slots_of(queries, r) for r in range(3)])
@@ -73,7 +73,7 @@ def test_a_step_of_two_groups_is_planned_before_its_layers() -> None:
     gqa = TritonGQA(num_programs=6)
     groups = [paged_queries(lens, 4)[0] for lens in ([(1, 90), (1, 20)], [(17, 60)])]
     q = normal(19, 4, 32, dtype=FP32)
-    for _ in range(2):  # the layers of the first step give the shape to the plan of the second
+    for _ in range(2):  # the layers of the first step determine the shape of the second step's plan
         plan = gqa.plan(AttentionBatch(*groups))
         for queries, mine in zip(groups, q.split([2, 17])):
             keys, values = (filled_cache(queries, 160, 2, 32, dtype=FP32) for _ in range(2))
@@ -92,7 +92,7 @@ def test_trees() -> None:
 
 
 def test_deterministic_bits_depend_on_the_request_alone() -> None:
-    """The row as a launch with --enable-deterministic-inference builds it."""
+    """The row as built with --enable-deterministic-inference."""
     gqa = chosen(tables.GQA, "auto", deterministic=True).build()
     queries, size = paged_queries([(1, 600), (3, 20), (2, 1050)], 16)
     keys, values = (filled_cache(queries, size, 2, 32, dtype=BF16) for _ in range(2))
@@ -135,7 +135,7 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) 
     """One plan renewed in its memory with upper bounds of other lengths: several query tokens, padding."""
     gqa = TritonGQA(num_programs=5)
     queries, size = paged_queries([(count, 150)] * 4, 8)
-    assert gqa.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
+    assert gqa.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # before the first run
     keys, values = (filled_cache(queries, size, groups, 64, dtype=FP32) for _ in "kv")
     q = normal(queries.num_tokens, heads, 64, dtype=FP32)
     gqa.paged(q, keys, values, queries, 0.125, gqa.plan(AttentionBatch(queries, None)))

@@ -16,7 +16,7 @@ requests = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 900)), max_size
 
 
 def check(lens: list[tuple[int, int]], per_token: int, split: Split, tree: bool) -> np.ndarray:
-    """Raises unless segments and merges cover what the requests are; returns the segments."""
+    """Raises unless segments and merges cover the requests exactly; returns the segments."""
     queries = [q for q, _ in lens]
     contexts = [q + before for q, before in lens]
     segments, merges, num_partials = cut(queries, contexts, per_token, split, tree)
@@ -62,7 +62,7 @@ def test_everything_is_covered_once(lens, per_token, block_m, programs, tree, fi
 
 @pytest.mark.parametrize(("per_token", "block_m"), [(16, 16), (128, 64)])
 def test_uneven_contexts_are_cut_evenly(per_token: int, block_m: int) -> None:
-    """Programs that take segments as they become free end within two tiles of an even share."""
+    """Programs that take segments when they become free end within two tiles of an even share."""
     contexts = [17, 40_000, 900, 2_100, 64, 9_000, 3_333]
     programs = 132
     segments = check([(1, c - 1) for c in contexts], per_token, Split(block_m, 64, programs), False)
@@ -98,7 +98,7 @@ def test_an_empty_step() -> None:
     st.sampled_from([16, 64]), st.integers(1, 40),
 )  # fmt: skip
 def test_room_for_decodes_is_room_for_every_context(befores, count, per_token, block_m, programs) -> None:
-    """`fill` raises where a schedule does not fit."""
+    """`fill` raises if a schedule does not fit."""
     split, device = Split(block_m, 16, programs), torch.device("cpu")
     buffers = ScheduleBuffers.for_decodes(len(befores), count, per_token, split, device)
     contexts = [before + count for before in befores]

@@ -1,4 +1,4 @@
-"""Byte and operation floors of the named attention shapes, against counting what is there."""
+"""Byte and operation floors of the named attention shapes, against counts of the actual tensors."""
 
 from __future__ import annotations
 

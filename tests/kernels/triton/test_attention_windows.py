@@ -1,4 +1,4 @@
-"""Sliding windows of grouped-query attention, under the interpreter: nothing outside a window is read."""
+"""Sliding windows of grouped-query attention, under the interpreter: no row outside a window is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of drafts in Triton, under the interpreter: the same memory as the torch row leaves."""
+"""Chains of drafts in Triton, under the interpreter: the same memory contents as with the torch row."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GridExecutor = pytest.importorskip("triton.runtime.interpreter", reason="needs t
 
 
 def test_rows_in_plain_torch_need_no_compilation():
-    """Their expert loop counts rows on the host, which tensors without values do not allow."""
+    """The expert loop of the torch row counts rows on the host, which is impossible for tensors without values."""
     flags = {"max_running_requests": 2, "chunked_prefill_size": 4, "context_length": 32}
     families = ("attention", "linear", "moe_runner", "ops", "sampling")
     rows = {f"{family}_backend": "torch" for family in families}
@@ -36,7 +36,7 @@ def test_rows_in_plain_torch_need_no_compilation():
 
 
 def test_torch_experts_of_other_ranks_tokens_need_no_compilation():
-    """Both layouts in which tokens of other ranks arrive."""
+    """Both layouts of tokens from other ranks."""
     experts = NoExperts()
     weights = experts.allocate(4, 16, 8, torch.bfloat16, "meta")
     counts, offsets = (torch.empty(count, dtype=torch.int32, device="meta") for count in (4, 5))
@@ -44,7 +44,7 @@ def test_torch_experts_of_other_ranks_tokens_need_no_compilation():
     for batch in (ExpertBatch("padded", padded, counts=counts), ExpertBatch("grouped", padded[0], offsets=offsets)):
         out = experts.run(batch, weights)
         assert (out.shape, out.dtype, out.device.type) == (batch.x.shape, torch.bfloat16, "meta")
-        with pytest.raises(RuntimeError, match="meta"):  # what the stand-in is for
+        with pytest.raises(RuntimeError, match="meta"):  # raised by the stand-in
             TorchExperts().run(batch, weights)
 
 

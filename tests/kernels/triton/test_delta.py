@@ -15,7 +15,7 @@ SHAPES = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 1, 20, 40, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decodes_drafts_and_prompts(shape: DeltaShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long and a short prompt whose state is stored on the way, a decode, and drafts that all store their states."""
+    """A long and a short prompt with stored intermediate states, a decode, and drafts that all store their states."""
     monkeypatch.setattr(triton_delta, "SHORT", 8)
     long = 14
     lens, reads = [1, 3, 5, long], [3, 0, 5, 1]

@@ -1,8 +1,8 @@
-"""--enable-deterministic-inference: a token's bits do not depend on what else is in the batch, by kernel and in a
-whole model, and nothing runs that does not promise it.
+"""--enable-deterministic-inference: a token's bits do not depend on the rest of the batch, by kernel and in a whole
+model, and only rows that guarantee it run.
 
-Products of tiles are summed in float64 here, as numpy's own sums depend on where a row lies in a tile; tensor cores'
-do not. What is tested is how kernels cut their work.
+Products of tiles are summed in float64 here, because numpy's sums depend on the position of a row in a tile; sums of
+tensor cores do not. The test covers how kernels split their work.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def sums_that_do_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def same_bits_in_every_batch(run: Any, *rows: Tensor) -> Tensor:
-    """`run` of all `rows`, of some of them (which would be in another row of the tile table), and of the last one alone
-    agree. Returns all."""
+    """`run` gives equal results for all `rows`, for some of them (in another row of the tile table), and for the last
+    one alone. Returns all results."""
     whole = run(*rows)
     assert torch.equal(run(*(x[:18] for x in rows)), whole[:18])
     assert torch.equal(run(*(x[-1:] for x in rows)), whole[-1:])
@@ -62,7 +62,7 @@ def same_bits_in_every_batch(run: Any, *rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32"])
 def test_linear(kind: str) -> None:
-    """So deep that the ordinary FP8 product of a few rows is split."""
+    """K is so large that the ordinary FP8 product of a few rows is split."""
     kernel, dtype = TritonLinear(deterministic=True), torch.bfloat16 if kind == "bf16" else torch.float32
     weight, bias = torch.randn(100, 1300) / 36, torch.randn(100).to(dtype)
     x = torch.randn(70, 1400).to(dtype)[:, 20:1320]
@@ -79,7 +79,7 @@ def test_linear(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_heads(dtype: torch.dtype) -> None:
-    """Into a part of a wider query, from a part of one."""
+    """Output and input are parts of a wider query."""
     kernel, weight = TritonLinear(deterministic=True), torch.randn(3, 40, 70).to(dtype)
     prepared, x = kernel.prepare_heads(weight), torch.randn(70, 3, 90).to(dtype)[..., 5:75]
 
@@ -131,7 +131,7 @@ def test_router(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_whole_model(tmp_path: Path) -> None:
-    """A request's logits, bit for bit: alone, and beside a prompt and a decode that came before."""
+    """A request's logits, bit for bit: alone, and in a batch with a prompt and a decode before it."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=5, num_hidden_layers=1, first_k_dense_replace=0)
     config = load_model_config(path)
 

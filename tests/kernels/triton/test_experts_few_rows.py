@@ -1,4 +1,4 @@
-"""Few rows of each expert run in Triton over DeepGEMM's weights."""
+"""Batches with few rows per expert run in Triton with DeepGEMM's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def experts(arch: int) -> DeepGemmExperts:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_results_equal_those_of_deep_gemm(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after an expert moved: both kernels read the same memory."""
+    """Holds also after an expert moved, because both kernels read the same memory."""
     kernel = experts(9)
     if fp8:
         weights = kernel.allocate_blocks(NUM, HIDDEN, WIDTH, "cpu")

@@ -1,4 +1,4 @@
-"""Experts in Triton's memory, FP8 with scales too, that move between the slots of two ranks: no token notices."""
+"""Experts in Triton's memory, also FP8 with scales, that move between the slots of two ranks: results do not change."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ kernel = TritonExperts()
 
 
 class Mailbox:
-    """What lies between the ranks: a message arrives when its receiver waits for it."""
+    """The connection between the ranks: a message arrives when its receiver waits for it."""
 
     def __init__(self) -> None:
         self.messages = {(sender, receiver): SimpleQueue() for sender in range(RANKS) for receiver in range(RANKS)}
 
 
 class Link:
-    """One rank's end of a `Mailbox`, in the place of a `PeerLink`."""
+    """One rank's end of a `Mailbox`, in place of a `PeerLink`."""
 
     def __init__(self, box: Mailbox, rank: int) -> None:
         self._box, self._rank = box, rank
@@ -95,7 +95,7 @@ def test_no_token_notices_that_experts_move(kind: str) -> None:
     received = 0
     for chunk in plan_moves(old, new):
         received += sum(transfer.begin([chunk]) for transfer in transfers)
-        check()  # under way: nothing that a step reads has changed
+        check()  # during the move: memory read by a step is unchanged
         for transfer in transfers:
             transfer.finish()
         for table in tables:

@@ -30,12 +30,12 @@ both = pytest.mark.parametrize("kernels", [TritonPermutation(), TorchPermutation
 
 
 def choices(tokens: int, top_k: int, num_experts: int) -> Tensor:
-    """Some ids on either side of what exists here."""
+    """Some ids below and above the local range."""
     return torch.randint(-2, num_experts + 3, (tokens, top_k), dtype=torch.int32)
 
 
 @both
-# one pair; several programs; groups that are aligned; an expert that no token or every token chose
+# one pair; several programs; aligned groups; an expert chosen by no token or by every token
 @pytest.mark.parametrize(
     ("ids", "num_experts", "align"),
     [
@@ -56,20 +56,20 @@ def test_sort_by_expert(kernels: Permutation, ids: Tensor, num_experts: int, ali
         end = start + -(-len(pairs) // align) * align
         assert (int(order.offsets[expert]), int(order.offsets[expert + 1])) == (start, end)
         assert int(order.ends[expert]) == start + len(pairs)
-        assert torch.equal(order.source[start : start + len(pairs)].long(), pairs)  # by token inside an expert
+        assert torch.equal(order.source[start : start + len(pairs)].long(), pairs)  # ordered by token within an expert
         assert (order.source[start + len(pairs) : end] == -1).all()
         assert torch.equal(order.positions.flatten()[pairs].long(), start + torch.arange(len(pairs)))
         start = end
     assert start <= len(order.source)
     if align > 1:
         assert (order.source[start:] == -1).all()
-        assert (flat >= 0).logical_and(flat < num_experts).all() or start < len(order.source)  # a row to spare
+        assert (flat >= 0).logical_and(flat < num_experts).all() or start < len(order.source)  # an unused row
     assert (order.positions.flatten()[(flat < 0) | (flat >= num_experts)] == -1).all()
 
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_many_pairs_share_programs(monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
-    """As 8,192 tokens would, at the size of a test. Few pairs are sorted in one launch, more in two."""
+    """As with 8,192 tokens, at the size of a test. Few pairs are sorted in one launch, more in two."""
     monkeypatch.setattr(triton_permute, "_MAX_CHUNKS", 2)
     monkeypatch.setattr(triton_permute, "_ONE_LAUNCH", 0 if counted else 1 << 16)
     monkeypatch.setattr(triton_permute, "_WIDE", 8)
@@ -79,8 +79,8 @@ def test_many_pairs_share_programs(monkeypatch: pytest.MonkeyPatch, counted: boo
 
 
 def test_programs_of_a_sort_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting and placing in one launch, whose programs run in any order; as two launches place them. A device
-    that cannot run all programs at once takes two."""
+    """Counting and placing in one launch, whose programs run in any order, gives the result of two launches. A device
+    that cannot run all programs at once uses two."""
     monkeypatch.setattr(triton_permute, "_ONE_LAUNCH", 0)
     monkeypatch.setattr(triton_permute, "resident_programs", lambda device: 4)
     kernels, ids = TritonPermutation(), choices(120, 2, 6)
@@ -101,7 +101,7 @@ def test_programs_of_a_sort_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
 
 
 @both
-@pytest.mark.parametrize("capacity", [40, 5])  # of which the second is too small for some experts
+@pytest.mark.parametrize("capacity", [40, 5])  # the second is too small for some experts
 def test_places_in_padded_groups(kernels: Permutation, capacity: int) -> None:
     ids = choices(40, 3, 6)
     counts, positions = kernels.place(ids, 6, capacity)
@@ -119,7 +119,7 @@ def test_places_in_padded_groups(kernels: Permutation, capacity: int) -> None:
 
 @both
 @pytest.mark.parametrize("align", [1, 8])
-@pytest.mark.parametrize("columns", [True, False])  # scales as products read them, or as records carry them
+@pytest.mark.parametrize("columns", [True, False])  # scales in the layout of products, or of records
 def test_rows_there_and_back(kernels: Permutation, align: int, columns: bool) -> None:
     tokens, top_k, num_experts, width = 29, 3, 6, 200
     ids, wide = choices(tokens, top_k, num_experts), torch.randn(tokens, width + 8)
@@ -137,18 +137,18 @@ def test_rows_there_and_back(kernels: Permutation, align: int, columns: bool) ->
     for ours, theirs in ((carried.data.view(torch.uint8), before.data.view(torch.uint8)), (scales, before.scales)):
         assert torch.equal(ours[valid], theirs[source[valid] // top_k])
 
-    rows[~valid] = torch.nan  # nobody reads them
+    rows[~valid] = torch.nan  # never read
     weights, add = torch.rand(tokens, top_k), torch.randn(tokens, width + 8)[:, 4:-4]
     known = (ids >= 0) & (ids < num_experts)
     total = weights.where(known, 0).double().sum(1, keepdim=True) * x.double()
-    weights[~known] = torch.nan  # a static exchange leaves them as they were
+    weights[~known] = torch.nan  # a static exchange does not write them
     torch.testing.assert_close(kernels.combine(rows, order.positions, weights).double(), total, rtol=1e-5, atol=1e-5)
     got = kernels.combine(rows, order.positions, weights, add)
     torch.testing.assert_close(got.double(), total + add.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_without_a_position_stay_as_they_are() -> None:
-    """Padding is not written: a batch with room for every token costs only its tokens."""
+    """Padding is not written: the cost of a batch depends only on its tokens, not on its capacity."""
     ids = choices(20, 2, 4)
     counts, positions = TritonPermutation().place(ids, 4, 20)
     out = torch.full((80, 64), 7.0)

@@ -31,7 +31,7 @@ def poison() -> Iterator[None]:
 
 
 class Experts:
-    """Random experts of a kind, in the kernel's memory and as they are meant."""
+    """Random experts of a kind, in the kernel's memory and as plain values."""
 
     def __init__(self, kind: str, count: int, hidden: int, width: int) -> None:
         self.kind, self.power_of_two = kind, kind == "fp8_ue8m0"
@@ -57,7 +57,7 @@ class Experts:
         return torch.randn(*shape).to(self.dtype)
 
     def apply(self, x: Tensor, expert: int) -> Tensor:
-        """x [M, D] through one expert in float64, quantised where the kernel's contract quantises."""
+        """x [M, D] through one expert in float64, quantised as in the kernel's contract."""
         parts = self.parts[expert]
         if not self.kind.startswith("fp8"):
             return gated(x, *parts)
@@ -81,7 +81,7 @@ COUNTS = ([0, 3, 0, 20, 1, 0], [0, 0, 37], [5], [1, 1, 1, 1], [40, 0, 70], [130,
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_grouped(kind: str, counts: list[int]) -> None:
     experts = Experts(kind, len(counts), 160, 144)
-    x = experts.rows(sum(counts) + 5, 160)  # a dispatcher's buffer may be longer than what came
+    x = experts.rows(sum(counts) + 5, 160)  # a dispatcher's buffer may be longer than its rows
     x[sum(counts) :] = NAN
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), experts.weights)
@@ -132,7 +132,7 @@ def test_padded(kind: str, counts: list[int], capacity: int) -> None:
 def test_routed(kind: str, tokens: int, top_k: int, count: int) -> None:
     experts = Experts(kind, count, 200, 64)
     x, add = experts.rows(tokens, 216)[:, 8:-8], experts.rows(tokens, 200)
-    ids = torch.rand(tokens, count + 2).argsort(1)[:, :top_k].int() - 1  # -1 and count: held elsewhere
+    ids = torch.rand(tokens, count + 2).argsort(1)[:, :top_k].int() - 1  # -1 and count: on another rank
     weights = torch.rand(tokens, top_k)
     want = add.double()
     for token in range(tokens):
@@ -181,7 +181,7 @@ def test_no_tokens() -> None:
 
 def test_tables_and_floors() -> None:
     for _, tiles in BLOCK_FP8.gate_up.rows:
-        assert tiles.block_n == 128  # a tile is one block of what it quantises
+        assert tiles.block_n == 128  # a tile is one block of its quantized output
     for _, tiles in (*BLOCK_FP8.down.rows, *PLAIN.gate_up.rows, *PLAIN.down.rows, *WIDE.down.rows):
         assert tiles.block_n <= 128 and tiles.split == 1
     one = ExpertShape(DEEPSEEK_V3, 1, 256)

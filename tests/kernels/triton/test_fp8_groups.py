@@ -75,8 +75,8 @@ def test_weighted_rows_in_place() -> None:
 
 
 def test_a_padded_decode_works_on_valid_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows quantized and activated between DeepGEMM's two products, and scales that it transposes: 4 rows of 4 x 64 (it
-    were all 256, twice), 2 launches, no transposition (it were 2)."""
+    """Rows quantized and activated between DeepGEMM's two products, and scales that it transposes: 4 rows of 4 x 64
+    (before: all 256, twice), 2 launches, no transposition (before: 2)."""
     emulator = DeepGemmEmulator(9)
     kernel = DeepGemmExperts(DeepGemm(emulator.module, (9, 0), triton_rows))
     experts, capacity, hidden, width = 4, 64, 256, 128
@@ -103,8 +103,8 @@ def test_a_padded_decode_works_on_valid_rows_only(monkeypatch: pytest.MonkeyPatc
 
 
 def test_programs_do_not_follow_the_capacity() -> None:
-    """V3 on 8 ranks, 32 experts here: 16 blocks of the intermediate. It was a program for every 16 rows of the
-    capacity, 32,768 at 1,024 rows per expert."""
+    """V3 on 8 ranks, 32 experts here: 16 blocks of the intermediate. Before, there was a program for every 16 rows of
+    the capacity, 32,768 at 1,024 rows per expert."""
     for capacity in (1024, 8192):
         assert 32 * 16 * triton_groups.programs_per_group(32, 16, capacity) <= triton_groups.MAX_PROGRAMS
     assert triton_groups.programs_per_group(2, 3, 20) == 2

@@ -21,7 +21,7 @@ from tests.kernels.cpu.formulas import block_product, rms_norm, silu
 from tests.kernels.triton.poison import poisoned_memory
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Of one result, relative to the sum of the magnitudes it is made of."""
+"""Error of one result, relative to the sum of the magnitudes of its terms."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def poison() -> Iterator[None]:
 
 
 def operands(m: int, n: int, k: int) -> tuple[QuantizedRows, BlockWeight]:
-    """Rows and blocks of different sizes, so that a scale in the wrong place shows."""
+    """Rows and blocks of different magnitudes, so that a misplaced scale is detected."""
     x = torch.randn(m, k) * torch.exp2(torch.randint(-6, 6, (m, 1)).float())
     weight = torch.randn(n, k)
     for row in range(0, n, 128):
@@ -55,7 +55,7 @@ def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight, bias: Tensor | 
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(1, 128, 128), (5, 200, 384), (16, 72, 2048), (17, 100, 300), (33, 257, 1280), (70, 130, 256)]
-    + [(257, 129, 200), (300, 130, 272)],  # rows of 200 bytes are not for the bulk copy engine, of 272 they are
+    + [(257, 129, 200), (300, 130, 272)],  # the bulk copy engine takes rows of 272 bytes, not of 200
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_gemm(m: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -69,9 +69,9 @@ def test_products_are_split_where_tiles_are_few() -> None:
         tiles = block_fp8_tiles(64, shape.n, shape.k)
         programs = -(-shape.n // tiles.block_n) * tiles.split
         assert programs >= NUM_SMS or tiles.split == 16 or shape.k // 128 < 8 * tiles.split, shape
-    assert block_fp8_tiles(33, 257, 1280).split > 1  # the test above has met a split product
+    assert block_fp8_tiles(33, 257, 1280).split > 1  # the test above includes a split product
     for limit, tiles in BLOCK_FP8.rows:
-        assert tiles.block_n <= 128 and (limit or 1 << 20) >= tiles.block_m  # a tile lies in one block of the weight
+        assert tiles.block_n <= 128 and (limit or 1 << 20) >= tiles.block_m  # a tile is within one block of the weight
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

@@ -1,7 +1,7 @@
 """A tiny DeepSeek V3 in block FP8, loaded without dequantising, on the Triton linear and expert rows.
 
-Its logits are those of an emulation in plain torch that dequantises weights and rounds activations where FP8 does, and
-near those of the torch rows, which round no activation.
+Its logits equal an emulation in plain torch that dequantises weights and rounds activations as FP8 does, and are near
+those of the torch rows, which do not round activations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rounded(x: Tensor, power_of_two: bool) -> Tensor:
 
 
 class EmulatedLinear(TorchLinear):
-    """What block FP8 means, in float32."""
+    """The definition of block FP8, in float32."""
 
     @property
     def capabilities(self) -> LinearCapabilities:
@@ -110,7 +110,7 @@ def stepper(
     config = load_model_config(path, overrides)
     backends = make_backends(config)
     if linear is not None:
-        ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # whose norms quantise
+        ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # with norms that quantise
         backends = replace(backends, ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
     model = load_model(path, config, "float32", "cpu", backends, **options)
     return Stepper(model, config, backends)
@@ -134,10 +134,10 @@ def test_logits(tmp_path: Path, scale_dtype: str) -> None:
     assert kept.model.weight_bytes < 0.5 * plain.model.weight_bytes  # type: ignore[attr-defined]
     got, want = logits_of(kept), logits_of(stepper(path, EmulatedLinear(), EmulatedExperts(), overrides))
     assert got.isfinite().all()
-    assert (got - want).abs().max() < 0.02 * want.abs().max()  # ties that a rounding before them decides
+    assert (got - want).abs().max() < 0.02 * want.abs().max()  # ties decided by an earlier rounding
     loose = logits_of(plain)
     assert (got - loose).norm() < 0.1 * loose.norm()
-    assert (got - loose).abs().max() > 1e-3 * loose.abs().max()  # activations have been rounded indeed
+    assert (got - loose).abs().max() > 1e-3 * loose.abs().max()  # activations have been rounded
 
 
 def test_dummy_weights_stay_fp8(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_dummy_weights_stay_fp8(tmp_path: Path) -> None:
 
 
 def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
-    """Slices at blocks come out as they are stored; others are refused, and so are plain weights."""
+    """Slices at block edges are returned as stored; other slices and plain weights are refused."""
     from safetensors.torch import save_file
 
     tensors = quantise_fp8({"x_proj.weight": torch.randn(300, 400)}, "e8m0") | {"y_proj.weight": torch.randn(8, 8)}

@@ -34,7 +34,7 @@ def cast_kernel(x, out, N: tl.constexpr):
 
 
 def wide(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Numbers of very different sizes: whole blocks small, and zeros."""
+    """Numbers of very different magnitudes, with small blocks and zeros."""
     x = torch.randn(*shape) * torch.exp2(torch.randint(-14, 10, (shape[0], 1)).float())
     x[:, : shape[1] // 3] *= 1e-3
     return torch.where(torch.rand(*shape) < 0.02, 0.0, x).to(dtype)
@@ -54,7 +54,7 @@ def test_casts_of_the_interpreter_are_torchs(dtype: torch.dtype) -> None:
 
 
 def check(got: QuantizedRows, x: Tensor, power_of_two: bool) -> None:
-    """Against x [M, K] itself in float64, by the rules of the format."""
+    """Compared with x [M, K] in float64, by the rules of the format."""
     assert got.data.dtype == FP8 and got.data.is_contiguous() and got.data.shape == x.shape
     assert got.scales.stride(0) == 1 and got.scale_stride % 4 == 0
     blocks = [part.double() for part in x.split(BLOCK, 1)]
@@ -72,7 +72,7 @@ def check(got: QuantizedRows, x: Tensor, power_of_two: bool) -> None:
 
 
 def agree(got: QuantizedRows, want: QuantizedRows) -> None:
-    """The same scales, and the same numbers but for ties that a rounding before them decides."""
+    """Equal scales, and equal numbers except for ties decided by an earlier rounding."""
     torch.testing.assert_close(got.scales, want.scales, rtol=1e-6, atol=0)
     assert (got.data.float() != want.data.float()).float().mean() < 0.01
 

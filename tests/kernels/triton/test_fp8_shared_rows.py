@@ -1,4 +1,4 @@
-"""Activations are quantised once, by the norm before those that read them: values, bits, and how many kernels run."""
+"""Activations are quantised once, by the norm before their readers: values, bits, and the number of kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def decode_launches(loaded: Stepper) -> Counter[str]:
 
 
 class NormsApart(TritonOps):
-    """Without quantized norms: what runs where norms and quantisation are two kernels."""
+    """Ops without quantized norms: norms and quantisation are two kernels."""
 
     @property
     def capabilities(self) -> OpsCapabilities:
@@ -61,26 +61,26 @@ class NormsApart(TritonOps):
 
 
 def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
-    """A dense layer and a mixture: q_a and kv_a read one quantisation, gate and up one, and of the mixture the router,
-    the shared expert and the routed ones all read what the norm before them wrote."""
+    """A dense layer and a mixture: q_a and kv_a read one quantisation, gate and up one; the router, the shared expert
+    and the routed experts of the mixture all read the output of the norm before them."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=3, fp8=True, **SIZES)
     shared = stepper(path, TritonOps(), TritonLinear(), TritonExperts())
     apart = stepper(path, NormsApart(), TritonLinear(), TritonExperts())
     together, separate = decode_launches(shared), decode_launches(apart)
     layers, mixtures = 2, 1
     assert together["rms_norm_quantize_kernel"] == 3 * layers  # before attention, q_b, and the feed-forward part
-    assert together["quantize_kernel"] == layers  # what attention found, for o_proj
+    assert together["quantize_kernel"] == layers  # the output of attention, for o_proj
     assert together["rms_norm_kernel"] == 0 and together["combine_norm_kernel"] == 1  # the last one, before the head
     assert separate["rms_norm_quantize_kernel"] == 0 and separate["rms_norm_kernel"] == 3 * layers
     assert separate["quantize_kernel"] == 4 * layers + mixtures
     assert separate.total() - together.total() == 3 * layers + mixtures
-    assert together["silu_mul_quantize_kernel"] == layers  # where the product wrote: the dense and the shared MLP
+    assert together["silu_mul_quantize_kernel"] == layers  # after the product: the dense and the shared MLP
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
-    """The rows are the numbers quantised, bit for bit, and the numbers are those of the norm alone."""
+    """The rows are the quantised numbers, bit for bit, and the numbers are those of the plain norm."""
     ops, norm, reads = TritonOps(), torch.rand(300) + 0.5, ActivationFormat(True, True, power_of_two)
     x, stream = torch.randn(5, 300).bfloat16(), torch.randn(5, 300).bfloat16()
     once = stream.clone()
@@ -101,7 +101,7 @@ def test_what_serves_several_readers() -> None:
     fp8, powers = ActivationFormat.fp8(False), ActivationFormat.fp8(True)
     assert common_format(fp8, fp8) == fp8 and common_format(UNQUANTIZED, powers) == ActivationFormat(True, True, True)
     assert common_format(UNQUANTIZED, UNQUANTIZED) == UNQUANTIZED == common_format()
-    assert common_format(fp8, powers, powers) == UNQUANTIZED  # scales of the wrong kind reach no reader
+    assert common_format(fp8, powers, powers) == UNQUANTIZED  # readers do not get scales of the wrong kind
     x = torch.randn(3, 128)
     alone = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
     assert as_format(x, fp8) is x and as_format(alone, fp8) is alone
@@ -114,7 +114,7 @@ def test_what_serves_several_readers() -> None:
 
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
 def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
-    """By the norm; as numbers they are quantised on their way out. Experts give what tokens that stay give."""
+    """Quantised by the norm; unquantized tokens are quantised by dispatch. Experts give the results of local tokens."""
     num, top_k, hidden, width, tokens = 4, 2, 256, 128, 9
     kernel = TritonExperts()
     weights = kernel.allocate_blocks(num, hidden, width, "cpu")
@@ -141,5 +141,5 @@ def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-7 * float(want.abs().max()))
     with launches() as names:
         again = experts.run(unquantized(normed), topk_weights, ids)
-    assert not any("quantize" in name for name in names), names  # on the way out, in torch
+    assert not any("quantize" in name for name in names), names  # before dispatch, in torch
     torch.testing.assert_close(again, want, rtol=0, atol=0.05 * float(want.abs().max()))

@@ -1,5 +1,5 @@
 """The indexer in Triton, under the interpreter: against the formula in float64, ties, FP8 keys, parts of the scores;
-with choices that do not depend on the batch."""
+with selections that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_choices_do_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (128, torch.bfloat16)])
 def test_fp8_keys(width: int, dtype: torch.dtype) -> None:
-    """Records and quantized queries: within a rounding step of the torch row's; the formula over what is stored."""
+    """Records and quantized queries: within a rounding step of the torch row's; scores by the formula over the stored
+    values."""
     lens = [(3, 50), (1, 200)]
     queries, size = paged_queries(lens, 4)
     keys, slots = normal(size, width, dtype=dtype), torch.randperm(size)

@@ -55,7 +55,7 @@ def test_norms(ops, dtype, width, weight_dtype):
 
 @pytest.mark.parametrize("width", [7, 1500])
 def test_a_norm_sums_two_addends_as_torch_does(ops, dtype, width):
-    """Bit for bit the sum in the activation dtype, then `add_rms_norm`; in one launch, quantized or not."""
+    """Bit for bit the sum in the activation dtype, then `add_rms_norm`; in one launch, quantized or unquantized."""
     x, other = normal(5, width + 4, dtype=dtype)[:, :width], normal(5, width, dtype=dtype)
     weight, residual = torch.randn(width) + 1, normal(5, width, dtype=dtype)
     streams = residual.clone(), residual.clone(), residual.clone()
@@ -77,8 +77,8 @@ def test_a_norm_sums_two_addends_as_torch_does(ops, dtype, width):
 @pytest.mark.parametrize(("tokens", "width", "top_k"), [(0, 128, 2), (1, 200, 1), (5, 1500, 3)])
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_norm_sums_the_rows_of_experts(ops, dtype, tokens, width, top_k, adds):
-    """Bit for bit `combine`, then `add_rms_norm`; pairs without a row add nothing, and rows that no pair names are not
-    read. In one launch, quantized or not."""
+    """Bit for bit `combine`, then `add_rms_norm`; pairs without a row add nothing, and rows without a pair are not
+    read. In one launch, quantized or unquantized."""
     rows = normal(tokens * top_k + 2, width, dtype=dtype)
     positions = torch.randperm(tokens * top_k).int().view(tokens, top_k)
     positions[torch.rand(tokens, top_k) < 0.3] = -1
@@ -167,11 +167,11 @@ def test_write_latent(ops, dtype, slot_dtype):
 @pytest.mark.parametrize(("latent", "rotary", "interleaved"), [(512, 64, True), (128, 8, False), (40, 12, False)])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent, rotary, interleaved):
-    """Bit for bit, from the rows that the same operations write to a cache in the activation dtype."""
+    """Bit for bit, compared with the rows that the same operations write to a cache in the activation dtype."""
     table, slots = rotary_table(90, rotary, interleaved), torch.randperm(50)[:7]
     positions, weight = torch.randint(90, (7,)), torch.randn(latent) + 1
     kv_a = normal(7, latent + rotary + 3, dtype=dtype, scale=3.0)[:, 3:]
-    kv_a[0] *= 1e6  # a rotary part that no format holds
+    kv_a[0] *= 1e6  # a rotary part beyond the range of every format
     kv_a[1] = 0
     plain = torch.zeros(50, latent + rotary, dtype=dtype)
     ops.write_latent(kv_a, weight, EPS, positions, table, slots, plain)
@@ -223,7 +223,7 @@ def test_write_kv(ops, dtype, width):
     [(1, 3, 32, 128, 8, True), (5, 2, 128, 512, 64, True), (70, 3, 24, 40, 12, False)],
 )
 def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv_dtype):
-    """One launch: the query of the two operations and the product, and the cache rows of `write_latent`, bit for
+    """One launch gives the query of the two operations and the product, and the cache rows of `write_latent`, bit for
     bit."""
     table, slots = rotary_table(90, rotary, interleaved), torch.randperm(tokens + 9)[:tokens].int()
     positions, weight = torch.randint(90, (tokens,)), torch.randn(latent) + 1
@@ -271,7 +271,7 @@ def test_route(ops, dtype, spec, tokens, width):
     got = torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), weights)
     close(got, routed_weights(x, gate, bias, spec), 2)
     assert all(len(set(row)) == spec.top_k for row in ids.tolist())
-    if spec.top_k < spec.num_experts:  # best first, as the reference gives them
+    if spec.top_k < spec.num_experts:  # best first, as in the reference
         assert torch.equal(ids, TorchOps().route(x, gate, bias, spec)[1])
     wide = ops.capabilities.route_int64(x, gate, bias, spec, None)
     assert wide[1].dtype == torch.int64 and torch.equal(wide[1], ids) and torch.equal(wide[0], weights)
@@ -280,7 +280,7 @@ def test_route(ops, dtype, spec, tokens, width):
 @pytest.mark.parametrize("name", ["v3", "v2", "all experts"])
 @pytest.mark.parametrize("num_shared", [1, 3])
 def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
-    """Behind the routed choices, which stay; padding has none of either."""
+    """Shared choices follow the unchanged routed choices; padding has neither."""
     spec = ROUTERS[name]
     x, gate = normal(6, 64, dtype=torch.float32), torch.randn(spec.num_experts, 64) / 8
     bias = torch.randn(spec.num_experts) if spec.has_bias else None
@@ -298,7 +298,7 @@ def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
 
 @pytest.mark.parametrize("programs", [2, 5])
 def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
-    """Few tokens are one launch whose programs run in any order; as many as two launches compute, bit for bit."""
+    """Few tokens are one launch whose programs run in any order, with the bits of two launches."""
     spec = ROUTERS["v3"]
     x, gate, bias = normal(21, 1100, dtype=torch.bfloat16), torch.randn(32, 1100) / 33, torch.randn(32)
     monkeypatch.setattr(triton_router, "_PARTS", ((64, 512),))
@@ -306,7 +306,7 @@ def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
         patch.setattr(triton_router, "resident_programs", lambda device: programs)
         found = [
             beside.run_ranks([lambda: ops.route(x, gate, bias, spec)], [router_kernels.route_kernel], seed)[0]
-            for seed in range(3)  # the barrier's state stays
+            for seed in range(3)  # the barrier's state is kept
         ]
     assert names == ["route_kernel"] * 3
     with launches() as names, monkeypatch.context() as patch:
@@ -317,7 +317,7 @@ def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
 
 
 def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
-    """The other plan of the logits kernel, which is for more tokens than the interpreter likes."""
+    """The other plan of the logits kernel, for token counts that are slow in the interpreter."""
     monkeypatch.setattr(triton_router, "_SPLIT_TOKENS", 16)
     monkeypatch.setattr(triton_router, "_PARTS", ((16, 512),))
     spec = ROUTERS["v3"]
@@ -329,7 +329,8 @@ def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
 
 
 def test_the_gate_of_a_checkpoint_is_one_product(ops):
-    """Products per tile: 1, it were 3; bytes of the gate: half. A gate with more mantissa keeps its three terms."""
+    """Products per tile: 1 instead of 3; bytes of the gate: half. A gate with more mantissa bits keeps its three
+    terms."""
     spec, x, bias = ROUTERS["v3"], normal(9, 200, dtype=torch.bfloat16), torch.randn(32)
     wide = torch.randn(32, 200) / 14
     stored = wide.to(torch.bfloat16).float()
@@ -342,7 +343,7 @@ def test_the_gate_of_a_checkpoint_is_one_product(ops):
 
 
 def test_padding_of_a_captured_step_chooses_no_expert(ops, dtype):
-    """Pairs that are sent and multiplied: those of 3 real tokens, it were all 8."""
+    """Pairs that are sent and multiplied: those of 3 real tokens instead of all 8."""
     spec, x, gate = ROUTERS["mixtral"], normal(8, 64, dtype=dtype), torch.randn(8, 64)
     ids = ops.route(x, gate, None, spec)[1]
     real = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32)[:8]

@@ -1,4 +1,5 @@
-"""Sampling in Triton, under the interpreter, against the book (float64, sorted) and token by token against torch."""
+"""Sampling in Triton, under the interpreter, against the definition (float64, sorted) and token by token against
+torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def kernel() -> triton_sampling.TritonSampling:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_by_the_book(kernel, shape):
-    """Vocabularies of one tile, and one of two tiles with chunks of two logits; the shapes share out the parameters."""
+    """Vocabularies of one tile, and one of two tiles with chunks of two logits; each shape tests a part of the
+    parameters."""
     first = SHAPES.index(shape) % 3
     for number, parameters in enumerate(PARAMETERS[first::3]):
         check(kernel, shape, 1, (300, 1280, 17, 1, 5003)[number % 5], parameters)
@@ -88,7 +90,7 @@ def test_nothing_left_to_choose(kernel):
 
 
 def test_probabilities_of_drafts(kernel):
-    """As speculation asks: some tokens of a row, negative ids for none; a greedy row knows 0 and 1."""
+    """As in speculation: some tokens of a row, negative ids for none; a greedy row has probabilities 0 and 1."""
     logits = draw_logits("peaked", 3, 500, seed=2)
     columns = given(3, 500, (0.7, 0.95, 0, 0.0), (0.0, 1.0, 0, 0.0), (1.0, 1.0, 20, 0.1))
     best = logits.argmax(-1)

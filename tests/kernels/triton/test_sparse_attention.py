@@ -33,7 +33,7 @@ def test_reads_the_selected_rows_only(heads: int, latent: int, dtype: torch.dtyp
     selected = Selected(torch.full_like(slots, 2**30), COUNTS, torch.tensor(COUNTS, dtype=torch.int32))
     sparse = triton_attention.TritonMLA(num_programs=7).capabilities.sparse
     q, plan = normal(len(COUNTS), heads, latent + ROTARY, dtype=dtype), sparse.plan(selected)
-    selected.slots.copy_(slots)  # after the plan, as a layer does
+    selected.slots.copy_(slots)  # after the plan, as in a layer
     for _ in range(2):
         got = sparse.run(q, stored, selected, 0.1, plan, latent)
         for token, count in enumerate(COUNTS):

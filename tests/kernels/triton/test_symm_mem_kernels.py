@@ -1,5 +1,5 @@
-"""Kernels that write to peers: all ranks in this process, phase by phase. Over processes
-that wait for each other they are tested in tests/distributed/dispatch/test_symm_mem.py."""
+"""Kernels that write to peers: all ranks in this process, phase by phase. tests/distributed/dispatch/test_symm_mem.py
+tests them over processes that wait for each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = Load(num_ranks=3, num_local=2, top_k=3, hidden=128, tokens=4, dtype=torc
     ids=["float32", "fp8"],
 )
 def test_what_the_gpu_suite_runs(load, bound):
-    """Every phase's launch may come again, as its timing does; slots take turns."""
+    """Every phase's launch may be repeated, as in its timing; slots alternate."""
     ranks = RanksHere(load, "cpu")
     for number in (0, 1):
 
@@ -50,12 +50,12 @@ def kernels() -> list[Any]:
     ("load", "apart"), [(SMALL, True), (replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256), False)]
 )
 def test_programs_of_all_ranks_wait_for_each_other(load, apart, monkeypatch):
-    """Three programs where they wait, ranks in any order, one of them without tokens; a token takes one row of a rank,
-    whatever its choices there."""
+    """Three waiting programs, ranks in any order, one rank without tokens; a token takes one row per rank for any
+    choices there."""
     monkeypatch.setattr(exchange, "resident_programs", lambda device: 3)
     ranks = RanksHere(load, "cpu", apart)
     for own in ranks.memory:
-        own[2 * ALIGNMENT :] = 0xFF  # all but flags
+        own[2 * ALIGNMENT :] = 0xFF  # all except flags
     idle = 1
     for seed in (1, 2):
 
@@ -80,7 +80,8 @@ def test_programs_of_all_ranks_wait_for_each_other(load, apart, monkeypatch):
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
-    """Its peers end after the limit with zeros, raise no flag for missing rows, and do not wait again."""
+    """The peers of a missing rank end after the limit with zeros, set no flag for missing rows, and do not wait
+    again."""
     monkeypatch.setattr(exchange, "resident_programs", lambda device: 2)
     monkeypatch.setattr("benchmarks.gpu_suite.exchange.LIMIT_S", 2.0)
     ranks = RanksHere(SMALL, "cpu")

@@ -1,4 +1,4 @@
-"""A tiny DeepSeek V3 with the head widths that the vendor libraries have kernels for."""
+"""A tiny DeepSeek V3 with head widths that the vendor libraries support."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ SIZES = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In block FP8."""
+    """The checkpoint in block FP8."""
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("v3"), seed=3, fp8=True, **SIZES)

@@ -1,4 +1,4 @@
-"""What the emulators of vendor libraries have in common: they refuse what the real library forbids."""
+"""Common parts of the emulators of vendor libraries, which refuse invalid calls as the real library does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 class ContractBroken(Exception):
-    """The caller did what the real library forbids, or relies on what it leaves open."""
+    """The caller violated the real library's contract, or relies on unspecified behaviour."""
 
 
 def must(condition: bool, text: str) -> None:
@@ -29,14 +29,14 @@ def check_index(x: Tensor, name: str, dims: int = 1) -> None:
 
 
 def poison(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory as a library may leave it."""
+    """Memory with arbitrary contents, as after a library call."""
     return torch.full(shape, NAN, dtype=dtype)
 
 
 def softmax_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
     """q [t, H, W], k [s, G, W], v [s, G, V], seen [t, s] -> out [t, H, V], log-sum-exp [t, H] (natural), in float64.
 
-    A row that sees nothing gives 0 and -inf.
+    A row without visible keys gives 0 and -inf.
     """
     share = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(share, 1) for x in (k, v))
@@ -48,12 +48,12 @@ def softmax_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) ->
 
 
 def causal(num_queries: int, num_keys: int) -> Tensor:
-    """[t, s]: the queries are the last of the keys."""
+    """[t, s]: the queries are at the positions of the last keys."""
     return torch.arange(num_keys)[None] <= torch.arange(num_keys - num_queries, num_keys)[:, None]
 
 
 def in_window(seen: Tensor, left: int) -> Tensor:
-    """`seen` [t, s] without the keys more than `left` positions before each query's own; -1: all stay."""
+    """`seen` [t, s] without the keys more than `left` positions before each query; -1: all keys."""
     num_queries, num_keys = seen.shape
     own = torch.arange(num_keys - num_queries, num_keys)[:, None]
     return seen if left < 0 else seen & (torch.arange(num_keys)[None] >= own - left)

@@ -1,5 +1,5 @@
-"""DeepGEMM 2.x as its sources have it, on the CPU: csrc/apis/{gemm,layout}.hpp, csrc/utils/layout.hpp,
-deep_gemm/include/deep_gemm/scheduler/gemm.cuh. Made without our adapter's code; rows that no tile covers come out NaN.
+"""An emulator of DeepGEMM 2.x by its sources, on the CPU: csrc/apis/{gemm,layout}.hpp, csrc/utils/layout.hpp,
+deep_gemm/include/deep_gemm/scheduler/gemm.cuh. Written without our adapter's code; rows outside all tiles are NaN.
 
 Legend: M rows, N out-features, K in-features, G groups.
 """
@@ -29,14 +29,14 @@ def align(x: int, y: int) -> int:
 
 
 class DeepGemmEmulator:
-    """The calls our adapters make. `module` is what they get.
+    """The functions that our adapters call. `module` is the emulated module.
 
     Args:
-        arch: 9 or 10. takes_ends: whether this build knows the psum layout.
+        arch: 9 or 10. takes_ends: True if this build supports the psum layout.
 
     Attributes:
-        transposed: how often activation scales had to be brought into the kernel's layout first.
-        pdl: whether programmatic dependent launch is on; builds without group ends cannot set it.
+        transposed: number of transpositions of activation scales into the kernel's layout.
+        pdl: True if programmatic dependent launch is on; builds without group ends cannot set it.
         compiled: keys of the kernels compiled so far; `sealed` forbids more.
     """
 
@@ -192,7 +192,7 @@ class DeepGemmEmulator:
         wide = sf.repeat_interleave(gran, -2)[..., :mn, :]
         return _packed(wide)
 
-    # what a real call checks
+    # checks of a real call
 
     def _values(self, x: Tensor, dims: int) -> tuple[int, ...]:
         must(x.dtype == FP8 and x.dim() == dims, f"operand must be e4m3 of {dims} dimensions, is {x.dtype} {x.dim()}")
@@ -230,7 +230,7 @@ class DeepGemmEmulator:
         return self._exponents(sfa, m, k, 1, read), self._exponents(sfb, n, k, gran_b, None)
 
     def _exponents(self, sf: Tensor, mn: int, k: int, gran: int, read: Tensor | None) -> Tensor:
-        """What is left of scales once only their exponents are kept."""
+        """The exponents of scales, as powers of two."""
         if sf.dtype == torch.int32:
             self._check_columns(sf, mn)
             return _unpacked(sf, ceil_div(k, 128))
@@ -242,7 +242,7 @@ class DeepGemmEmulator:
     # just-in-time compilation
 
     def _tile(self, m: int, n: int) -> tuple[int, int]:
-        """A tile in the manner of the heuristics: fewest waves, then fewest rows for nothing, then the largest."""
+        """A tile by the heuristics: fewest waves, then fewest padded rows, then the largest."""
         rows = [64, 128, 256] + ([16] if m <= 16 else []) + ([32] if m <= 32 else [])
         choices = [(bm, bn) for bm in rows for bn in (64, 96, 128, 160, 192) if bm <= 128 or bn <= 128]
 
@@ -268,7 +268,7 @@ def _scaled(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _check_memory(x: Tensor) -> None:
-    """What the tensor memory accelerator needs: contiguous last dimension and batches, strides of 16 bytes."""
+    """Requirements of the tensor memory accelerator: contiguous last dimension and batches, strides of 16 bytes."""
     must(x.stride(-1) == 1, "the last dimension must be contiguous")
     must(x.shape[-2] <= 1 or x.stride(-2) * x.element_size() % 16 == 0, f"rows {x.stride(-2)} apart: not 16 bytes")
     must(x.dim() == 2 or x.stride(0) == x.shape[1] * x.shape[2], "groups must be contiguous")
@@ -289,7 +289,7 @@ def _check_counts(masked_m: Tensor, groups: int, m: int, expected_m: int) -> Non
 
 
 def _ends(layout: Tensor, groups: int, m: int) -> list[tuple[int, int, int]]:
-    """(first row, end, group) where each group starts at the aligned end of the one before."""
+    """(first row, end, group) where each group starts at the aligned end of the previous group."""
     must(layout.dtype == torch.int32 and layout.is_contiguous(), "layout must be contiguous int32")
     check_shape(layout, (groups,), "layout of ends")
     spans, start = [], 0

@@ -1,5 +1,5 @@
-"""FlashAttention 3 as its sources have it, on the CPU: hopper/flash_attn_interface.py, hopper/flash_api.cpp.
-Made without our adapter's code. With `wheel`, the varlen function has sgl_kernel's keyword for the log-sum-exp."""
+"""An emulator of FlashAttention 3 by its sources, on the CPU: hopper/flash_attn_interface.py, hopper/flash_api.cpp.
+Written without our adapter's code. With `wheel`, the varlen function has sgl_kernel's keyword for the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def get_scheduler_metadata(
 
 
 def _schedule(asked, cache_seqlens, cu_seqlens_q, causal, window_size, num_splits):
-    """int32 of the library's size: of each request the lengths, and a digest of all other arguments."""
+    """int32 of the library's size: the lengths of each request, and a digest of all other arguments."""
     batch, most = asked[:2]
     local = window_size != (-1, -1)
     swizzled = local or (causal and most > 1)

@@ -1,5 +1,5 @@
-"""FlashMLA as its sources have it, on the CPU: flash_mla/flash_mla_interface.py, csrc/api/{dense,sparse}_decode.h,
-tests/quant.py. Made without our adapter's code."""
+"""An emulator of FlashMLA by its sources, on the CPU: flash_mla/flash_mla_interface.py,
+csrc/api/{dense,sparse}_decode.h, tests/quant.py. Written without our adapter's code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE, LATENT, WIDTH, RECORD = 64, 512, 576, 656
 
 
 class FlashMLASchedMeta:
-    """One for each step and set of shapes; made of the lengths at its first use, by a launch of its own."""
+    """One for each step and set of shapes; computed from the lengths at its first use, by a separate launch."""
 
     def __init__(self) -> None:
         self.config: tuple[Any, ...] | None = None
@@ -35,7 +35,7 @@ class FlashMLASchedMeta:
 
 
 def unpack(records: Tensor) -> Tensor:
-    """records [S, 656] -> [S, 576] float64, as the kernel reads them."""
+    """records [S, 656] -> [S, 576] float64, as read by the kernel."""
     raw = records.contiguous().view(torch.uint8)
     numbers = raw[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
     scales = raw[:, 512:528].contiguous().view(torch.float32).double()
@@ -45,7 +45,7 @@ def unpack(records: Tensor) -> Tensor:
 
 
 def _module(arch: int, wheel: bool) -> Any:
-    """The library, or sgl_kernel 0.4.10, which goes on to take the arguments of 2025."""
+    """The library, or sgl_kernel 0.4.10, which still accepts the arguments of 2025."""
 
     def get_mla_metadata(*args, **kwargs):
         return FlashMLASchedMeta(), None
@@ -117,7 +117,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
     check_index(cache_seqlens, "cache_seqlens")
     must(len(block_table) == len(cache_seqlens) == len(q), "batch sizes differ")
     batch, count, heads = q.shape[:3]
-    q.view(batch, count, 1, heads, WIDTH)  # the library views q so
+    q.view(batch, count, 1, heads, WIDTH)  # as in the library
     out, lse = poison(batch, count, heads, LATENT, dtype=q.dtype), poison(batch, heads, count, dtype=torch.float32)
     for i, length in enumerate(cache_seqlens.tolist()):
         must(length > 0, "a length of 0")
@@ -129,7 +129,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
         seen = (causal_mask if causal else everything)(count, length)
         result, sums = softmax_rows(q[i], keys, keys[..., :LATENT], scale, seen)
         out[i] = result.to(q.dtype)
-        lse[i] = torch.where(sums.isinf(), math.inf, sums).float().T  # a row that sees nothing: +inf
+        lse[i] = torch.where(sums.isinf(), math.inf, sums).float().T  # a row without visible keys: +inf
     return out, lse
 
 
@@ -188,8 +188,8 @@ def _check_older(schedule: Tensor, lens: Tensor) -> None:
 
 
 def _older_module() -> Any:
-    """The interface of 2025: the caller asks for a schedule of the step's lengths; no records."""
-    schedules: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept, so that ids stay theirs
+    """The interface of 2025: the caller requests a schedule for the step's lengths; no records."""
+    schedules: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept, so that their ids stay unique
 
     def get_mla_metadata(
         cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None

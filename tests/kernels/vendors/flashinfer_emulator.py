@@ -1,6 +1,6 @@
-"""FlashInfer 0.7 as its sources have it, on the CPU: flashinfer/mla/_batch_mla, prefill.py, sampling.py.
+"""An emulator of FlashInfer 0.7 by its sources, on the CPU: flashinfer/mla/_batch_mla, prefill.py, sampling.py.
 
-Made without our adapters' code. Plans must agree with what is run; pages that no plan names may hold anything.
+Written without our adapters' code. Plans must match the runs; pages outside all plans have arbitrary contents.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _workspace(buffer: Tensor) -> None:
 
 
 class _Lists:
-    """The four lists of a plan on the device: new ones each time, or with `graph` at the addresses given. Recorded runs
-    read these, so all else of their plan must stay."""
+    """The four lists of a plan on the device: new ones each time, or with `graph` at the addresses given. Captured runs
+    read these lists, so the rest of their plan must not change."""
 
     def __init__(self, graph: bool, *buffers: Tensor | None) -> None:
         self.graph, self.lists, self._facts = graph, buffers, None
@@ -187,8 +187,8 @@ def _mla(p: Any, q_starts, kv_starts, indices, lens, query, kv_cache, out) -> Te
 
 
 def trtllm_decode(arch: int) -> Any:
-    """`mla.trtllm_batch_decode_with_kv_cache_mla` of a GPU; it may leave anything in its workspace but expects its own
-    values there."""
+    """`mla.trtllm_batch_decode_with_kv_cache_mla` of a GPU; it may write any values to its workspace but expects them
+    to be kept."""
     seen: dict[int, Tensor] = {}
 
     def decode(
@@ -406,7 +406,7 @@ def top_k_renorm_probs(probs, top_k, is_deterministic=False):
     check_index(top_k, "top_k")
     must(bool(((top_k >= 1) & (top_k <= probs.shape[1])).all()), "top_k must lie within the vocabulary")
     limit = probs.sort(-1, descending=True).values.gather(1, top_k[:, None].long() - 1)
-    kept = probs.double().where(probs >= limit, 0.0)  # all that equal the limit
+    kept = probs.double().where(probs >= limit, 0.0)  # all equal to the limit
     return (kept / kept.sum(-1, keepdim=True)).float()
 
 
@@ -426,7 +426,7 @@ def _check_probs(probs: Tensor) -> None:
 
 
 def module(arch: int = 9) -> Any:
-    """A `flashinfer` with what is emulated, on Hopper (9) or Blackwell (10)."""
+    """A `flashinfer` with the emulated functions, on Hopper (9) or Blackwell (10)."""
     wrapper = type("BatchMLAPagedAttentionWrapper", (BatchMLAPagedAttentionWrapper,), {"arch": arch})
     return SimpleNamespace(
         __name__="flashinfer",

@@ -1,7 +1,7 @@
-"""Calls of an emulated library that stand for kernel launches.
+"""Calls of an emulated library that represent kernel launches.
 
-On the CPU they are plain calls. On simulated devices `tests.simulated_cuda.libraries` runs each one as one launch,
-which CUDA graphs record.
+On the CPU they are plain calls. On simulated devices `tests.simulated_cuda.libraries` runs each call as one launch,
+which CUDA graphs capture.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ device: Device | None = None
 
 
 def recording() -> bool:
-    """Whether a graph is being captured on the current stream."""
+    """True while a graph is being captured on the current stream."""
     return device is not None and device.recording()
 
 
 def launched(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorates a function that stands for launches of a library."""
+    """Decorator of a function that represents launches of a library."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:

@@ -16,7 +16,7 @@ SIZE = 4
 
 
 class Static:
-    """Queries over static buffers, as `worker.step_graphs` makes them.
+    """Queries over static buffers, as in `worker.step_graphs`.
 
     Args:
         count: query tokens of each request. size: requests.
@@ -26,7 +26,7 @@ class Static:
         self.size, self.count, self.page_size = size, count, page_size
         pages = -(-CONTEXT // page_size)
         slots = (torch.randperm((size + 1) * pages).view(size + 1, pages, 1) + 1) * page_size + torch.arange(page_size)
-        self.table = slots.flatten(1).int().cuda()  # no request owns page 0
+        self.table = slots.flatten(1).int().cuda()  # page 0 belongs to no request
         self.num_slots = ((size + 1) * pages + 1) * page_size
         self.lens = torch.full((size,), count, dtype=torch.int32, device="cuda")
         self.rows = torch.zeros(size, dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""The attention adapters through emulators that refuse what the libraries refuse, against float64."""
+"""The attention adapters with emulators that refuse invalid calls as the libraries do, against float64."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, wheel, monkey
     backend = flash_mla(arch, wheel=wheel)
     queries, size = paged_queries([(1, 70), (0, 3), (1, 1), (3, 3)], page_size)
     queries, trees = random_trees(queries) if tree else (queries, None)
-    records = torch.full((size, 656), 255, dtype=torch.uint8)  # NaN wherever it is read
+    records = torch.full((size, 656), 255, dtype=torch.uint8)  # NaN for every read
     for i in range(queries.num_requests):
         slots = slots_of(queries, i)
         records[slots] = pack(normal(len(slots), WIDTH, dtype=BF16), LATENT, FP8_GROUPS)
@@ -248,7 +248,7 @@ def test_flashmla_refuses_pages_that_are_not_multiples_of_64():
 
 
 def test_slots_nobody_owns_are_not_read():
-    """The caches above hold NaN there; this is what they would do."""
+    """The caches above have NaN in these slots; this test shows their effect."""
     queries, size = paged_queries([(1, 5)], 16)
     cache = filled_cache(queries, size, WIDTH, dtype=BF16)
     cache[slots_of(queries, 0)[2]] = NAN

@@ -1,4 +1,4 @@
-"""The emulators of the attention libraries refuse wrong calls: each case is a right call with one thing changed."""
+"""The emulators of the attention libraries refuse wrong calls: each case is a valid call with one change."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_flashinfer_mla_runs(change):
     ],
 )
 def test_flashinfer_ragged_runs(change):
-    """As planned; log-sum-exps are to base 2 where nothing else is asked for."""
+    """Runs as planned; log-sum-exps are to base 2 by default."""
     ragged = flashinfer_emulator.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
     plan = {"q_data_type": BF16, "head_dim_vo": 128, "sm_scale": 0.1}
     with pytest.raises(ContractBroken, match="see nothing"):
@@ -262,7 +262,7 @@ def test_flashinfer_prefill_needs_the_dtype_said():
     tensors = normal(3, 2, 192, dtype=BF16), normal(7, 2, 192, dtype=BF16), normal(7, 2, 128, dtype=BF16)
     ragged.plan(ints(0, 3), ints(0, 7), 2, 2, 192, head_dim_vo=128, causal=True, q_data_type=BF16)
     ragged.run(*tensors)
-    ragged.plan(ints(0, 3), ints(0, 7), 2, 2, 192, head_dim_vo=128, causal=True)  # float16, as the library has it
+    ragged.plan(ints(0, 3), ints(0, 7), 2, 2, 192, head_dim_vo=128, causal=True)  # float16, the library's default
     with pytest.raises(ContractBroken, match="planned for"):
         ragged.run(*tensors)
     paged_wrapper = flashinfer_emulator.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)

@@ -1,4 +1,4 @@
-"""Which vendor rows are taken and why others are not: by capability and by what is installed, importing nothing."""
+"""The selected vendor rows, and the reasons for others: by capability and installed libraries, without imports."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_attributes_decide_not_versions(tmp_path, monkeypatch):
 
 def test_arguments_are_found_in_signatures_and_docstrings():
     def plain(a, use_psum_layout=False):
-        """No word of others."""
+        """A reason without other rows' names."""
 
     class Bound:
         """f(a: torch.Tensor, use_psum_layout: bool = False) -> None"""
 
-        __signature__ = "none that inspect understands"
+        __signature__ = "no signature that inspect supports"
 
         def __call__(self, a):
             return a

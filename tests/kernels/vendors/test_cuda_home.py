@@ -1,4 +1,4 @@
-"""Where the CUDA compiler is found, and what the libraries are given."""
+"""The location of the CUDA compiler, and the environment of the libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_wheel_is_given_where_nothing_else_is(tmp_path: Path, monkeypatch: p
     assert cuda_home.find({}, system) == system
     assert cuda_home.find({"PATH": str(path / "bin")}, system) == path
     assert cuda_home.find({"CUDA_PATH": str(given), "PATH": str(path / "bin")}, system) == given
-    assert cuda_home.find({"CUDA_HOME": str(nowhere)}, system) is None  # libraries look nowhere else either
+    assert cuda_home.find({"CUDA_HOME": str(nowhere)}, system) is None  # libraries check no other place either
     monkeypatch.setattr(cuda_home, "_of_wheels", list)
     environ.clear()
     cuda_home.provide(environ, nowhere)

@@ -1,6 +1,7 @@
-"""The DeepGEMM adapters through an emulator that refuses what the library refuses, against float64.
+"""The DeepGEMM adapters with an emulator that refuses invalid calls as the library does, against float64.
 
-Tight bounds hold the adapters to the products of the quantised numbers; a loose one holds those to the true product.
+Results must be within tight bounds of the products of the quantised numbers, and within a loose bound of the true
+product.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def library(arch: int = 9, takes_ends: bool = True) -> tuple[DeepGemmEmulator, D
 
 
 def weight(n: int, k: int, power_of_two: bool = False) -> BlockWeight:
-    """Blocks of very different sizes."""
+    """Blocks of very different magnitudes."""
     sizes = torch.rand(-(-n // 128), -(-k // 128)).mul(4).exp().repeat_interleave(128, 0).repeat_interleave(128, 1)
     return fp8.quantize_weight(torch.randn(n, k) * sizes[:n, :k] / 50, power_of_two)
 
 
 def as_used(w: BlockWeight, arch: int) -> BlockWeight:
-    """Blackwell takes powers of two only."""
+    """The scales as used: Blackwell takes powers of two only."""
     return w if arch == 9 or w.power_of_two else fp8.quantize_weight(fp8.dequantize_weight(w), power_of_two=True)
 
 
@@ -80,7 +81,7 @@ def test_linear_equals_float64(arch, power_of_two):
         close(got, block_product(rows, as_used(w, arch)) + bias.double(), scale=2)
         if tokens:
             near(got, x.double() @ fp8.dequantize_weight(w).double().T + bias.double())
-    assert emulator.transposed == 0  # activations come in the layout that the kernel reads
+    assert emulator.transposed == 0  # activations have the kernel's layout
 
 
 @pytest.mark.parametrize("arch", [9, 10])
@@ -150,7 +151,7 @@ def fp8_experts(kernel: DeepGemmExperts, num: int, hidden: int, width: int) -> t
 
 
 def quantised_mlp(arch: int, parts: Parts) -> Callable[[Tensor, int], Tensor]:
-    """The expert on quantised numbers in float64, with the rounding to bf16 and FP8 that lies between the products."""
+    """The expert on quantised numbers in float64, with the rounding to bf16 and FP8 between the products."""
 
     def run(x: Tensor, expert: int) -> Tensor:
         gate, up, down = (as_used(part, arch) for part in parts[expert])
@@ -184,7 +185,7 @@ def check_grouped(kernel, weights, batch: ExpertBatch, *references: tuple[Callab
 
 
 def fp8_close(got: Tensor, want: Tensor) -> None:
-    """A bf16 rounding that tips over may move an FP8 number by one step: rarely, and never by much."""
+    """A different bf16 rounding may move an FP8 number by one step: rarely, and with a small effect."""
     error = (got.double() - want).norm() / want.norm().clamp_min(1e-9)
     assert error < 0.01, f"relative error {error:.4f}"
 
@@ -217,12 +218,12 @@ def test_fp8_experts_padded(arch, counts, capacity):
         if count:
             fp8_close(got[expert, :count], quantised_mlp(arch, parts)(x[expert, :count], expert))
             near(got[expert, :count], true_mlp(parts)(x[expert, :count], expert))
-    assert arch == 10 or emulator.transposed == 0  # Hopper: scales come as its kernels read them
+    assert arch == 10 or emulator.transposed == 0  # Hopper: scales have the layout of its kernels
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 128])
 def test_a_padded_decode_expects_the_rows_of_the_step(tokens, monkeypatch):
-    """V3 on 8 ranks: rows that select the tiles were an eighth of the capacity, 128, at every step size."""
+    """V3 on 8 ranks: before, the rows that select the tiles were an eighth of the capacity, 128, at every step size."""
     _, gemm = library()
     kernel, ranks, top_k, all_experts = DeepGemmExperts(gemm), 8, 8, 256
     capacity = ranks * 128
@@ -257,7 +258,7 @@ def row_alignment(kernel: DeepGemmExperts, weights: ExpertWeights) -> int:
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("counts", [[3, 0, 41, 1], [0, 300, 0]])
 def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatch):
-    """Rows that were copied to aligned positions and back: none."""
+    """No rows are copied to aligned positions and back."""
     emulator, gemm = library(arch)
     kernel = DeepGemmExperts(gemm)
     weights, parts = fp8_experts(kernel, len(counts), 256, 128)
@@ -306,7 +307,7 @@ def test_bf16_experts(takes_ends):
 
 
 def choose(tokens: int, top_k: int, num_experts: int) -> Tensor:
-    """Distinct experts, some of which are held elsewhere (beyond these, or -1)."""
+    """Distinct experts, some of them on other ranks (larger ids, or -1)."""
     ids = torch.rand(tokens, num_experts + 2).argsort(1)[:, :top_k]
     return torch.where(ids == num_experts + 1, -1, ids).int()
 
@@ -324,7 +325,7 @@ def routed(x: Tensor, weights: Tensor, ids: Tensor, mlp: Callable[[Tensor, int],
 @pytest.mark.parametrize("arch,takes_ends", BUILDS)
 @pytest.mark.parametrize("tokens", [1, 21, 150])
 def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
-    """As numbers, and quantised before by the norm: the same bits."""
+    """Unquantised inputs, and inputs quantised by the norm, give the same bits."""
     emulator, gemm = library(arch, takes_ends)
     kernel, num = DeepGemmExperts(gemm), 5
     weights, parts = fp8_experts(kernel, num, 256, 128)
@@ -354,11 +355,11 @@ def test_bf16_experts_of_tokens_that_stay():
 
 @pytest.mark.parametrize("takes_ends", [True, False])
 def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
-    """On a device without values every read of a value raises, as during capture of a graph."""
+    """On a device without values every read of a value raises, as during the capture of a graph."""
     emulator = DeepGemmEmulator(9, takes_ends)
     silent = (lambda a, b, d, layout, use_psum_layout: None) if takes_ends else (lambda a, b, d, layout: None)
     emulator.module.m_grouped_fp8_gemm_nt_contiguous = silent
-    emulator.module.m_grouped_bf16_gemm_nt_contiguous = silent  # tried once for group ends
+    emulator.module.m_grouped_bf16_gemm_nt_contiguous = silent  # one trial call for group ends
     kernel = DeepGemmExperts(DeepGemm(emulator.module, (9, 0), fp8))
     weights = kernel.allocate_blocks(6, 256, 128, "meta")
     routed_here = make_routed_experts(kernel, weights)
@@ -369,7 +370,7 @@ def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
 def test_rows_that_travelled_in_fp8_are_not_quantised_again(arch, layout, monkeypatch):
-    """Their scales may lie in any strides; the results are those of the numbers."""
+    """Scales may have any strides; the results are those of the numbers."""
     _, gemm = library(arch)
     kernel, counts, capacity = DeepGemmExperts(gemm), [3, 0, 8, 1], 9
     weights, _ = fp8_experts(kernel, len(counts), 256, 128)
@@ -395,7 +396,7 @@ def test_rows_that_travelled_in_fp8_are_not_quantised_again(arch, layout, monkey
 def test_experts_of_sizes_the_library_does_not_serve_are_kept_in_bf16():
     emulator, gemm = library()
     kernel = DeepGemmExperts(gemm)
-    weights, parts = fp8_experts(kernel, 2, 128, 192)  # 192 is no whole number of blocks
+    weights, parts = fp8_experts(kernel, 2, 128, 192)  # 192 is not a multiple of the block size
     check_grouped(kernel, weights, grouped([9, 4], 128), (true_mlp(parts), near))
     assert {key[0] for key in emulator.compiled} == {"bf16 contiguous"}
 

@@ -1,4 +1,4 @@
-"""Builds of DeepGEMM that take group ends by signature, and refuse them on Hopper."""
+"""Builds of DeepGEMM whose signature has group ends, but which refuse them on Hopper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_engine.kernels.vendors.probe import DEEP_GEMM
 
 
 def library(hopper_refuses: bool) -> Any:
-    """With the functions that the adapter calls while it is constructed."""
+    """A library with the functions that the adapter's constructor calls."""
 
     def grouped(a: Any, b: Any, d: Any, layout: Any, use_psum_layout: bool = False) -> None:
         if hopper_refuses and use_psum_layout:

@@ -1,4 +1,4 @@
-"""Head widths: a backend that has no kernels for a model's is refused before anything is loaded, with the reason."""
+"""Head widths: a backend without kernels for a model's widths is refused before loading, with the reason."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_gqa_calls_are_refused_by_the_same_rule(make: Any, width: int) -> None:
 
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64), (256, 256), (96, 96), (160, 128), (192, 192)])
 def test_the_rules_are_those_of_the_libraries(widths: tuple[int, int]) -> None:
-    """The expanded form of both, against emulators that were made from the libraries' sources."""
+    """The expanded form of both, against emulators written from the libraries' sources."""
     key, value = widths
     queries, _ = paged_queries([(2, 5)], 16)
     q, kv, rope = (normal(*shape, dtype=BF16) for shape in ((2, 2, key), (5, 2, key - 32 + value), (5, 32)))

@@ -1,4 +1,4 @@
-"""A tiny DeepSeek V3 in block FP8 on the vendor rows, all through emulators: logits near those of the torch rows."""
+"""A tiny DeepSeek V3 in block FP8 on the vendor rows, all with emulators: logits near those of the torch rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_logits(checkpoint, name, arch):
     loaded, plain = stepper(checkpoint, attention=ATTENTION[name](), **products), stepper(checkpoint)
     assert loaded.model.weight_bytes < 0.8 * plain.model.weight_bytes
     got, same_products, want = (logits_of(one) for one in (loaded, stepper(checkpoint, **products), plain))
-    trial = {"bf16 contiguous"} if arch == 9 else set()  # whether Hopper's build takes group ends
+    trial = {"bf16 contiguous"} if arch == 9 else set()  # True if Hopper's build takes group ends
     assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"} | trial
     assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
     assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
@@ -63,7 +63,8 @@ def test_logits(checkpoint, name, arch):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_long_contexts_are_expanded_in_parts(checkpoint, name):
-    """Of 32 and 16 tokens at once: the logits of the torch row, which expands them whole; only decodes are absorbed."""
+    """Parts of 32 and 16 tokens: the logits of the torch row, which expands whole contexts; only decodes are
+    absorbed."""
     attention = ATTENTION[name]()
     absorbed, counts = attention.absorbed, []
 
@@ -75,4 +76,4 @@ def test_long_contexts_are_expanded_in_parts(checkpoint, name):
     got = logits_of(stepper(checkpoint, max_expanded_tokens=32, attention=attention))
     want = logits_of(stepper(checkpoint))
     assert (got - want).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
-    assert counts == [1, 1, 3, 3]  # of each step with decodes, in two layers
+    assert counts == [1, 1, 3, 3]  # for each step with decodes, in two layers

@@ -1,4 +1,4 @@
-"""The installed libraries themselves, on a GPU, against float64: what the emulators stand in for elsewhere."""
+"""The installed libraries on a GPU, against float64; other tests use emulators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def on_gpu(queries: PagedQueries) -> PagedQueries:
         if getattr(queries, name) is not None
     }
     table = moved["slot_table"]
-    moved["slot_table"] = table.where(table < 1 << 30, 0)  # as the engine's: every entry is some slot
+    moved["slot_table"] = table.where(table < 1 << 30, 0)  # as in the engine, every entry is a valid slot
     return replace(queries, **moved)
 
 
@@ -67,7 +67,7 @@ def test_absorbed(name, tree):
 
 @pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
 def test_expanded_whole_and_in_parts(name):
-    """A context of 900 tokens as parts of 256 and 388, where the last ones see each other causally."""
+    """A context of 900 tokens in parts of 256 and 388, with causal attention among the last ones."""
     backend, nope, heads = build("attention", tables.MLA, name), 128, 16
     queries, size = paged_queries([(70, 900)], 64)
     cache, moved = normal(size, WIDTH, dtype=BF16).cuda(), on_gpu(queries)
@@ -112,7 +112,7 @@ def test_gqa(name, tree):
 @pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_recorded_absorbed(name, count):
-    """CUDA graphs themselves over plans in place: other lengths, rows and pages at every replay, with padding."""
+    """CUDA graphs over plans renewed in place: other lengths, rows and pages at every replay, with padding."""
     backend, heads, scale = build("attention", tables.MLA, name), 16, WIDTH**-0.5
     graphs = make_graphs(torch.device("cuda", 0))
     static = Static(count, 64)

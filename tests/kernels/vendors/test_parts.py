@@ -1,4 +1,4 @@
-"""Contexts that the vendor rows expand in parts, through emulators: against float64, and what is refused."""
+"""Contexts that the vendor rows expand in parts, with emulators: against float64, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def expected(q: Tensor, kv: Tensor, rope: Tensor, queries: PagedQueries) -> tupl
 
 
 def rounds(queries: PagedQueries, last: list[int]) -> list[tuple[list[int], list[int], list[int]]]:
-    """(requests, first keys, key lengths): first the last tokens of every context, under a causal mask, then what lies
+    """(requests, first keys, key lengths): first the last tokens of every context, with a causal mask, then the tokens
     before these, in unequal parts of one request."""
     firsts = [context - count for context, count in zip(queries.context_lens, last)]
     found = [(list(range(len(last))), firsts, last)]
@@ -64,17 +64,17 @@ def rounds(queries: PagedQueries, last: list[int]) -> list[tuple[list[int], list
     "lens,last",
     [
         ([(5, 41)], [9]),
-        ([(7, 7), (1, 30), (13, 64)], [7, 2, 50]),  # one has nothing before its query tokens
+        ([(7, 7), (1, 30), (13, 64)], [7, 2, 50]),  # one has no tokens before its query tokens
         ([(16, 33), (3, 18)], [16, 3]),
     ],
 )
 def test_parts_equal_float64(name: str, lens: list[tuple[int, int]], last: list[int]) -> None:
-    """Several requests in one part, and parts that end inside a page; twice, as by two layers."""
+    """Several requests in one part, and parts that end inside a page; twice, as in two layers."""
     backend: Any = MLA[name]()
     queries, size = paged_queries(lens, 64)
     cache, heads = filled_cache(queries, size, LATENT + ROTARY, dtype=BF16), 3
     slots = [slots_of(queries, i) for i in range(len(lens))]
-    kv_of = normal(size, heads, NOPE + VALUE, dtype=BF16)  # what a slot's latent becomes
+    kv_of = normal(size, heads, NOPE + VALUE, dtype=BF16)  # expansion of a slot's latent
     q, every = normal(queries.num_tokens, heads, NOPE + ROTARY, dtype=BF16), torch.cat(slots)
     want, want_lse = expected(q, kv_of[every], cache[every, LATENT:], queries)
     planned = []
@@ -132,7 +132,7 @@ def test_lengths_of_parts() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_merging_a_block_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of very different weights too; the float64 sum of two parts."""
+    """The float64 sum of two parts, also with very different weights."""
     monkeypatch.setattr(parts, "MAX_MERGED", 70)
     out, other = normal(11, 2, 16, dtype=dtype), normal(11, 2, 16, dtype=dtype)
     lse, other_lse = (torch.randn(11, 2) * 30 for _ in "ab")
@@ -145,7 +145,7 @@ def test_merging_a_block_at_a_time(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 def test_parts_of_one_length_share_a_plan_of_flashinfer() -> None:
-    """And later steps plan them ahead."""
+    """Later steps plan the parts in advance."""
     module = flashinfer_emulator.module()
     wrapper = module.BatchPrefillWithRaggedKVCacheWrapper
     backend = FlashInferMLA(module)
@@ -179,7 +179,7 @@ def test_parts_of_fp8_records_are_unpacked() -> None:
 
 
 def test_plans_of_flashinfer_are_small_where_they_fit() -> None:
-    """The emulator counts Hopper's lists: a plan that did not fit would be refused."""
+    """The emulator counts Hopper's lists: it refuses a plan that does not fit."""
     module = flashinfer_emulator.module()
     sizes = []
 

@@ -1,6 +1,7 @@
-"""What MLA holds at once for a long prompt, against what the memory ledger counts for it.
+"""Peak memory of MLA for a long prompt, compared with the memory ledger.
 
-Libraries are replaced by ones that only allocate their results, so that what an emulator computes with is not counted.
+Libraries are replaced by stand-ins that only allocate their results, so that an emulator's temporary memory is not
+counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LIMIT = 64
 
 
 class Held(TorchDispatchMode):
-    """The most bytes that tensors made inside `with` hold at once."""
+    """The peak bytes of tensors created inside `with`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Held(TorchDispatchMode):
 
 
 class Allocates:
-    """A FlashInfer wrapper, and FlashAttention's function, that only allocate what they return."""
+    """A FlashInfer wrapper, and FlashAttention's function, that only allocate their results."""
 
     def reset_workspace_buffer(self, buffer: Tensor, plan: Tensor) -> None:
         pass
@@ -86,7 +87,7 @@ def fa3() -> FA3MLA:
 
 
 class TorchAllocates(TorchMLA):
-    """Keys and values are read where they are, as by the Triton row."""
+    """Keys and values are read in place, as in the Triton row."""
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, *rest: Any) -> Tensor:
         return q.new_zeros(*q.shape[:2], kv.shape[2] - q.shape[2] + k_rope.shape[1])
@@ -101,10 +102,11 @@ class TorchAllocates(TorchMLA):
 )
 @pytest.mark.parametrize("before,count", [(0, LIMIT), (0, 150), (120, 31), (1, LIMIT)])
 def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypatch, make, copies, before, count):
-    """Beside queries and results, which are there before; one context as long as the limit, and longer ones."""
+    """Memory in addition to queries and results, which exist before; one context of the limit's length, and longer
+    ones."""
     loaded = stepper(checkpoint, max_expanded_tokens=LIMIT, attention=make())
     attention, config = loaded.model.layers[0].attention, loaded.config
-    loaded.step([Chunk(0, [1] * before, False), Chunk(1, [3], False)])  # allocations that are made once
+    loaded.step([Chunk(0, [1] * before, False), Chunk(1, [3], False)])  # one-time allocations
     batch = loaded.batch([Chunk(0, [2] * count, False)])
     chunks, cache = attention.chunks(batch), batch.kv[0]
     assert any(chunk.context_chunks for chunk in chunks) == (before + count > LIMIT)
@@ -115,11 +117,11 @@ def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypa
         for chunk in chunks:
             attention._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
 
-    attend()  # lists of slots and lengths stay for all layers
+    attend()  # lists of slots and lengths are kept for all layers
     with Held() as held:
         attend()
     monkeypatch.setattr(sizes, "MAX_ABSORBED_TOKENS", 0)
     counted = sizes._mla_bytes(config.attention, count, 2, LIMIT) - sizes._mla_bytes(config.attention, count, 2, 0)
-    load = AttentionLoad(1, 1, head_widths(config), 8, expanded=1)  # plans are there before
+    load = AttentionLoad(1, 1, head_widths(config), 8, expanded=1)  # plans exist before
     counted += copies(replace(load, expanded=1 + LIMIT)) - copies(load)
     assert counted / 3 < held.most <= counted

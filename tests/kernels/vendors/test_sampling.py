@@ -1,4 +1,4 @@
-"""FlashInfer's sampling row against the torch row, whose tokens it must draw."""
+"""FlashInfer's sampling row must give the tokens of the torch row."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_and_probabilities_are_the_torch_rows(monkeypatch, vocab, ties, a
     u = uniform(len(choices))
     got, want = ours.sample(logits, rows, u), reference.sample(logits, rows, u)
     assert torch.equal(logits, kept)
-    # a share that reaches top_p within rounding may keep one token more or less
+    # a cumulative share near top_p may keep one token more or less by rounding
     assert (got == want).float().mean() >= 0.97, (got, want)
     asked = torch.cat((want[:, None], torch.randint(-1, vocab, (len(choices), 5))), 1)
     close = (ours.probabilities(logits, rows, asked) - reference.probabilities(logits, rows, asked)).abs() < 1e-4

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads on a simulated GPU: steps captured whole, with the hidden states of three layers, make the same tokens
-and accept the same drafts as steps that run kernel by kernel."""
+"""EAGLE-3 heads on a simulated GPU: steps captured whole, with the hidden states of three layers, give the same tokens
+and accepted drafts as eager steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEPTH = 2
 
 
 def script(starts: Path) -> list[Scripted]:
-    """Requests that begin as short texts on which the head was trained, so that it predicts their answers."""
+    """Requests with the beginnings of short training texts of the head, so that it predicts their answers."""
     prompts = sorted(json.loads(starts.read_text()), key=len)[:3]
     sampling = {"temperature": 0.0, "ignore_eos": True}
     return [Scripted(f"r{i}", prompt, 6 + 3 * i, sampling=sampling, logprob=True) for i, prompt in enumerate(prompts)]

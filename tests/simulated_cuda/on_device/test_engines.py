@@ -1,4 +1,4 @@
-"""Engines on a simulated GPU: answers as on the CPU, decodes replayed, no waits in the thread that launches steps."""
+"""Engines on a simulated GPU: the answers of the CPU, replayed decodes, no waits in the thread that launches steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS: dict[str, Any] = {
 }  # fmt: skip
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 FEW: dict[str, Any] = dict.fromkeys(("linear_backend", "ops_backend", "sampling_backend"), "torch")
-"""Backends without interpreted kernels; the host's part is the same."""
+"""Backends without interpreted kernels, with the same host part."""
 NONE = FEW | {"moe_runner_backend": "torch", "attention_backend": "torch"}
 CHAIN: dict[str, Any] = {
     "speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2,
@@ -52,7 +52,7 @@ class Step:
     plan: StepPlan
     cuda_graph: bool
     waits: list[str]
-    """Of the thread that launches steps."""
+    """Name of the thread that launches steps."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ def script(samplings: list[dict[str, Any]], logprob: bool = False) -> list[Scrip
 
 
 def watched(engine: InProcessEngine, requests: list[Scripted]) -> Run:
-    """A run of the engine. Waits inside the torch rows of kernels, which are not for GPUs, are left out."""
+    """A run of the engine. Waits inside the torch rows of kernels, which are not for GPUs, are excluded."""
     runner, steps = engine.worker.runner, []
     launch = runner.launch
 
@@ -121,7 +121,7 @@ def check_answers(found: dict[str, Answer], expected: dict[str, Answer], toleran
 
 
 def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str, Any], **flags: Any) -> Run:
-    """An engine on the device whose answers are those of an engine on the CPU.
+    """An engine on the device; checks that its answers are those of an engine on the CPU.
 
     Args:
         both: flags of both engines. flags: of the engine on the device.
@@ -134,7 +134,7 @@ def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str,
 
 
 def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
-    """Prompts in chunks, decodes replayed, greedy and sampled rows: no waits."""
+    """Prompts in chunks, replayed decodes, greedy and sampled rows, without waits."""
     requests = script([GREEDY, GREEDY | {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "sampling_seed": 2}])
     found = compared(checkpoint, tmp_path, requests, {}, cuda_graph_max_bs=2, chunked_prefill_size=4)
     assert found.num_graphs == 2 and found.waits == []
@@ -145,7 +145,7 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek V3.2 in this project's kernels, with contexts within the top-k and beyond it, and prompts in chunks: the
-    tokens of the CPU, decodes replayed, no waits. With the steps of every size before READY."""
+    tokens of the CPU, replayed decodes, no waits. With the steps of every size before READY."""
     monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
     fields = {"index_head_dim": 16, "index_topk": 8, "first_k_dense_replace": 2}
     path = agreeing_checkpoint("deepseek_v32", tmp_path / "model", 5, num_hidden_layers=2, **fields)
@@ -219,7 +219,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if "lookup" in name else []) for name in DRAFTERS]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "draft model" else []) for name in DRAFTERS]
 )
 def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of steps without graphs. The draft model has Triton attention, whose plans are upper bounds. Only a
@@ -228,7 +228,7 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
     libraries.install()
     make: Callable[[], Any] = TritonMLA if name == "draft model" else lambda: FA3MLA(fa3_emulator.module())
     monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
-    fields = {} if name == "draft model" else LATENT
+    fields, dtype = ({}, "float32") if name == "draft model" else (LATENT, "bfloat16")
     path = agreeing_checkpoint(
         "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=2, first_k_dense_replace=3, **fields
     )
@@ -236,7 +236,7 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
     if name == "draft model":
         flags |= {"speculative_draft_model_path": str(path)}
     engine = InProcessEngine(
-        path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=1, max_total_tokens=256,
+        path, tmp_path / "board", device="cuda", dtype=dtype, page_size=1, max_total_tokens=256,
         max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True, **FEW, **flags,
     )  # fmt: skip
     requests = [
@@ -261,7 +261,7 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
 
 
 def mixed_script(seed: int) -> list[Scripted]:
-    """The first request, which ends first, has a penalty: with drafts its steps wait for the lengths."""
+    """The first request ends first and has a penalty: with drafts its steps wait for the lengths."""
     pick = random.Random(seed)
     samplings: list[dict[str, Any]] = [GREEDY | {"frequency_penalty": 0.7}, {"temperature": 0.9, "top_p": 0.9}, GREEDY]
     return [
@@ -274,7 +274,7 @@ def mixed_script(seed: int) -> list[Scripted]:
 
 
 QUICK = ("flashinfer", "fa3, drafts", "flashinfer, windows", "fa3, windows")
-"""Each library that computes windows, a latent cache, drafts. `test_plans.py` has the plans of all of them."""
+"""One library each for windows, a latent cache, drafts. `test_plans.py` has the plans of all."""
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
         assert {count for plan in replayed for count in plan.counts} >= {DRAFTS + 1}
         if runner.drafted is None:
             check_one_wait_a_step(found)
-        else:  # only prompts with decodes, and penalties, need the lengths on the host
+        else:  # only mixed steps, and penalties, need the lengths on the host
             penal = [step for step in found.steps if step.cuda_graph and step.waits]
             assert all("token_buffer.py" in wait for step in penal for wait in step.waits), penal
             unedited = [step for step in found.steps if step.cuda_graph and not step.waits]

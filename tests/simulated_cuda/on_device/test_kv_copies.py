@@ -1,4 +1,4 @@
-"""The host-RAM tier on a simulated GPU: copies run beside the steps, without races, and wake the core."""
+"""The host-RAM tier on a simulated GPU: copies run concurrently with steps, without races, and wake the core."""
 
 from __future__ import annotations
 

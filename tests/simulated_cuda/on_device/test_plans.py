@@ -1,4 +1,4 @@
-"""Attention of vendor libraries (emulated) in CUDA graphs: plans renewed in place, replays against float64."""
+"""Attention of emulated vendor libraries in CUDA graphs: plans renewed in place, replays against float64."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_smaller_graphs_share_the_buffers_of_the_largest(graphs: CudaGraphs, nam
 
 @pytest.mark.parametrize("name", MLA)
 def test_a_plan_that_is_not_renewed_is_noticed(graphs: CudaGraphs, name: str) -> None:
-    """A negative control of the tests above: replays over old plans give other results."""
+    """A negative control of the tests above: replays with old plans give other results."""
     backend, page_size = MLA[name][0](), MLA[name][1]
     static = Static(1, page_size)
     cache, q = drawn(static.num_slots, WIDTH), drawn(SIZE, 2, WIDTH)
@@ -172,7 +172,7 @@ def test_layers_that_differ_are_refused_during_capture() -> None:
 
 
 def test_batches_without_plans_in_place() -> None:
-    """Prompts, and decodes before the first layer has run: its numbers are unknown."""
+    """Prompts, and decodes before the first run of a layer, whose sizes are unknown."""
     static = Static(1, 64)
     prompts = AttentionBatch(None, static.queries)
     for make, _ in (*MLA.values(), *GQA.values()):
@@ -188,7 +188,7 @@ def over_records(arch: int) -> FlashMLA:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_flashmla_over_fp8_records_replayed_on_blackwell(graphs: CudaGraphs, count: int) -> None:
-    """Slot lists of the maximum width: entries behind a token's length are left over from other steps."""
+    """Slot lists of the maximum width: entries beyond a token's length are remains of other steps."""
     backend, heads, scale = over_records(10), 3, WIDTH**-0.5
     made = []
     for size in (SIZE, 2):  # the graphs share buffers
@@ -215,7 +215,7 @@ def test_flashmla_over_fp8_records_replayed_on_blackwell(graphs: CudaGraphs, cou
 
 
 def test_flashmla_over_fp8_records_stays_eager_on_hopper() -> None:
-    """Its kernel takes no lengths there: a graph would read lists of the longest possible context."""
+    """FlashMLA's kernel takes no lengths on Hopper: a graph would read lists of the longest possible context."""
     backend, static = over_records(9), Static(1, 64)
     records = torch.zeros(static.num_slots, 656, dtype=torch.uint8).cuda()
     backend.absorbed(drawn(SIZE, 2, WIDTH), records, static.queries, 0.04, None)

@@ -1,4 +1,4 @@
-"""Simulated devices refuse what CUDA refuses, and report races that a GPU would not report."""
+"""Simulated devices refuse invalid operations as CUDA does, and report races that a GPU does not report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_graphs_read_the_current_values_of_their_inputs() -> None:
         between = x + 1
         double(between, out)
     kept = between.data_ptr()
-    assert out.tolist() == [0.0] * 6  # nothing ran
+    assert out.tolist() == [0.0] * 6  # no launch ran
     for value in (1.0, 4.0):
         x.fill_(value)
         graph.replay()

@@ -1,5 +1,5 @@
-"""Copies of transfers between servers on a simulated GPU: a transfer thread reads a place only when its store is
-complete, and what it writes is what a load brings to the pool."""
+"""Copies of transfers between servers on a simulated GPU: a transfer thread reads a place only after its store is
+complete, and a load copies its written bytes to the pool."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_masks_are_applied_on_the_device() -> None:
 
 
 def test_a_clock_measures_between_its_marks() -> None:
-    """Reading it waits for the last mark only; launching does not."""
+    """Reading waits only for the last mark; launching does not wait."""
     stream, before = DeviceStream("cuda"), len(streams.waits)
     clock = StepClock(stream)
     torch.ones(4, device="cuda").add_(1)
