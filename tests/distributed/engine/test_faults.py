@@ -214,8 +214,14 @@ def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how:
     """Other losses inside a group: tests/distributed/ranks/test_rank_group.py."""
     server = ServerProcess(tmp_path, *flags, "--cpu-threads", "1")
     try:
-        until(lambda: len(ranks_of(server)) == 2, server)
-        ranks = ranks_of(server)
+        looks: list[list[psutil.Process]] = [[]]
+
+        def twice_the_same_two() -> bool:
+            looks.append(ranks_of(server))
+            return looks[-1] == looks[-2] and len(looks[-1]) == 2
+
+        until(twice_the_same_two, server)
+        ranks = looks[-1]
         until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # the rank has sent Hello
         assert "READY" not in server.log
         ranks[1].send_signal(how)
