@@ -1,8 +1,8 @@
 """Cold load of a checkpoint against a plain sequential read of its files: ``python -m benchmarks.cold_load``.
 
 Each round drops the files from the page cache and reads them once from begin to end, drops them again and builds the
-model from them. The ratio of the two rates says how much of the disk a load uses; target 0.8. The last column is the
-load with a warm page cache: where it alone is slower than the disk, the processor limits the load.
+model from them. The ratio of the two rates is the share of the disk's rate that a load reaches; target 0.8. The last
+column is the load with a warm page cache: if it is slower than the disk, the processor limits the load.
 
     python -m benchmarks.cold_load --shape moe-390m --rounds 3
     python -m benchmarks.cold_load --model-path /models/Qwen3-0.6B --quantization int4
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench cold_load", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="moe-390m", choices=sorted(SHAPES), help="random checkpoint of this shape")
     parser.add_argument("--model-path", help="a checkpoint instead")
-    parser.add_argument("--directory", help="where the random checkpoint lies; left out: the benchmarks' cache")
+    parser.add_argument("--directory", help="folder of the random checkpoint (default: the benchmarks' cache)")
     parser.add_argument("--quantization", help="int4 or int8: quantize while loading")
     parser.add_argument("--rounds", type=int, default=3)
     own = parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """Answers of the embedded model to its held-out questions, with weights in bf16, int8 and int4.
 
-The embedded checkpoint (FP8) is dequantized to bf16 once and served with each value of --quantization. An answer counts
-if all of its tokens, decoded greedily, are the expected ones. Prints the share of each format, the difference to the
-first one in points, and the answers on which the two differ.
+The embedded checkpoint (FP8) is dequantized to bf16 once and served with each value of --quantization. An answer is
+correct if all its greedy tokens are the expected ones. Prints the share of each format, the difference to the first
+format in points, and the number of different answers.
 
     python -m benchmarks.format_quality                                   all questions: minutes on two cores
     python -m benchmarks.format_quality --every 10 --formats none int4
@@ -46,7 +46,7 @@ def plain_copy(source: Path, folder: Path) -> Path:
 
 
 def answers(path: Path, name: str, prompts: list[list[int]], wanted: list[list[int]]) -> list[bool]:
-    """Whether each answer is the expected one."""
+    """True for each expected answer."""
     flags: dict[str, Any] = {} if name == "none" else {"quantization": name}
     good: list[bool] = []
     with Engine(model_path=str(path), device="cpu", random_seed=0, **flags) as engine:

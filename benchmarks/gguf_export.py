@@ -209,7 +209,7 @@ def gguf_tensors(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> It
 
 
 def permuted_heads(name: str, fields: Mapping[str, Any]) -> int | None:
-    """Heads of a projection whose rows llama.cpp reorders; None: it does not."""
+    """Heads of a projection whose rows llama.cpp reorders; None: rows keep their order."""
     module = name.split(".")[-2]
     if ARCHITECTURES[fields["model_type"]] != "llama" or module not in ("q_proj", "k_proj"):
         return None
@@ -218,7 +218,7 @@ def permuted_heads(name: str, fields: Mapping[str, Any]) -> int | None:
 
 
 def export(source: Path, path: Path, kind: str) -> Path:
-    """Writes the file; embedding, head and matrices in blocks, what has no whole blocks in F16, vectors in F32."""
+    """Writes the file; embedding, head and matrices in blocks, matrices without whole blocks in F16, vectors in F32."""
     fields = json.loads((source / "config.json").read_text())
     files = {file.path for file in read_checkpoint(source).values()}
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}

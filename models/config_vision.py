@@ -119,7 +119,7 @@ def _sections(fields: Fields, half: int, default: tuple[int, int, int]) -> tuple
 
 
 def _layers(section: Fields, name: str, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Layer numbers; those of the default that the tower has, if the field is missing."""
+    """Layer numbers; without the field the default layers that exist in the tower."""
     found = section.raw.get(name)
     if found is None:
         return tuple(i for i in default if i < num_layers)
@@ -136,5 +136,5 @@ def _activation(section: Fields, default: str, known: tuple[str, ...]) -> str:
 
 
 def _named(config: ModelConfig, fields: Fields) -> ModelConfig:
-    """With the file's own model_type and fields."""
+    """The config with the file's model_type and fields."""
     return replace(config, model_type=fields.text("model_type", ""), raw=fields.raw)

@@ -40,8 +40,8 @@ class Tower(Protocol):
 class ImageTextModel(DenseModel):
     """`Model` whose input may have image tokens (`ForwardBatch.images`): rows of the tower replace their embeddings.
 
-    Positions of image tokens have several axes. The rotary table has rows for them behind those of positions; a step
-    writes the rows that its image tokens use, so that kernels see one table.
+    Positions of image tokens have several axes. The rotary table has rows for them after those of positions; a step
+    writes the rows of its image tokens, so that kernels read one table.
 
     Args:
         max_image_tokens: most image tokens of a step.

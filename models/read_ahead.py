@@ -1,8 +1,7 @@
 """Reads a checkpoint's files into the page cache ahead of the loader: the disk works while weights are converted.
 
-A thread asks the kernel for the files part by part (POSIX_FADV_WILLNEED), at most `WINDOW_BYTES` ahead of what the
-loader has taken, in the order in which layers are built. Where the kernel ignores such advice, nothing changes. Imports
-no torch.
+A thread requests the files part by part from the kernel (POSIX_FADV_WILLNEED), at most `WINDOW_BYTES` ahead of the
+loader, in the order of layers. There is no effect if the kernel ignores the advice. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moe_engine.models.tensors import layer_index
 WINDOW_BYTES = 2 << 30
 PART_BYTES = 16 << 20
 IDLE_SECONDS = 60.0
-"""The thread ends if the loader takes nothing for so long."""
+"""Seconds without a read of the loader after which the thread ends."""
 
 
 class File(Protocol):
@@ -52,7 +51,7 @@ def spans(files: Mapping[str, File], names: Collection[str]) -> list[Span]:
 
 class ReadAhead:
     """Args:
-    window: bytes that may be asked for and not taken yet.
+    window: max bytes that are requested and not yet read by the loader.
     """
 
     def __init__(self, wanted: list[Span], window: int = WINDOW_BYTES) -> None:
@@ -68,13 +67,13 @@ class ReadAhead:
             pool.shutdown(wait=False)
 
     def take(self, num_bytes: int) -> None:
-        """The loader has read so many bytes."""
+        """Reports that the loader has read this number of bytes."""
         with self._changed:
             self._taken += num_bytes
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread, at the latest after the part that it asks for."""
+        """Ends the thread, at the latest after the current part."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -93,7 +92,7 @@ class ReadAhead:
         return self._ended or self._asked - self._taken < self._window
 
     def _advise(self, file: int, span: Span) -> bool:
-        """False: closed meanwhile, or the loader is idle."""
+        """Requests a part; False if it was closed meanwhile, or the loader is idle."""
         for start in range(span.start, span.stop, PART_BYTES):
             size = min(PART_BYTES, span.stop - start)
             with self._changed:

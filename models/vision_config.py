@@ -26,7 +26,7 @@ class VisionConfig:
         num_positions: rows of the learned position table; 0: none.
         deepstack_layers: layers whose states are added to the first layers of the text model too.
         image_token, video_token: placeholder tokens of the text.
-        max_patches: patches of the largest image that is taken.
+        max_patches: patches of the largest accepted image.
         norm_eps, theta: epsilon of the norms, base of the rotary frequencies.
         activation: of the MLP without a gate.
     """
@@ -54,7 +54,7 @@ class VisionConfig:
 
     @property
     def patch_width(self) -> int:
-        """Numbers of a patch as the image processor writes it."""
+        """Numbers of a patch from the image processor."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -63,12 +63,12 @@ class VisionConfig:
 
     @property
     def merged_width(self) -> int:
-        """Channels of the patches of a token together."""
+        """Channels of all patches of a token."""
         return self.width * self.merge**2
 
     @property
     def row_width(self) -> int:
-        """Numbers that the tower computes for a token: its embedding, and those of deepstack layers."""
+        """Numbers that the tower computes for a token: its embedding, and the rows of deepstack layers."""
         return self.out_width * (1 + len(self.deepstack_layers))
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:

@@ -70,5 +70,5 @@ _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {QWEN2_5: _qwe
 
 
 def patch_shape(v: VisionConfig) -> tuple[int, ...]:
-    """Of the convolution over patches, whose steps are its size: a product with the patch's numbers in order."""
+    """Shape of the convolution over patches, whose stride is its size: a product with the patch's numbers in order."""
     return v.width, v.channels, v.temporal_patch_size, v.patch_size, v.patch_size

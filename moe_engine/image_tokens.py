@@ -1,8 +1,8 @@
-"""Image tokens of a prompt: their places, their content, and the ids that stand for them in caches.
+"""Image tokens of a prompt: their places, their content, and the ids that represent them in caches.
 
-The placeholder token of a model is the same for all images. In `Request.prompt_ids` ids outside the vocabulary take its
-place, made from the content of the image, so that every cache keyed by token ids (radix cache, KV tiers) tells images
-apart. The worker puts the placeholder back. Standard library only.
+The placeholder token of a model is the same for all images. In `Request.prompt_ids` ids outside the vocabulary replace
+it, computed from the content of the image, so that every cache keyed by token ids (radix cache, KV tiers) distinguishes
+images. The worker restores the placeholder. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 FIRST_KEY = 1 << 30
-"""Ids from here on stand for image tokens; vocabularies end below. They fit into 32 bits with a sign."""
+"""Ids from here on represent image tokens; vocabularies end below. They fit into a signed 32-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class ImageTokens:
     Attributes:
         key: hash of pixels and grid.
         grid: frames, rows and columns of patches.
-        pixels: float32 [patches, width of a patch] in native byte order, as the model's image processor writes them;
-            empty where they are not needed.
+        pixels: float32 [patches, width of a patch] in native byte order, from the model's image processor; empty if
+        they are not needed.
     """
 
     start: int
@@ -53,5 +53,5 @@ def keyed_ids(ids: Sequence[int], images: Sequence[ImageTokens]) -> list[int]:
 
 
 def needed_behind(images: Sequence[ImageTokens], cached: int) -> tuple[ImageTokens, ...]:
-    """The images of a prompt whose first `cached` tokens are there: without pixels if all of its tokens are."""
+    """The images of a prompt whose first `cached` tokens are cached: without pixels if all tokens of the image are."""
     return tuple(replace(image, pixels=b"") if image.stop <= cached else image for image in images)

@@ -24,6 +24,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 CustomProcessor = Annotated[str, Meta(max_length=1 << 20, description="CustomLogitProcessor.to_str()")]
 MAX_ALLOWED = 1 << 18
 MAX_BAD_WORDS = 1024
+MAX_STOP_PATTERNS = 8
 Source = Annotated[str, Meta(min_length=1)]
 JsonOrText = dict[str, Any] | bool | Source
 Choices = Annotated[list[Source], Meta(min_length=1)]
@@ -47,6 +48,9 @@ class SamplingFields(Struct, kw_only=True):
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
     custom_params: Annotated[dict[str, Any] | None, Meta(description="arguments of custom_logit_processor")] = None
     custom_logit_processor: CustomProcessor | None = None
+    max_thinking_tokens: Annotated[Count, Meta(description="tokens of reasoning, behind which it is ended")] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -57,7 +61,7 @@ class SamplingFields(Struct, kw_only=True):
     structural_tag: Annotated[dict[str, Any] | Source, Meta(description="structural tag, or its JSON text")] | None = (
         None
     )
-    stop_regex: NotAvailable = None
+    stop_regex: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_PATTERNS)] | None = None
 
 
 class SamplingRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +131,8 @@ def build_sampling(
             values[name] = value
     stops = values.get("stop", ())
     values["stop"] = (stops,) if isinstance(stops, str) else tuple(stops)
+    patterns = values.get("stop_regex", ())
+    values["stop_regex"] = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     for name in ("allowed_token_ids", "bad_words"):
         values[name] = tuple(values.get(name, ()))

@@ -47,6 +47,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -71,11 +72,16 @@ class SamplingParams:
     """Serialised `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
     custom_params: dict[str, Any] | None = None
     constraint: Constraint | None = None
+    max_thinking_tokens: int | None = None
+    thinking_tags: tuple[int, int] | None = None
+    """With `max_thinking_tokens`: tokens of the tags that begin (-1: the output begins inside) and end a reasoning."""
 
     @property
     def needs_late_masks(self) -> bool:
         """Whether the allowed tokens depend on the tokens before."""
-        return self.constraint is not None or any(len(ids) > 1 for ids in self.bad_word_ids)
+        if self.constraint is not None or self.thinking_tags is not None:
+            return True
+        return any(len(ids) > 1 for ids in self.bad_word_ids)
 
     @property
     def reads_tokens(self) -> bool:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -152,7 +152,7 @@ def package_of(path: str) -> str:
     return parts[0] if parts[0] in LINKED else parts[1]
 
 
-@lru_cache
+@cache
 def sources() -> dict[str, ast.Module]:
     """Every file of the package, by its path in the repository; each link is followed once."""
     found = {}
@@ -171,13 +171,13 @@ EXAMINED = (
 """Kinds of nodes that the rules examine."""
 
 
-@lru_cache
+@cache
 def nodes(path: str) -> tuple[ast.AST, ...]:
     """The examined nodes of a file. A walk over all nodes takes longer than every rule."""
     return tuple(node for node in ast.walk(sources()[path]) if isinstance(node, EXAMINED))
 
 
-@lru_cache
+@cache
 def imports_of(path: str) -> tuple[tuple[str, int], ...]:
     """`imports` of a whole file."""
     return tuple(imports(nodes(path)))
@@ -242,7 +242,7 @@ def test_import_direction():
     complain(found)
 
 
-@lru_cache
+@cache
 def files_by_module() -> dict[str, str]:
     return {module_of(path): path for path in sources() if not path.endswith("__init__.py")}
 

@@ -1,4 +1,4 @@
-"""Attention within runs of tokens, without a cache and without a mask: of vision towers.
+"""Attention within runs of tokens, without a cache and without a mask, for vision towers.
 
 Legend: T tokens, H heads, Dh head width.
 """
@@ -18,5 +18,5 @@ class VarlenKernel(Protocol):
         """q, k, v [T, H, Dh] (strided views allowed) -> [T, H, Dh] contiguous; softmax in float32.
 
         Args:
-            lens: tokens of each run, in order, with the sum T; a token sees all tokens of its run.
+            lens: tokens of each run, in order, with the sum T; a token attends to all tokens of its run.
         """

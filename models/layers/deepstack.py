@@ -1,4 +1,4 @@
-"""Deepstack: rows of the vision tower that are added to the residual stream behind the first layers (Qwen3-VL).
+"""Deepstack: rows of the vision tower that are added to the residual stream after the first layers (Qwen3-VL).
 
 Legend: T tokens, D hidden.
 """

@@ -1,6 +1,6 @@
-"""Order and places of the patches of an image in a tower with windows.
+"""Order and positions of the patches of an image in a tower with windows.
 
-The image processor writes patches by token: the M x M patches of a token are neighbours, tokens go by row.
+The image processor writes patches by token: the M x M patches of a token are adjacent, tokens are ordered by row.
 
 Legend: P patches, N tokens of an image, M patches of a token in one direction, R rotary width.
 """
@@ -54,8 +54,8 @@ def patch_places(grid: Grid, merge: int) -> Tensor:
 
 
 def patch_angles(grid: Grid, merge: int, width: int, theta: float) -> Tensor:
-    """Rotary table of the patches of an image, [P, R] float32: cosines of row and column, then their sines. Of R/2
-    pairs the first half turns with the row, the second with the column; both have the same frequencies."""
+    """Rotary table of the patches of an image, [P, R] float32: cosines of row and column, then their sines. The first
+    half of the R/2 pairs rotates with the row, the second with the column; both have the same frequencies."""
     pairs = torch.arange(0, width // 2, 2, dtype=torch.float32)
     inverse = 1.0 / theta ** (pairs / (width // 2))  # [R/4]
     angles = (patch_places(grid, merge).unsqueeze(2) * inverse).transpose(0, 1).flatten(1)  # [P, R/2]

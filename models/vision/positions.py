@@ -1,7 +1,7 @@
-"""Positions of three axes (multimodal rope): frame, row and column of image tokens, the same number of all for text.
+"""Positions of three axes (multimodal rope): frame, row and column of image tokens, three equal numbers for text.
 
-An image begins at the next free position; the text behind it goes on after the larger of its rows and columns, so that
-positions behind images are smaller than places in the sequence (source: Qwen2-VL, arXiv 2409.12191).
+An image begins at the next free position; the text after it continues after the larger of its rows and columns, so that
+positions after images are smaller than places in the sequence (source: Qwen2-VL, arXiv 2409.12191).
 
 Legend: L tokens of a prompt, N tokens of an image.
 """
@@ -16,7 +16,7 @@ from moe_engine.models.vision.grid import Grid
 
 
 def axis_positions(num_tokens: int, images: Sequence[tuple[int, Grid]], merge: int) -> tuple[np.ndarray, int]:
-    """Positions [3, L] int64 of a prompt's tokens, and what is added to the place of a token behind the last image.
+    """Positions [3, L] int64 of a prompt's tokens, and the offset added to the place of a token after the last image.
 
     Args:
         images: (place of the first token, patches) of each image, in order.

@@ -1,4 +1,4 @@
-"""Products of vision towers: not in the checkpoint's quantized format.
+"""Products of vision towers, which are not in the checkpoint's quantized format.
 
 Legend: N rows, K columns.
 """

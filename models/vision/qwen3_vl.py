@@ -59,7 +59,7 @@ class _Merger:
 
 
 class Qwen3Tower:
-    """Pixels of an image -> its tokens' embeddings, and what deepstack layers add; the whole tower on one rank."""
+    """Pixels of an image -> its tokens' embeddings, and the rows for deepstack layers; the whole tower on one rank."""
 
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
         v = vision

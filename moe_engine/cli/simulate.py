@@ -165,13 +165,22 @@ class _Source:
     answer_seconds: float
     acceptance: tuple[float, ...]
     arrival_seconds: float = 0.0
+    request_seconds: float = 0.0
+    token_seconds: float = 0.0
+
+    @classmethod
+    def measured(cls, file: CostFile) -> _Source:
+        beside = max(file.answer_seconds - file.request_seconds - file.token_seconds, 0.0)
+        return cls(
+            MeasuredCosts(file), beside, file.acceptance, file.arrival_seconds, file.request_seconds, file.token_seconds
+        )
 
 
 def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
     """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
     if own.hardware is None:
         file = CostFile.load(own.cost_file)
-        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance, file.arrival_seconds)
+        return prepare(args), _Source.measured(file)
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     form = given_form(args, cluster, share.engine)[0]
@@ -215,6 +224,8 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         parallel.dp_size,
         parallel.load_balance_method,
         faults=tuple(Fault.parse(text, num_ranks) for text in own.fail),
+        request_seconds=source.request_seconds,
+        token_seconds=source.token_seconds,
         recovery_seconds=own.recovery_seconds,
         restart_seconds=own.restart_seconds,
         elastic=parallel.elastic_ep,

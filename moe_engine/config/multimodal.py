@@ -16,7 +16,7 @@ class MultimodalArgs:
     )
     allowed_local_media_path: str | None = flag(
         None,
-        "Folder below which requests may name image files, as paths or file:// addresses. Left out: files are refused.",
+        "Folder below which requests may name image files, as paths or file:// addresses. Default: files are refused.",
         metavar="FOLDER",
     )
     allow_private_media_urls: bool = flag(

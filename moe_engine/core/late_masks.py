@@ -18,7 +18,7 @@ import numpy as np
 
 from moe_engine.core.executor import StepWorker
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.jump_forward import JumpForward
+from moe_engine.scheduler.jump_forward import MIN_TOKENS, JumpForward
 from moe_engine.structured_output.mask_batch import FilledAtOnce, MaskBatch
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 from moe_engine.types import Request, Status, StepPlan, StepResult
@@ -83,6 +83,8 @@ class MaskState:
 
     def __init__(self, masks: PositionMasks) -> None:
         self._masks = masks
+        # once: a test of a protocol takes longer than a mask
+        self._forced = masks.forced if isinstance(masks, KnowsForced) else None
         self._num_seen = 0
 
     def advance(self, outputs: list[int], forced: list[int]) -> None:
@@ -99,7 +101,7 @@ class MaskState:
 
     def forced(self) -> list[int]:
         """Tokens that must follow: the masks allow no others."""
-        return self._masks.forced() if isinstance(self._masks, KnowsForced) else []
+        return [] if self._forced is None else self._forced()
 
     def fill_later(self, batch: MaskBatch, place: int) -> None:
         """The mask of the next position in row `place`; complete after `batch.run`, unless `check` raises."""
@@ -195,7 +197,7 @@ class LateMasks:
             begin += count
         batch.run()
         tables &= self._all
-        any_allowed = np.any(tables, axis=1)
+        any_allowed: np.ndarray = np.asarray(tables.any(axis=1))
         for request, tree, begin, end in spans:
             if not self._try(request, self._complete, request, bool(any_allowed[begin]), tree, tables[begin:end]):
                 tables[begin:end] = self._all  # the request has ended: its sampled token will be dropped
@@ -211,10 +213,13 @@ class LateMasks:
         Args:
             behind: forced tokens of this step, which the masks follow.
         """
-        single = np.count_nonzero(tables, axis=1) == 1
-        single &= ~(tables & (tables - np.uint32(1))).any(axis=1)
+        places = [(request, place) for request, place in places if _may_jump(request)]
+        if not places:
+            return
+        largest = tables.max(axis=1)  # the one word that is not 0, where there is one; it has one bit
+        single = ((tables != 0).sum(axis=1) == 1) & (largest & (largest - np.uint32(1)) == 0)
         for request, place in places:
-            if single[place] and _may_jump(request):
+            if single[place]:
                 position = request.num_tokens + len(behind.get(request, []))
                 self._jumps.report(request, position, self.states[request].forced())
 
@@ -257,10 +262,11 @@ class LateMasks:
 
 
 def _may_jump(request: Request) -> bool:
-    """Whether a position needs its token only (no log-probabilities or the like), and no client code may choose another
-    token."""
+    """Whether the request has room for a run of forced tokens, a position needs its token only (no log-probabilities or
+    the like), and no client code may choose another token."""
     return (
         request.status is Status.RUNNING
+        and request.max_new_tokens - len(request.output_ids) > MIN_TOKENS  # the sampled one, and a run behind it
         and request.logprobs is None
         and request.hidden is None
         and request.sampling.custom_logit_processor is None

@@ -144,9 +144,8 @@ class EngineCore:
                 self._handle(message)
             self._calls.answer()
             self._requests.enter_ready()
-            if (timeouts := self._scheduler.table.timeouts) is not None:
-                for rids, reason in timeouts.overdue(self._scheduler.table.live.values()):
-                    self._output.publish(self._scheduler.abort(rids, reason))
+            if self._scheduler.table.timeouts is not None and (late := self._scheduler.abort_overdue()):
+                self._output.publish(late)
             if self._kv_arrivals is not None:
                 loads, reports = self._kv_arrivals.take(), self._kv_arrivals.take_storage()
                 if loads or reports:

@@ -12,6 +12,7 @@ from moe_engine.core.bad_words import BadWords
 from moe_engine.core.deltas import DeltaSender
 from moe_engine.core.grammar_queue import GrammarQueue, grammar_of
 from moe_engine.core.late_masks import LateMasks, PositionMasks
+from moe_engine.core.thinking_budget import ThinkingBudget
 from moe_engine.errors import InputError
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.structured_output.backend import CompiledGrammar
@@ -91,6 +92,9 @@ class RequestReceiver:
             masks: list[PositionMasks] = []
             if sampling.bad_word_ids:
                 masks.append(BadWords(sampling.bad_word_ids))
+            if sampling.thinking_tags is not None and sampling.max_thinking_tokens is not None:
+                start, end = sampling.thinking_tags
+                masks.append(ThinkingBudget(sampling.max_thinking_tokens, None if start < 0 else start, end))
             if grammar is not None and sampling.constraint is not None:
                 masks.append(grammar.matcher(sampling.constraint.reasoning))
             self._late_masks.add(request, *masks)

@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def delete_checkpoint(config: ResolvedConfig) -> None:
-    """With the flag: removes the files that the loader has read, and their index; config and tokenizer stay.
+    """With the flag: removes the files that the loader has read, and their index; config and tokenizer are kept.
 
-    Files that cannot be removed are logged, and serving goes on.
+    Files that cannot be removed are logged, and serving continues.
     """
     if not config.args.model.delete_ckpt_after_loading:
         return
@@ -30,8 +30,8 @@ def delete_checkpoint(config: ResolvedConfig) -> None:
 
 
 def remove(paths: Iterable[Path]) -> tuple[int, list[OSError]]:
-    """Removes files: (bytes removed, errors). Of a link to a blob of the hub's cache, the blob too; other targets of
-    links stay."""
+    """Removes files: (bytes removed, errors). For a link to a blob of the hub's cache also the blob; other targets of
+    links are kept."""
     size, errors = 0, list[OSError]()
     for path in paths:
         try:

@@ -101,8 +101,9 @@ class Generation:
         self.finished_at: float | None = None
         self._no_output = no_output
         self._interval = interval
-        self._live = live or bool(sampling.stop)
-        self._streams_plainly = live and interval == 1 and not sampling.stop and logprobs is None and not no_output
+        self._live = live or bool(sampling.stop or sampling.stop_regex)
+        plain = not (sampling.stop or sampling.stop_regex or no_output) and logprobs is None
+        self._streams_plainly = live and interval == 1 and plain
         """True if every token is a separate piece."""
         self._piece: Piece | None = None
         self._shown_any = False
@@ -111,6 +112,7 @@ class Generation:
             self._assembler = TextAssembler(
                 tokenizer,
                 stops=sampling.stop,
+                patterns=sampling.stop_regex,
                 trim=not sampling.no_stop_trim,
                 skip_special_tokens=sampling.skip_special_tokens,
                 keep=keep_special,

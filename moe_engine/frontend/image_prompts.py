@@ -1,4 +1,4 @@
-"""Images of prompts: which images a request names, and prompts with the tokens of their images."""
+"""Images of prompts: the images of a request, and prompts with the tokens of their images."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ class ImagePrompts:
 
 
 def engine_ids(ids: list[int], images: Sequence[ImageTokens]) -> list[int]:
-    """The prompt as the engine's caches know it."""
+    """The prompt's ids as used by the engine's caches."""
     return keyed_ids(ids, images) if images else ids

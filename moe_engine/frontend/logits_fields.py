@@ -1,4 +1,4 @@
-"""Sampling fields that need the tokenizer or a flag: bad_words and custom_logit_processor."""
+"""Sampling fields that need the tokenizer or a flag: bad_words, custom_logit_processor, max_thinking_tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from moe_engine.custom_logit_processor import pickled_bytes
 from moe_engine.errors import InputError
 from moe_engine.frontend.generate_input import Prompt
+from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 
@@ -64,3 +65,22 @@ def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None, field: st
         if spaced[-len(first) :] != first:
             found.append(spaced)
     return tuple(found)
+
+
+def thinking_tags(reasoning: FreeReasoning | None, parser: str | None, tokenizer: Tokenizer | None) -> tuple[int, int]:
+    """`SamplingParams.thinking_tags` of a request with max_thinking_tokens. Raises InputError with the fix.
+
+    Args:
+        reasoning: of the request's prompts. parser: of the server.
+    """
+    problem = None
+    if parser is None or tokenizer is None:
+        problem = "needs a server with --reasoning-parser and a tokenizer"
+    elif reasoning is None:
+        problem = "needs a chat, or require_reasoning: the output of another prompt has no reasoning"
+    else:
+        start, end = -1 if reasoning.inside else tokenizer.token_id(reasoning.start), tokenizer.token_id(reasoning.end)
+        if start is not None and end is not None:
+            return start, end
+        problem = f"needs tags that are tokens, and {reasoning.end!r:.40} is several in this vocabulary"
+    raise InputError(f"max_thinking_tokens: {problem}", field="max_thinking_tokens")

@@ -26,7 +26,7 @@ from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
 from moe_engine.frontend.image_prompts import ImagePrompts, engine_ids
-from moe_engine.frontend.logits_fields import complete_sampling
+from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.media.settings import MediaSettings
@@ -35,6 +35,7 @@ from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
+from moe_engine.tokenizer.stop_regex import compiled
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 
@@ -244,6 +245,10 @@ class Preparer:
                 words = "require_reasoning: needs a server with --reasoning-parser"
                 raise InputError(words, field="require_reasoning")
             reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].free_end, inside=True)
+        for prompt in prompts:
+            if prompt.sampling.max_thinking_tokens is not None:
+                tags = thinking_tags(reasoning, name, self._tokenizer)
+                prompt.sampling = replace(prompt.sampling, thinking_tags=tags)
         for prompt in prompts if reasoning is not None else ():
             if (constraint := prompt.sampling.constraint) is not None:
                 prompt.sampling = replace(prompt.sampling, constraint=replace(constraint, reasoning=reasoning))
@@ -292,12 +297,13 @@ class Preparer:
         info = self._info
         check_token_ids(prompt.ids, info.vocab_size, where)
         _check_vocab(prompt, info.vocab_size, inp.sampling_field)
-        if prompt.sampling.stop and self._tokenizer is None:
-            raise InputError(
-                "sampling_params.stop: needs a tokenizer, and this server runs with --skip-tokenizer-init; "
-                "use stop_token_ids",
-                field="sampling_params.stop",
-            )
+        sampling = prompt.sampling
+        if (sampling.stop or sampling.stop_regex) and self._tokenizer is None:
+            name = "sampling_params.stop" if sampling.stop else "sampling_params.stop_regex"
+            words = "needs a tokenizer, and this server runs with --skip-tokenizer-init; use stop_token_ids"
+            raise InputError(f"{name}: {words}", field=name)
+        for pattern in sampling.stop_regex:
+            compiled(pattern, f"{inp.sampling_field}.stop_regex".lstrip("."))
         if prompt.sampling.constraint is not None:
             self._check_grammars_available(prompt.sampling.constraint)
         if prompt.logprobs is not None:

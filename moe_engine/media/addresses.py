@@ -1,7 +1,7 @@
 """Reads http and https addresses with limits on size, time and place. Blocking; runs in threads.
 
-A server must not read for a client what only the server can reach. So each host, also that of a redirect, is resolved
-once, all of its addresses are checked, and the connection goes to a checked address.
+A server must not give clients access to hosts that only the server can reach. So each host, also of a redirect, is
+resolved once, all its addresses are checked, and the connection uses a checked address.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HEADERS = {"User-Agent": "moe-engine", "Accept": "image/*", "Accept-Encoding": "
 
 
 class MediaError(Exception):
-    """Why an image cannot be read; the message completes "FIELD: "."""
+    """The reason why an image cannot be read; the message completes "FIELD: "."""
 
 
 def fetch(address: str, settings: MediaSettings) -> bytes:
-    """The body behind an address. Raises MediaError."""
+    """The body at an address. Raises MediaError."""
     deadline = time.monotonic() + settings.media_fetch_timeout
     for _ in range(MAX_REDIRECTS + 1):
         parts = _split(address)

@@ -1,5 +1,5 @@
-"""Child process that decodes images and runs the checkpoint's image processor, so that a slow or broken image harms
-nothing else. It imports no torch: transformers' Pillow processors compute with numpy.
+"""Child process that decodes images and runs the checkpoint's image processor, so that a slow or broken image affects
+no other request. It imports no torch: transformers' Pillow processors compute with numpy.
 
 Frames on standard input and output: 4 bytes of length, then msgpack. The first frame in is the checkpoint's folder, the
 others are encoded images. It exits when its input closes.
@@ -24,7 +24,7 @@ from moe_engine.processes.pipe_frames import read_frame, write_frame
 MAX_MEMORY_BYTES = 8 << 30
 NICENESS = 5
 MAX_PIXELS = 1 << 27
-"""Of an image as it is sent; larger ones are not decoded."""
+"""Max pixels of a sent image; larger images are not decoded."""
 
 
 class Processed(msgspec.Struct, array_like=True):
@@ -42,7 +42,7 @@ def main() -> None:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     absent: dict[str, Any] = dict.fromkeys(("torch", "torchvision"))
-    sys.modules.update(absent)  # transformers would import them where they are installed
+    sys.modules.update(absent)  # transformers would import them if they are installed
     with suppress(EOFError, BrokenPipeError):
         _work(sys.stdin.buffer, sys.stdout.buffer)
 

@@ -21,7 +21,7 @@ READERS, PROCESSES = 8, 2
 """Threads that read images, and processes (with a thread each) that process them."""
 MAX_WAITING = 512
 KEPT_BYTES = 128 << 20
-"""Pixels of processed images that are kept."""
+"""Max pixels of cached processed images."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from moe_engine.media.addresses import MediaError, fetch
 from moe_engine.media.settings import MediaSettings
 
 JPEG_IN_BASE64 = "/9j/"
-"""How a JPEG begins in base64; it is no path."""
+"""The first characters of a JPEG in base64, which could look like a path."""
 _NOT_IMAGES = re.compile(r"data:(video|audio)/", re.IGNORECASE)
 SHOWN = 80
 

@@ -1,4 +1,4 @@
-"""What requests may name, and how much of it."""
+"""Limits of the images that requests may name."""
 
 from __future__ import annotations
 

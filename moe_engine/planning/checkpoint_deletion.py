@@ -1,4 +1,4 @@
-"""What --delete-ckpt-after-loading cannot delete, because it is needed again or belongs to another owner."""
+"""Checkpoints that --delete-ckpt-after-loading cannot delete, because they are needed again or have another owner."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from moe_engine.planning.step_limits import StepLimits
 
 PROCESSOR_FILE = "preprocessor_config.json"
 DEFAULT_TOKENS = 1280
-"""Of the largest image, where the processor's file has no limit: its own default."""
+"""Pixels of the largest image if the processor's file has no limit: the processor's default."""
 ANGLE_COPIES = 3
-"""Of the rotary table of an image: in the processor's order, in that of windows, and a row for a part of it."""
+"""Copies of an image's rotary table: in the processor's order, in the order of windows, and a row for a part of it."""
 
 
 class ImageInput(Protocol):
@@ -129,7 +129,7 @@ def largest_image(vision: VisionConfig, context_len: int) -> int:
 
 
 def encoder_bytes(vision: VisionConfig, patches: int, dtype_bytes: int) -> int:
-    """Peak memory of the tower for an image: pixels, residual stream and normed input, and the wider of attention
+    """Peak memory of the tower for an image: pixels, residual stream and normed input, and the larger of attention
     (queries, keys, values, their copies, the result) and MLP (gate, up and their product)."""
     attention, mlp = 7 * vision.width, 3 * vision.intermediate + vision.width
     row = dtype_bytes * (2 * vision.width + max(attention, mlp)) + (4 + dtype_bytes) * vision.patch_width

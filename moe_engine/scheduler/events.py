@@ -157,6 +157,9 @@ class SchedulerStats:
     generation_tokens_total: int
     oldest_wait_seconds: float
     num_drains_total: int
+    waiting_timeouts_total: int = 0
+    """Requests that ended at `--request-waiting-timeout`, and at `--request-running-timeout`."""
+    running_timeouts_total: int = 0
     host_hit_tokens_total: int = 0
     """Tokens loaded from the host-RAM tier, tokens in use in the tier, and its size."""
     storage_hit_tokens_total: int = 0

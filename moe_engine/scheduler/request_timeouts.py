@@ -50,8 +50,9 @@ class RequestTimeouts:
         values = (limits.request_waiting_timeout, limits.request_running_timeout)
         return None if values == (None, None) else cls(limits, clock)
 
-    def overdue(self, live: Iterable[Request]) -> list[tuple[list[str], FinishReason]]:
-        """Requests over a limit that no abort has reached yet: (rids, reason) for each limit.
+    def overdue(self, live: Iterable[Request]) -> list[tuple[bool, list[str], FinishReason]]:
+        """Requests over a limit that no abort has reached yet: (whether it is that of waiting, rids, reason) for each
+        limit.
 
         Args:
             live: all requests of the scheduler, waiting and running.
@@ -72,8 +73,8 @@ class RequestTimeouts:
             else:
                 earliest = min(earliest, deadline)
         self._next_scan = max(earliest, now + LEAST_PAUSE)
-        found = ((waited, _waited(self._waiting)), (ran, _ran(self._running)))
-        return [(rids, reason) for rids, reason in found if rids]
+        found = ((True, waited, _waited(self._waiting)), (False, ran, _ran(self._running)))
+        return [one for one in found if one[1]]
 
 
 def _waited(limit: float) -> FinishReason:

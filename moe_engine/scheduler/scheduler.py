@@ -101,6 +101,15 @@ class Scheduler:
         """`abort` of every request."""
         return self._end(list(self.table.live.values()), reason)
 
+    def abort_overdue(self) -> list[RequestEvent]:
+        """`abort` of requests over a time limit. Call only with limits (`RequestTable.timeouts`)."""
+        events: list[RequestEvent] = []
+        assert self.table.timeouts is not None
+        for waited, rids, reason in self.table.timeouts.overdue(self.table.live.values()):
+            self.totals.count_timeouts(waited, len(rids))
+            events += self.abort(rids, reason)
+        return events
+
     def _end(self, requests: list[Request], reason: FinishReason) -> list[RequestEvent]:
         now = self._clock()
         events = self.table.end_all(requests, reason, now)

@@ -21,7 +21,15 @@ class Totals:
     cached_tokens: int = 0
     generated_tokens: int = 0
     drains: int = 0
+    waiting_timeouts: int = 0
+    running_timeouts: int = 0
     hit_rate: float = 0.0
+
+    def count_timeouts(self, waited: bool, count: int) -> None:
+        if waited:
+            self.waiting_timeouts += count
+        else:
+            self.running_timeouts += count
 
 
 def snapshot(
@@ -51,6 +59,8 @@ def snapshot(
         generation_tokens_total=totals.generated_tokens,
         oldest_wait_seconds=now - oldest if oldest is not None else 0.0,
         num_drains_total=totals.drains,
+        waiting_timeouts_total=totals.waiting_timeouts,
+        running_timeouts_total=totals.running_timeouts,
         host_hit_tokens_total=connector.num_loaded_tokens if connector is not None else 0,
         storage_hit_tokens_total=getattr(connector, "num_loaded_from_storage", 0),
         storage_backed_up_tokens_total=kv_cache.storage.num_backed_up_tokens if kv_cache.storage is not None else 0,

@@ -91,6 +91,14 @@ _TOTALS_FROM_STATE = {
         "num_retractions_total",
         "Number of retractions of running requests to the queue.",
     ),
+    "num_waiting_timeouts_total": (
+        "waiting_timeouts_total",
+        "Requests that waited for longer than --request-waiting-timeout.",
+    ),
+    "num_running_timeouts_total": (
+        "running_timeouts_total",
+        "Requests that ran for longer than --request-running-timeout.",
+    ),
     "hicache_host_hit_tokens_total": (
         "host_hit_tokens_total",
         "Tokens loaded from the host-RAM tier of the KV cache.",

@@ -33,6 +33,7 @@ from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.reasoning import free_reasoning
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.counted_ids import num_calls
+from moe_engine.types import SamplingParams
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
 """JSON of an event that has only a delta."""
@@ -91,7 +92,11 @@ class ChatApi:
         )
         name = self._state.flags.reasoning_parser
         if name is not None:
-            inp.reasoning = free_reasoning(name, prompt, req.chat_template_kwargs or {})
+            inp.reasoning = free_reasoning(
+                name, prompt, req.chat_template_kwargs or {}, bool(req.continue_final_message)
+            )
+            if inp.reasoning is None and isinstance(inp.sampling_params, SamplingParams):  # nothing to limit
+                inp.sampling_params = replace(inp.sampling_params, max_thinking_tokens=None)
         return inp
 
     def _enforce(self, inp: GenerateInput, tools: ToolWish, req: ChatRequest) -> Enforced:

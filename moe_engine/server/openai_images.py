@@ -12,7 +12,7 @@ OTHER_KINDS = {"video_url": "videos", "input_audio": "audio", "audio_url": "audi
 
 
 def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """The conversation with plain image parts, as chat templates read them, and its images in order.
+    """The conversation with plain image parts for chat templates, and its images in order.
 
     Raises:
         InputError: names the part that is no text and no image, or the image that the model cannot take.

@@ -46,6 +46,7 @@ def render_prompt(
     if form is not None and TOOL_FORMATS[form].counts_ids:
         messages = with_counted_ids(messages)
     prefix = ""
+    arguments = {**(kwargs or {}), **(options.chat_template_kwargs or {})}
     if options.continue_final_message:
         last = messages[-1]
         if last["role"] != "assistant" or not isinstance(last.get("content"), str):
@@ -53,13 +54,13 @@ def render_prompt(
                 "continue_final_message: the last message must be the assistant's, with text",
                 field="continue_final_message",
             )
-        messages, prefix = messages[:-1], last["content"]
+        messages, prefix = messages[:-1], state.chat_template.begun(last, arguments)
         if not messages:
             raise InputError("messages: there is no message before the one to be continued", field="messages")
     rendered = state.chat_template.render(
         messages,
         tools=tools,
         add_generation_prompt=options.add_generation_prompt is not False or bool(prefix),
-        kwargs={**(kwargs or {}), **(options.chat_template_kwargs or {})},
+        kwargs=arguments,
     )
     return rendered + prefix

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from moe_engine.tokenizer.stop import StopMatcher
+from moe_engine.tokenizer.stop_regex import RegexMatcher
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 _NOTHING: frozenset[int] = frozenset()
@@ -15,17 +16,19 @@ class TextAssembler:
 
     Args:
         stops: stop strings. A stop string that equals a special token, skipped in the text, still stops at that token.
+        patterns: stop patterns; the output ends with the match, which is never cut off.
         trim: whether the stop string is cut off.
         keep: special tokens shown even if the others are skipped.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_special_stop", "_special_stops")
+    __slots__ = ("_detokenizer", "_matcher", "_regex", "_special_stop", "_special_stops")
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         stops: tuple[str, ...] = (),
+        patterns: tuple[str, ...] = (),
         trim: bool = True,
         skip_special_tokens: bool = True,
         keep: Set[int] = _NOTHING,
@@ -33,6 +36,7 @@ class TextAssembler:
     ) -> None:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens, keep, prompt_ids)
         self._matcher = StopMatcher(stops, trim=trim) if stops else None
+        self._regex = RegexMatcher(patterns) if patterns else None
         self._special_stops: dict[int, str] = {}
         self._special_stop: str | None = None
         for stop in stops:
@@ -42,25 +46,32 @@ class TextAssembler:
 
     @property
     def matched(self) -> str | None:
-        """The stop string found, or None."""
+        """The stop string or pattern found, or None."""
         if self._special_stop is not None:
             return self._special_stop
-        return self._matcher.matched if self._matcher is not None else None
+        if self._matcher is not None and self._matcher.matched is not None:
+            return self._matcher.matched
+        return self._regex.matched if self._regex is not None else None
 
     def push(self, ids: Sequence[int]) -> tuple[str, int]:
         """Adds tokens; returns the new visible text and the number of tokens used: fewer if a stop was found."""
-        if self._matcher is None:
+        matcher, regex = self._matcher, self._regex
+        if matcher is None and regex is None:
             return self._detokenizer.push(ids), len(ids)
         text = ""
         for used, token in enumerate(ids, 1):
             if token in self._special_stops:
                 text += self.flush()
-                if self._matcher.matched is None:
+                if self.matched is None:
                     self._special_stop = self._special_stops[token]
                 return text, used
-            text += self._matcher.push(self._detokenizer.push((token,)))
-            if self._matcher.matched is not None:
-                return text, used
+            piece = self._detokenizer.push((token,))
+            if regex is not None:
+                piece = regex.push(piece)
+            text += piece if matcher is None else matcher.push(piece)
+            if self.matched is not None:
+                # of a pattern; behind a stop string nothing is held back
+                return text if matcher is None else text + matcher.flush(), used
         return text, len(ids)
 
     def flush(self) -> str:

@@ -110,6 +110,11 @@ class ChatTemplate:
                 f"messages: the chat template cannot render them ({type(exc).__name__}: {exc})", field="messages"
             ) from exc
 
+    def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
+        """The content alone: how a template writes reasoning is unknown."""
+        text: str = message["content"]
+        return text
+
 
 @lru_cache(8)
 def _compiled(source: str) -> jinja2.Template:

@@ -85,8 +85,7 @@ class DeepseekV32Chat:
             InputError: an unknown role, a result without a call, arguments that are no object.
         """
         refuse_reserved(kwargs)
-        options = kwargs or {}
-        thinking = bool(options.get("thinking", options.get("enable_thinking")))
+        thinking = _thinks(kwargs)
         turns = [prepare_message(_own_role(messages, i), keep_parts=False) for i in range(len(messages))]
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] in ("user", "developer")), default=-1)
         out = [self.bos]
@@ -121,6 +120,14 @@ class DeepseekV32Chat:
                 out.append(opening)
         return "".join(out)
 
+    def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
+        """In thinking mode the reasoning and its end come first. Without content the reasoning continues."""
+        content: str = message["content"]
+        reasoning = message.get("reasoning_content") or ""
+        if not _thinks(kwargs):
+            return content
+        return f"{reasoning}{THINK_END}{content}" if content else reasoning
+
     def _tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
         text = self.tools_text
         for placeholder, marker in _PLACEHOLDERS.items():
@@ -137,6 +144,11 @@ class DeepseekV32Chat:
         content = content.removesuffix("\n\n")
         block = "\n".join(_call(call, f"messages[{i}].tool_calls[{j}]") for j, call in enumerate(calls))
         return f"{reasoning}{content}\n\n<{DSML}function_calls>\n{block}\n</{DSML}function_calls>{self.eos}"
+
+
+def _thinks(kwargs: Mapping[str, Any] | None) -> bool:
+    options = kwargs or {}
+    return bool(options.get("thinking", options.get("enable_thinking")))
 
 
 def load_deepseek_v32(folder: Path | None, special_tokens: Mapping[str, str]) -> DeepseekV32Chat:

@@ -159,21 +159,30 @@ def reasoning_parser(
     return ReasoningParser(inside=inside, stream_reasoning=stream_reasoning, form=form)
 
 
-def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the output for a rendered prompt starts inside the reasoning."""
+def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any], continued: bool = False) -> bool:
+    """Whether the output for a rendered prompt starts inside the reasoning.
+
+    Args:
+        continued: the prompt ends with the beginning of an answer; its last tag decides, if it has one.
+    """
     form = REASONING_FORMATS[parser]
+    if continued and (last := max(prompt.rfind(form.start), prompt.rfind(form.end))) >= 0:
+        return prompt.startswith(form.start, last)
     if prompt.rstrip().endswith(form.start):
         return True
     switched = bool(form.switch and template_kwargs.get(form.switch)) and not prompt.rstrip().endswith(form.end)
     return form.forced or switched
 
 
-def free_reasoning(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> FreeReasoning | None:
-    """The reasoning before a constrained output; None if the rendered prompt leaves no place for reasoning."""
+def free_reasoning(
+    parser: str, prompt: str, template_kwargs: Mapping[str, Any], continued: bool = False
+) -> FreeReasoning | None:
+    """The reasoning before a constrained output; None if the rendered prompt leaves no place for reasoning. Arguments
+    as of `starts_inside`."""
     form = REASONING_FORMATS[parser]
     if form.harmony:
         return FreeReasoning(form.start, form.free_end, inside=True)
-    inside = starts_inside(parser, prompt, template_kwargs)
-    if not inside and (form.switch or prompt.rstrip().endswith(form.end)):
+    inside = starts_inside(parser, prompt, template_kwargs, continued)
+    if not inside and (form.switch or continued or prompt.rstrip().endswith(form.end)):
         return None
     return FreeReasoning(form.start, form.end, inside)

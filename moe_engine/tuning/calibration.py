@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
@@ -30,6 +31,8 @@ STAGGER_TOKENS = 6
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
 """Requests that arrive at once, and tokens of the answers meanwhile."""
+LEAST_ANSWERS = 8
+"""Concurrent answers from which the time between the tokens of a step is measured."""
 SKIPPED = 6
 """First chunks of a stream that are not measured, because other prompts are computed meanwhile."""
 
@@ -50,18 +53,21 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decode:
-    """Seconds of a step, and context tokens of each request in it."""
+    """Seconds of a step, and context tokens of each request in it. `token_seconds`: between two of its tokens."""
 
     seconds: float
     context: float
+    token_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer: seconds from its request to each chunk, and the time of its beginning."""
+    """An answer: seconds from its request to each chunk, and the time of its beginning. `received`: Unix time at which
+    the server had read the request."""
 
     chunks: list[float]
     started: float
+    received: float
 
 
 class Probes:
@@ -98,6 +104,8 @@ class Probes:
         of_group = {max(count // self._limits.num_groups, 1): decode for count, decode in decodes.items()}
         seconds = tuple(d.seconds - n * (d.context - base) * per_context for n, d in of_group.items())
         steps = Curve(prefill.counts, tuple(max(total - answer, 1e-6) for total in totals))
+        delay, between = await self._arrivals(steps, short)
+        most = decodes[max(decodes)]
         return CostFile(
             {self._limits.drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
             steps,
@@ -106,7 +114,9 @@ class Probes:
             cached_second=per_cached,
             pair_second=per_pair,
             answer_seconds=answer,
-            arrival_seconds=await self._arrival_seconds(steps, short),
+            arrival_seconds=delay,
+            request_seconds=min(between, answer),
+            token_seconds=min(most.token_seconds, answer),
             acceptance=self._acceptance(),
         )
 
@@ -162,21 +172,24 @@ class Probes:
         pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
         return max(more[1] - pair * tails[1], 0.0), pair
 
-    async def _arrival_seconds(self, prefill: Curve, length: int) -> float:
-        """Delay of a step by an arriving request: while some requests decode, several others arrive at once, and then
-        none for the same time."""
+    async def _arrivals(self, prefill: Curve, length: int) -> tuple[float, float]:
+        """Delay of a step by an arriving request, and the time that the front end takes for it: while some requests
+        decode, several others arrive at once, and then none for the same time."""
         groups = self._limits.num_groups
         count = min(4 * groups, self._limits.max_running - groups)
         if count < 1:
-            return 0.0
+            return 0.0, 0.0
         tokens = ARRIVAL_TOKENS * (1 + self._limits.drafts)
         tokens = min(tokens, self._limits.max_input - length, self._limits.pool // (count + 1) - length)
         streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
         phases: list[tuple[float, float, float]] = []
+        between: list[float] = []
         while not streams.done():
             begin = time.perf_counter()
-            await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
+            new = await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
             middle = time.perf_counter()
+            received = [one.received for one in new]
+            between.append((max(received) - min(received)) / (ARRIVALS - 1))
             await asyncio.sleep(middle - begin)
             phases.append((begin, middle, time.perf_counter()))
         answers = await streams
@@ -189,7 +202,7 @@ class Probes:
                 free = sum(middle < moment <= end for moment in moments) / count
                 lost = (middle - begin) - busy * (end - middle) / max(free, 1.0)
                 found.append((lost - prefill.at(ARRIVALS)) / ARRIVALS)
-        return max(median(found), 0.0) if found else 0.0
+        return max(median(found), 0.0) if found else 0.0, median(between) if between else 0.0
 
     async def _first_token(self, prompt: Callable[[int], list[int]], length: int) -> float:
         """Median seconds until the answer to a prompt of `length` new tokens."""
@@ -207,7 +220,7 @@ class Probes:
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             if common := _common_steps(answers):
                 seconds, done = median([step for step, _ in common]), median([done for _, done in common])
-                return Decode(seconds, length + done * tokens)
+                return Decode(seconds, length + done * tokens, _between_tokens(answers))
         raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
 
     def _prompt(self, length: int) -> list[int]:
@@ -231,7 +244,7 @@ class Probes:
         if steps := meta.get("spec_verify_ct"):
             self._steps += steps
             self._accepted += steps * (meta["spec_accept_length"] - 1)
-        return Stream(chunks, started)
+        return Stream(chunks, started, meta.get("request_received_ts", 0.0))
 
     def _acceptance(self) -> tuple[float, ...]:
         """The acceptance rate, assumed equal at all positions, that gives the measured number of accepted drafts a
@@ -256,6 +269,18 @@ def _goes_on(done: int, rounds: int, seconds: float) -> bool:
 def _length_of(prefill: Curve, seconds: float) -> int:
     """Prompt tokens computed in this time."""
     return int(max((count for count, taken in zip(prefill.counts, prefill.seconds) if taken <= seconds), default=0))
+
+
+def _between_tokens(answers: Sequence[Stream]) -> float:
+    """Median seconds between two chunks of different answers while all of them ran: most are of one step. 0: too few
+    answers."""
+    if len(answers) < LEAST_ANSWERS:
+        return 0.0
+    begin = max(answer.chunks[0] + answer.started for answer in answers)
+    end = min(answer.chunks[-1] + answer.started for answer in answers)
+    moments = sorted(answer.started + at for answer in answers for at in answer.chunks)
+    gaps = [later - before for before, later in pairwise(moments) if begin <= before and later <= end]
+    return median(gaps) if gaps else 0.0
 
 
 def _common_steps(answers: Sequence[Stream]) -> list[tuple[float, float]]:

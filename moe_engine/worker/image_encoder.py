@@ -21,7 +21,7 @@ class ImageEncoder:
     """Results by the image's key; the least recently used are dropped.
 
     Args:
-        max_bytes: of the results that are kept between steps; those of the current step may exceed it.
+        max_bytes: limit of the results kept between steps; results of the current step may exceed it.
     """
 
     def __init__(self, model: ImageTextModel, max_bytes: int, stream: DeviceStream) -> None:
@@ -32,8 +32,8 @@ class ImageEncoder:
         """Images encoded so far."""
 
     def rows(self, step: StepImages) -> ImageRows:
-        """What the model reads for the image tokens of a step. Images are encoded one by one, so that memory is that of
-        the largest."""
+        """The model's input rows for the image tokens of a step. Images are encoded one by one, so that the peak memory
+        is that of the largest image."""
         upload = self._stream.upload
         rows = [self._encoded(image).index_select(0, upload(torch.from_numpy(own))) for image, own in step.parts]
         self._drop_oldest()

@@ -236,3 +236,27 @@ def test_bad_words_and_allowed_tokens(engine: InProcessEngine) -> None:
         item.resolved = {"allowed_token_ids": [3, 5, 31, 32, 319]}
     for answer in engine.run(script).values():
         assert set(answer.token_ids) <= {3, 5, 31, 32, 319}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_thinking_budget_ends_the_reasoning(engine: InProcessEngine, inside: bool) -> None:
+    """Greedy tokens up to the budget, then the end tag, then what the model says behind it."""
+    script = make_script(random.randrange(1 << 20), masked=1, count=4)
+    free = [replace(item, resolved={}, max_new_tokens=16) for item in script]
+    plain = engine.run(free)
+    bounded, limits = [], {}
+    for item in free:
+        ids = plain[item.rid].token_ids
+        limit = limits[item.rid] = random.randint(1, 8)
+        begins = limit if inside else limit + 1  # behind the tag that begins the reasoning
+        end = next(token for token in range(ORDINARY) if token not in ids[: begins + 1])
+        tags = (-1 if inside else ids[0], end)
+        more = {"max_thinking_tokens": limit, "thinking_tags": tags}
+        bounded.append((replace(item, resolved=more), begins, end))
+    answers = engine.run([item for item, _, _ in bounded])
+    for item, begins, end in bounded:
+        ids = answers[item.rid].token_ids
+        assert ids[: begins + 1] == [*plain[item.rid].token_ids[:begins], end]
+        behind = Scripted("behind-", item.prompt_ids + ids[: begins + 1], 16 - begins - 1, sampling=item.sampling)
+        if behind.max_new_tokens:
+            assert ids[begins + 1 :] == engine.run([behind], disable_radix_cache=True)["behind-"].token_ids

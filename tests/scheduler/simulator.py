@@ -210,9 +210,8 @@ class Simulation:
         """One iteration of the core's loop. False if it was idle."""
         self.turns += 1
         self.now += 0.01
-        if (timeouts := self.scheduler.table.timeouts) is not None:
-            for rids, reason in timeouts.overdue(self.scheduler.table.live.values()):
-                self.take(self.scheduler.abort(rids, reason))
+        if self.scheduler.table.timeouts is not None:
+            self.take(self.scheduler.abort_overdue())
         plan = self.scheduler.schedule()
         if self.turns % self.check_every == 0:
             assert self.scheduler.check_integrity() == []

@@ -34,6 +34,8 @@ def test_a_request_that_waits_too_long_ends_and_the_running_one_does_not(overlap
     for rid in ("waits", "waits too"):
         outcome = sim.outcomes[rid]
         assert (outcome.reason, outcome.tokens) == ("abort", []) and WAITED in outcome.message
+    stats = sim.scheduler.stats()
+    assert (stats.waiting_timeouts_total, stats.running_timeouts_total) == (2, 0)
     sim.check_end()
 
 
@@ -79,7 +81,7 @@ def test_requests_are_scanned_only_when_one_may_be_late() -> None:
         yield from table.values()
 
     def late() -> list[list[str]]:
-        return [rids for rids, _ in timeouts.overdue(live())]
+        return [rids for _, rids, _ in timeouts.overdue(live())]
 
     table["a"].queued_at, table["b"].queued_at = -4.0, 0.0
     assert late() == [] and scans == 1

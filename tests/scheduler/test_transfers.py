@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -20,12 +21,12 @@ BASE = SchedulerConfig(num_slots=400, context_len=300, max_rows=4, chunked_prefi
 
 def play(
     seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
-    places: int = 300, late: float = 0.3, fast: int = 0,
+    places: int = 300, late: float = 0.3, fast: int = 0, limits: Mapping[str, float | None] = {},
 ) -> tuple[ServerSimulation, ServerSimulation, Network]:  # fmt: skip
     """A trace of sessions; both servers get each request, as from the router. `fast`: the prefill server and the
     network run during a step of the decode server, with a small pool."""
     rng = random.Random(seed)
-    config = replace(BASE, page_size=page_size, host_tier_tokens=places - places % page_size)
+    config = replace(BASE, **limits, page_size=page_size, host_tier_tokens=places - places % page_size)
     config = replace(config, num_slots=400 - 400 % page_size, chunked_prefill_size=32 - 32 % page_size)
     small = replace(config, num_slots=144, context_len=140) if fast else config
     if fast:
@@ -89,14 +90,30 @@ def test_prompts_are_computed_once() -> None:
     places=st.sampled_from([40, 300]),
     late=st.sampled_from([0.0, 0.8]),
     fast=st.sampled_from([0, 12]),
+    waiting=st.sampled_from([None, 0.05, 0.3]),
+    running=st.sampled_from([None, 0.05, 0.3]),
 )
 def test_random_faults_leak_nothing_and_use_no_wrong_bytes(
-    seed: int, page_size: int, faults: float, aborts: float, failures: float, places: int, late: float, fast: int
-) -> None:
-    play(
-        seed, num=12, page_size=page_size, faults=faults, aborts=aborts, failures=failures, places=places, late=late,
-        fast=fast,
-    )  # fmt: skip
+    seed: int, page_size: int, faults: float, aborts: float, failures: float, places: int, late: float, fast: int,
+    waiting: float | None, running: float | None,
+) -> None:  # fmt: skip
+    limits = {"request_waiting_timeout": waiting, "request_running_timeout": running}
+    options = {"faults": faults, "aborts": aborts, "failures": failures, "late": late}
+    play(seed, num=12, page_size=page_size, places=places, fast=fast, limits=limits, **options)
+
+
+def test_time_limits_of_both_servers_end_requests_and_their_transfers() -> None:
+    """A request that waits for the other half, or for its KV, waits: the limit of the queue applies."""
+    waited, ran = [0, 0], [0, 0]
+    for seed in range(6):
+        servers = play(seed, num=12, limits={"request_waiting_timeout": 0.06, "request_running_timeout": 0.06})[:2]
+        for side, server in enumerate(servers):
+            stats = server.scheduler.stats()
+            waited[side] += stats.waiting_timeouts_total
+            ran[side] += stats.running_timeouts_total
+            ended = sum("-timeout (0.06 s)" in outcome.message for outcome in server.outcomes.values())
+            assert ended == stats.waiting_timeouts_total + stats.running_timeouts_total
+    assert min(waited) > 0 and ran[1] > 0, (waited, ran)
 
 
 def test_transfers_write_behind_the_copies_of_a_step_in_flight() -> None:

@@ -77,6 +77,8 @@ class FakeClient:
             "cache_hit_rate": 0.25,
             "num_retracted": 3,
             "num_retractions_total": 5,
+            "waiting_timeouts_total": 3,
+            "running_timeouts_total": 2,
         }
         self.idle = True
         self.board = Health(True, True, 7, 0.0, 0.0, 0, 0, 0)

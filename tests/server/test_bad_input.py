@@ -53,7 +53,11 @@ NATIVE = [
         {"text": "a", "sampling_params": {"top": 1}},
         "sampling_params.top: unknown field; known ones are temperature, top_p,",
     ),
-    ({"text": "a", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex: not available yet"),
+    ({"text": "a", "sampling_params": {"stop_regex": "a$"}}, "sampling_params.stop_regex: 'a$' has an anchor"),
+    (
+        {"text": "a", "sampling_params": {"stop_regex": ["b", "(a"]}},
+        "sampling_params.stop_regex: '(a' is not a",
+    ),
     ({"text": "a", "sampling_params": {"stop_token_ids": [99999]}}, "sampling_params.stop_token_ids: token id 99999"),
     ({"text": "a", "sampling_params": {"logit_bias": {"99999": 1}}}, "sampling_params.logit_bias: token id 99999"),
     ({"text": "a", "sampling_params": {"allowed_token_ids": [99999]}}, "sampling_params.allowed_token_ids: token id"),

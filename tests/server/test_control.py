@@ -133,6 +133,7 @@ def test_metrics():
     assert values["sglang:inter_token_latency_seconds_count"] == 3 * (tokens - 1)
     assert values["sglang:e2e_request_latency_seconds_count"] == 3
     assert values["sglang:num_running_reqs"] == 3
+    assert values["sglang:num_waiting_timeouts_total"] == 3 and values["sglang:num_running_timeouts_total"] == 2
     assert values["sglang:num_retracted_reqs"] == 3 and values["sglang:num_retracted_requests_total"] == 5
     assert values["sglang:num_queue_reqs"] == 2
     assert values["sglang:token_usage"] == 0.5

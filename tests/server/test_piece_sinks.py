@@ -54,6 +54,7 @@ def plain(data: bytes) -> bytes:
     [
         ("/generate", {"text": "x"}, TEXT, {}),
         ("/generate", {"text": "x", "sampling_params": {"stop": "how"}}, TEXT, {}),
+        ("/generate", {"text": "x", "sampling_params": {"stop_regex": "h[aeiou]w", "stop": "howl"}}, TEXT, {}),
         ("/generate", {"text": "x"}, "🙂é a", {"incremental_streaming_output": True}),
         ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, 'a "quoted"\n\\ 🙂é', {}),
         ("/v1/completions", {"prompt": "x", "echo": True, "stop": ["how"], **USAGE}, TEXT, {}),

@@ -216,3 +216,40 @@ def test_a_time_limit_ends_a_stream_with_an_error_event_and_a_batch_with_503():
         response = post(client, path, body)
         assert response.status_code == 503 and words in response.json()["error"]["message"]
         assert "retry-after" in response.headers and not client.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("more", "shown", "matched"), [
+    ({}, "Hello wor", "w.r"), ({"stop": "rld"}, "Hello wor", "w.r"), ({"stop": "lo w"}, "Hel", "lo w"),
+])  # fmt: skip
+def test_stop_patterns(stream, more, shown, matched):
+    """The match stays in the text; a stop string that ends first wins."""
+    body = {"text": "x", "sampling_params": {"stop_regex": ["w.r", r"\d+"], **more}, "stream": stream}
+    response = post(FakeClient(), "/generate", body)
+    answer = events(response)[-1] if stream else response.json()
+    assert (answer["text"], answer["meta_info"]["finish_reason"]) == (shown, {"type": "stop", "matched": matched})
+    chat = post(FakeClient(), "/v1/completions", {"prompt": "x", "stop_regex": "w.r", **more})
+    (choice,) = chat.json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == (shown, "stop", matched)
+
+
+def test_a_thinking_budget_reaches_the_engine_with_the_tags():
+    client = FakeClient()
+    settings = {"reasoning_parser": "deepseek-v3"}
+    body = {**CHAT, "max_thinking_tokens": 5}
+    tags = client.tokenizer.token_id("<think>"), client.tokenizer.token_id("</think>")
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    assert post(client, "/v1/chat/completions", {**body, **thinking}, **settings).status_code == 200
+    native = {"text": "x", "require_reasoning": True, "sampling_params": {"max_thinking_tokens": 5}}
+    assert post(client, "/generate", native, **settings).status_code == 200
+    for request in client.requests:
+        found = request.sampling["max_thinking_tokens"], tuple(request.sampling["thinking_tags"])
+        assert found == (5, (-1, tags[1]))
+    for path, wrong, words in (
+        ("/generate", {**native, "require_reasoning": False}, "require_reasoning"),
+        ("/v1/completions", {"prompt": "x", "max_thinking_tokens": 5}, "needs a chat"),
+    ):
+        response = post(client, path, wrong, **settings)
+        assert response.status_code == 400 and "max_thinking_tokens: needs" in response.text and words in response.text
+    response = post(client, "/v1/chat/completions", body)
+    assert response.status_code == 400 and "--reasoning-parser" in response.text

@@ -242,3 +242,28 @@ def test_over_the_openai_api(tmp_path, stream):
     assert post(client, "/v1/chat/completions", body, **parsers).status_code == 200
     prompt = make_tokenizer().decode(client.requests[1].prompt_ids, skip_special_tokens=False)
     assert prompt == f"{BOS}<｜User｜>q{SHUT}Once"
+
+
+@pytest.mark.parametrize(
+    ("message", "continued"),
+    [
+        ({"content": "Once"}, "<think></think>Once"),
+        ({"content": "Once", "reasoning_content": "a tale"}, "<think>a tale</think>Once"),
+        ({"content": "", "reasoning_content": "a tale"}, "<think>a tale"),
+    ],
+)
+def test_an_unfinished_answer_is_continued_behind_its_reasoning(message, continued):
+    """The prompt is the beginning of the whole answer as the conversation has it later."""
+    client = FakeClient()
+    client.tokenizer = make_tokenizer()
+    messages = [user("q"), {"role": "assistant", **message}]
+    body = {"messages": messages, "continue_final_message": True, "chat_template_kwargs": THINKING}
+    settings = {"chat_template": "deepseek-v32", "reasoning_parser": "deepseek-v3"}
+    response = post(client, "/v1/chat/completions", body, **settings)
+    prompt = make_tokenizer().decode(client.requests[0].prompt_ids, skip_special_tokens=False)
+    assert prompt == f"{BOS}<｜User｜>q<｜Assistant｜>{continued}"
+    if message["content"]:
+        whole = CHAT.render(messages, add_generation_prompt=False, kwargs=THINKING)
+        assert whole == prompt + EOS
+    found = response.json()["choices"][0]["message"]
+    assert bool(found["content"]) == bool(message["content"]) != bool(found["reasoning_content"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, repeat
@@ -93,10 +94,11 @@ def test_runs_of_decodes_equal_single_steps(example):
     spec = ReplicaSpec(limits, Linear(), rng.choice([1, 1, 2, 5, 16]), overlap=rng.random() < 0.8, experts=experts)
     spec = replace(spec, arrival_seconds=rng.choice([0.0, 0.003]))
     num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
+    work = {"request_seconds": 0.004, "token_seconds": 1e-4} if num_replicas == 1 and rng.random() < 0.5 else {}
     count, rate = rng.randint(20, 80), rng.choice([5.0, 20.0, 60.0])
     found = []
     for exact in (True, False):
-        fleet_spec = FleetSpec(replace(spec, exact=exact), num_replicas)
+        fleet_spec = FleetSpec(replace(spec, exact=exact), num_replicas, **work)
         found.append(simulate(fleet_spec, requests(random.Random(seed), count, rate))[1])
     single, runs = found
     assert runs.retractions == single.retractions and runs.num_steps == single.num_steps
@@ -243,3 +245,33 @@ def test_requests_that_can_never_run_are_refused():
     outcome = simulate(FleetSpec(ReplicaSpec(config(), Linear())), Fixed(arrivals, 2))[1]
     assert [answer.success for answer in outcome.recorder.answers] == [False, True]
     assert "context length" in outcome.recorder.refused[0]
+
+
+def test_the_front_end_is_a_queue_in_front_of_the_scheduler_and_behind_it():
+    """Lindley's recursion in front of an engine that takes no time. Behind it a token passes all requests that wait,
+    except the one whose service has begun."""
+    rng, work, count = random.Random(random.getrandbits(32)), 0.02, 500
+    times = list(islice(arrival_times("poisson", 0.9 / work, rng), count))
+    arrivals = [Arrival(seconds, [number + 1], 1) for number, seconds in enumerate(times)]
+    replica = ReplicaSpec(config(max_rows=64), Linear(fixed=1e-7, row=0, token=0))
+    outcome = simulate(FleetSpec(replica, request_seconds=work), Fixed(arrivals, count))[1]
+    waits = [0.0]
+    for before, after in pairwise(times):
+        waits.append(max(0.0, waits[-1] + work - (after - before)))
+    ready = [moment + wait + work for moment, wait in zip(times, waits)]
+    shown = [end + work * (after < end) for end, after in zip(ready, [*times[1:], math.inf])]
+    found = {answer.started: answer.ttft for answer in outcome.recorder.answers}
+    assert [moment + found[moment] for moment in times] == pytest.approx(shown, abs=1e-4)
+
+
+def test_a_busy_front_end_delays_first_tokens_and_not_the_engine():
+    """Ten requests decode; their tokens take the front end longer than a step of the engine."""
+    first = [Arrival(0.0, [number], 100) for number in range(1, 11)]
+    spec = FleetSpec(ReplicaSpec(config(), Linear(fixed=0.01, row=0, token=0)))
+    found = []
+    for seconds in (0.0, 0.0005, 0.002):
+        arrivals = [*map(replace, first), Arrival(0.507, [99], 1)]
+        outcome = simulate(replace(spec, token_seconds=seconds), Fixed(arrivals, len(arrivals)))[1]
+        found.append(max((answer.started, answer.ttft) for answer in outcome.recorder.answers)[1])
+    assert found[1] - found[0] == pytest.approx(0.0005 / 2, abs=1e-4)  # the only token of its step
+    assert found[2] - found[0] > 0.3  # half a second of steps, of which each adds a step's time

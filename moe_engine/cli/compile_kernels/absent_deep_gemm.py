@@ -24,7 +24,7 @@ class AbsentDeepGemm:
     """The functions of `probe.DEEP_GEMM`, which write nothing.
 
     Args:
-        takes_ends: whether grouped products take the ends of groups. All builds do for Blackwell, some for Hopper.
+        takes_ends: True if grouped products take the ends of groups. All builds for Blackwell do, some for Hopper.
     """
 
     def __init__(self, takes_ends: bool) -> None:
@@ -72,7 +72,7 @@ def absent_products(capability: tuple[int, int], takes_ends: bool) -> DeepGemm:
 
 
 def note(families: Sequence[str]) -> str:
-    """What is missing in the folder for these families, and how to get it."""
+    """The kernels missing in the folder for these families, and the way to compile them."""
     return (
         f"not in the folder: DeepGEMM's own kernels ({', '.join(families)}). It compiles for the GPU that it finds, so "
         "not on this machine; start this launch once on a node with the GPU and DG_JIT_CACHE_DIR on a shared folder, "

@@ -1,4 +1,4 @@
-"""Checks of RDMA adapters and of the way from them to GPU memory, from sysfs and the kernel's modules."""
+"""Checks of RDMA adapters and of their path to GPU memory, from sysfs and the kernel's modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_engine.cli.node_checks.check import Check, ok, problem, skipped
 from moe_engine.cli.node_checks.sources import Absent, Node
 
 FIRST_DMA_BUF = (5, 12)
-"""Linux version from which RDMA of device memory needs no module beside an open driver."""
+"""Linux version from which RDMA of device memory needs no module in addition to an open driver."""
 
 
 def check_adapters(node: Node) -> list[Check]:
-    """The ports, then what several nodes need beside them; nothing of the latter without adapters."""
+    """The ports, then the further requirements of several nodes; without adapters no further checks."""
     if not node.ports:
         reason = "no RDMA adapter"
         return [skipped("adapters", reason)]
@@ -79,7 +79,7 @@ def _peer_memory(node: Node) -> Check:
 
 
 def _doorbell(node: Node) -> Check:
-    """For DeepEP between nodes only: the GPU itself rings the adapter."""
+    """For DeepEP between nodes only: the GPU itself rings the adapter's doorbell."""
     parameters, name = node.text("parameters"), "GIN, IBGDA"
     if "/dev/gdrdrv" in node.devices:
         return ok(name, "GDRCopy's module gdrdrv is loaded")

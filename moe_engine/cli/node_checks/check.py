@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """`text`: the finding, the problem, or the reason why nothing was checked. `fix`: of a problem."""
+    """`text`: the finding, the problem, or the reason why the check was skipped. `fix`: the fix of a problem."""
 
     name: str
     status: Literal["ok", "problem", "skipped"]

@@ -14,10 +14,10 @@ LEAST_DRIVER = {12: 525, 13: 580}
 """Lowest driver branch by major version of CUDA (minor versions are compatible)."""
 
 SLOW = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
-"""Reasons for low clocks that a healthy idle or busy GPU does not have; those of an element of -q -x end with them."""
+"""Reasons for low clocks that a healthy idle or busy GPU does not have; names of elements of -q -x end with them."""
 
 APPLICATION = {13, 31, 43, 45, 68, 69}
-"""Xids that a program causes. All others are of the GPU, its links or its driver."""
+"""Xids caused by a program. All others come from the GPU, its links or its driver."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
 
@@ -37,7 +37,7 @@ class Gpus:
         self.each = self.root.findall("gpu")
 
     def values(self, path: str) -> dict[str, str]:
-        """The text of an element of each GPU, by GPU number; GPUs without it, or with N/A, are left out."""
+        """The text of an element of each GPU, by GPU number; GPUs without the element, or with N/A, are omitted."""
         found = {}
         for number, gpu in enumerate(self.each):
             value = (gpu.findtext(path) or "").strip()
@@ -50,7 +50,7 @@ class Gpus:
 
 
 def check_gpus(smi: Text, versions: Mapping[str, str]) -> list[Check]:
-    """All checks of this file but the kernel's log."""
+    """All checks of this file except the kernel's log."""
     if isinstance(smi, Absent):
         return [skipped("GPUs", smi.reason)]
     try:

@@ -33,7 +33,7 @@ def check_links(node: Node) -> list[Check]:
 
 
 def _pairs(cells: dict[tuple[str, str], str]) -> dict[tuple[str, str], str]:
-    """Of different GPUs, each pair once."""
+    """Pairs of different GPUs, each once."""
     return {(a, b): cell for (a, b), cell in cells.items() if a[:3] == b[:3] == "GPU" and int(a[3:]) < int(b[3:])}
 
 

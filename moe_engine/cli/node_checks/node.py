@@ -17,7 +17,7 @@ GOVERNORS = ("performance", "schedutil")
 
 
 def check_node(node: Node | None = None) -> list[Check]:
-    """Checks of a node, by default this one. Without nvidia-smi: one skipped check, and nothing of adapters."""
+    """Checks of a node, by default this one. Without nvidia-smi: one skipped check, and no checks of adapters."""
     node = read_node() if node is None else node
     smi = node.text("smi")
     if isinstance(smi, Absent):
@@ -55,7 +55,7 @@ def _governor(node: Node) -> Check:
 
 
 def _pins(versions: Mapping[str, str], pins: Mapping[str, str]) -> list[Check]:
-    """Installed versions against those that fit together."""
+    """Installed versions against the compatible ones."""
     if not pins:
         return [skipped("versions", "constraints-gpu.txt is not installed; it is in a source checkout")]
     other = [

@@ -1,4 +1,5 @@
-"""What a node's tools and files report, as text. The checks are functions of these texts; no check runs a program."""
+"""Output of a node's tools and contents of its files, as text. The checks are functions of these texts; no check runs a
+program."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ ADAPTER_FILES = ("state", "phys_state", "rate", "link_layer")
 
 @dataclass(frozen=True)
 class Absent:
-    """A text that could not be had, with the reason."""
+    """A missing text, with the reason."""
 
     reason: str
 
@@ -49,7 +50,7 @@ class Node:
     Attributes:
         texts: output by name of `COMMANDS`, content by name of `FILES`.
         ports: by ``adapter/port``, content of `ADAPTER_FILES` by name.
-        devices: paths below /dev that exist, of those that the checks ask for.
+        devices: existing paths below /dev, of those that the checks use.
         locked_bytes: limit of locked memory; None: unlimited. shared_bytes: size of /dev/shm; None: there is none.
         versions: of installed packages. pins: of constraints-gpu.txt.
     """
@@ -70,7 +71,7 @@ DEVICES = ("/dev/gdrdrv", "/dev/nvidia-nvswitchctl")
 
 
 def read_node() -> Node:
-    """This node. Programs run only where nvidia-smi is installed."""
+    """This node. Programs run only if nvidia-smi is installed."""
     texts = {name: _read(path) for name, path in FILES.items()}
     has_gpus = shutil.which("nvidia-smi") is not None
     for name, command in COMMANDS.items():

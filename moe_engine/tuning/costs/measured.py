@@ -42,6 +42,8 @@ class CostFile:
         pair_second: seconds of each pair of a new token with an earlier token, beyond the pairs of one prompt without a
         cached prefix.
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
+        request_seconds, token_seconds: time between two requests, and between two tokens, of a front end that has
+        several to process. `answer_seconds` contains one of each.
         arrival_seconds: delay of the running step by an arriving request: the part of that work that takes cores from
         the steps.
         acceptance: chance that a draft at each position is accepted if those before it are.
@@ -57,6 +59,8 @@ class CostFile:
     pair_second: float = 0.0
     answer_seconds: float = 0.0
     arrival_seconds: float = 0.0
+    request_seconds: float = 0.0
+    token_seconds: float = 0.0
     acceptance: tuple[float, ...] = ()
     launch: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)

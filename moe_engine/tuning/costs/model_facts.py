@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_fields import Fields, text_fields
+from moe_engine.tuning.costs.form import KV_BYTES
 
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
@@ -82,6 +83,16 @@ class ModelFacts:
         attention = sum(group.layers * (group.sharded + group.replicated) for group in self.attention)
         moe = self.moe_layers * (self.num_experts * (self.expert + self.hidden) + self.shared)
         return attention + self.dense_layers * self.dense + moe + self.head
+
+    def kv_token_bytes(self, attn_tp: int, kv: str, *, windows: bool) -> float:
+        """Bytes of KV per token on a rank of an attention group.
+
+        Args:
+            attn_tp: ranks of the group. kv: dtype of the KV cache.
+            windows: with layers that keep the KV of their window only.
+        """
+        groups = (each for each in self.attention if windows or not each.keeps)
+        return KV_BYTES[kv] * sum(each.layers * each.kv_width / min(attn_tp, each.kv_heads) for each in groups)
 
 
 def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFacts:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from moe_engine.tuning.costs.form import KV_BYTES, Form
+from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.forms import CHUNKS, ROWS, depths, forms, variants
@@ -134,11 +134,8 @@ class DisaggregatedSearch:
         alone, _ = _chunks(cost, computed, before, candidate.chunk, 1, groups)
         full, parts = _chunks(cost, computed, before, candidate.chunk, prompts, groups)
         last = (computed - 1) % candidate.chunk + 1
-        width = sum(
-            each.layers * each.kv_width / min(candidate.form.attn_tp, each.kv_heads)
-            for each in self._predictor.facts.attention
-        )
-        moved = last * width * KV_BYTES[candidate.kv] / self._predictor.cluster.link.bytes_per_s
+        token = self._predictor.facts.kv_token_bytes(candidate.form.attn_tp, candidate.kv, windows=True)
+        moved = last * token / self._predictor.cluster.link.bytes_per_s
         return PrefillSide(candidate, late * alone, prompts * groups / (late * full), moved, parts)
 
     def _decodes(self, gpus: int, kv: str, model_path: str) -> Iterator[tuple[Candidate, float]]:

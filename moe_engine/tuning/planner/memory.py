@@ -12,7 +12,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import MemoryLedger, gb
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.tuning.costs.form import KV_BYTES, WEIGHT_BYTES, precision_of
+from moe_engine.tuning.costs.form import WEIGHT_BYTES, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import LEADER, Candidate
@@ -111,10 +111,7 @@ class EstimatedMemory:
         beside = facts.dense_layers * facts.dense + facts.moe_layers * facts.shared + 2 * facts.head
         other = attention + beside / (1 if form.dense_whole else form.ranks)
         weights = experts * WEIGHT_BYTES[precision.experts] + other * WEIGHT_BYTES[precision.other]
-        widths = (
-            each.layers * each.kv_width / min(form.attn_tp, each.kv_heads) for each in facts.attention if not each.keeps
-        )
-        per_token = sum(widths) * KV_BYTES[precision.kv]
+        per_token = facts.kv_token_bytes(form.attn_tp, precision.kv, windows=False)
         left = self._limit - weights
         if left < per_token:
             return Room(refusal=f"weights {gb(weights)} (estimate), but {gb(self._limit)} of a GPU are left for them")

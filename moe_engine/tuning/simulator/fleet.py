@@ -12,6 +12,7 @@ from typing import Any
 from moe_engine.frontend.dp_routing import Router
 from moe_engine.tuning.simulator import expert_load
 from moe_engine.tuning.simulator.faults import Fault
+from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica import Replica, ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload
@@ -21,12 +22,15 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """`num_replicas` engines of one kind. `method`: the router's, as `--load-balance-method`."""
+    """`num_replicas` engines of one kind. `method`: the router's, as `--load-balance-method`. `request_seconds`,
+    `token_seconds`: work of the one front end for each request and each token; 0: none."""
 
     replica: ReplicaSpec
     num_replicas: int = 1
     method: str = "auto"
     faults: tuple[Fault, ...] = ()
+    request_seconds: float = 0.0
+    token_seconds: float = 0.0
     recovery_seconds: float = 3.0
     """Pause of a replica after one of its ranks is lost, with `--elastic-ep`."""
     restart_seconds: float = 120.0
@@ -78,10 +82,13 @@ class Fleet:
         self._numbers = Numbers()
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, Arrival]] = []
+        works = spec.request_seconds or spec.token_seconds
+        self._front = FrontEnd(spec.request_seconds, spec.token_seconds) if works else None
         self._source = workload.first()
         self._faults = sorted(spec.faults, key=lambda fault: fault.seconds)
         self.replicas = [
-            Replica(spec.replica, self.recorder, self._ended, seed * 7919 + index) for index in range(spec.num_replicas)
+            Replica(spec.replica, self.recorder, self._ended, seed * 7919 + index, self._front)
+            for index in range(spec.num_replicas)
         ]
         groups = spec.replica.num_groups
         self._places = [(replica, group) for replica in self.replicas for group in range(groups)]
@@ -107,8 +114,9 @@ class Fleet:
         reported, due = 0, 0.0 if interval else NEVER
         while True:
             arrival = self._arrivals[0][0] if self._arrivals else NEVER
+            read = self._front.next_read if self._front is not None else NEVER
             behind = self._first_clock()
-            now = min(arrival, behind)
+            now = min(arrival, read, behind)
             if now == NEVER:
                 break
             fault = self._faults[0].seconds if self._faults else NEVER
@@ -119,10 +127,12 @@ class Fleet:
             if now >= due:
                 outcome.samples.append(self._sample(now))
                 due = now - now % interval + interval
-            if arrival <= behind:
-                self._route(heapq.heappop(self._arrivals)[2])
+            if self._front is not None and read <= min(arrival, behind):
+                self._enter(read, self._front.read())
+            elif arrival <= behind:
+                self._arrive(heapq.heappop(self._arrivals)[2])
             else:
-                self._advance(min(arrival, fault, due))
+                self._advance(min(arrival, read, fault, due))
             if len(self.recorder.answers) - reported >= 100:
                 progress(len(self.recorder.answers) - reported)
                 reported = len(self.recorder.answers)
@@ -180,10 +190,17 @@ class Fleet:
         heapq.heappush(self._arrivals, (arrival.seconds, next(self._order), arrival))
         self._drawn = arrival if drawn else self._drawn
 
-    def _route(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival) -> None:
         if arrival is self._drawn:
             self._draw()
-        self._place(Running(arrival), str(next(self._rids)), [])
+        if self._front is None:
+            self._enter(arrival.seconds, arrival)
+        else:
+            self._front.add(arrival)
+
+    def _enter(self, moment: float, arrival: Arrival) -> None:
+        """The front end routes a request to a scheduler."""
+        self._place(Running(arrival, moment), str(next(self._rids)), [])
 
     def _place(self, running: Running, rid: str, output_ids: list[int]) -> None:
         for replica, loads in zip(self.replicas, self._loads):

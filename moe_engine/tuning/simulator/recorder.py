@@ -11,9 +11,11 @@ from moe_engine.tuning.simulator.workload import Arrival
 
 @dataclass(slots=True)
 class Running:
-    """A request in the engine. `last`: arrival of its newest token; `first`: of its first token."""
+    """A request in the engine. `last`: arrival of its newest token; `first`: of its first token. `entered`: moment at
+    which its scheduler receives it."""
 
     arrival: Arrival
+    entered: float
     first: float = 0.0
     last: float = 0.0
     group: int = -1
@@ -31,27 +33,27 @@ class Recorder:
     retractions: int = 0
     refused: list[str] = field(default_factory=list)
 
-    def tokens(self, running: Running, count: int, now: float) -> None:
-        """Records the arrival of `count` tokens of a request."""
+    def tokens(self, running: Running, count: int, now: float, delay: float = 0.0) -> None:
+        """Records the arrival of `count` tokens of a request. `delay`: of a first token, by the front end."""
         if running.first:
             self.gaps.add((now - running.last) / count, count)
         else:
-            running.first = now
+            running.first = now + delay
             if count > 1:
                 self.gaps.add(0.0, count - 1)
         running.last = now
         self.gaps.add_tokens(now, count)
 
-    def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int) -> None:
-        """Records the end of an answer."""
+    def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int, delay: float = 0.0) -> None:
+        """Records the end of an answer. `delay`: of its last token, by the front end."""
         arrival = running.arrival
         answer = Answer(len(arrival.prompt_ids), arrival.output_len, success=True, started=arrival.seconds)
         answer.ttft = running.first - arrival.seconds + self.answer_seconds
-        answer.latency = now - arrival.seconds + self.answer_seconds
+        answer.latency = now + delay - arrival.seconds + self.answer_seconds
         answer.cached_tokens, answer.retractions = cached_tokens, retractions
         self.answers.append(answer)
         self.retractions += retractions
-        self.ended_at = max(self.ended_at, now + self.answer_seconds)
+        self.ended_at = max(self.ended_at, now + delay + self.answer_seconds)
 
     def fail(self, running: Running, now: float, reason: str) -> None:
         """Records a request that ended without its answer."""

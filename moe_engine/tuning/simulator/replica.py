@@ -17,6 +17,7 @@ from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer, ExpertLoad
+from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group, shape_of
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.runs import Runs
@@ -59,6 +60,8 @@ class _Flight:
     cost: StepCost
     end: float
     pending: set[int]
+    rows: int = 0
+    """Decoding requests of all groups."""
 
 
 class Replica:
@@ -66,8 +69,11 @@ class Replica:
     now: simulated clock of its core, in seconds.
     """
 
-    def __init__(self, spec: ReplicaSpec, recorder: Recorder, ended: EndedHandler, seed: int = 0) -> None:
+    def __init__(
+        self, spec: ReplicaSpec, recorder: Recorder, ended: EndedHandler, seed: int = 0, front: FrontEnd | None = None
+    ) -> None:
         self.spec, self.now = spec, 0.0
+        self._front = front
         self._recorder, self._ended, self._seed = recorder, ended, seed
         self.groups = [self._new_group(i) for i in range(spec.num_groups)]
         self.lost: set[int] = set()
@@ -115,7 +121,7 @@ class Replica:
     def add(self, index: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
         """Gives a request to a scheduler. Returns the reason if it is refused, or None."""
         if not self.is_active:
-            self.now = max(self.now, running.arrival.seconds)
+            self.now = max(self.now, running.entered)
         group = self.groups[index]
         if index in self._runs.members and (self._turns.open or not group.queues_in_run):
             self._leave_run(index)
@@ -202,7 +208,10 @@ class Replica:
         begin = self.now if self._flight is None else max(self.now, self._flight.end)
         self.num_steps += 1
         self.busy_seconds += cost.seconds
-        return _Flight(cost, begin + cost.seconds, pending)
+        rows = sum(shape.decode_rows for shape in shapes)
+        if self._runs.members:  # their shape has the rows of the busiest group
+            rows += self._runs.total_rows - shapes[-1].decode_rows
+        return _Flight(cost, begin + cost.seconds, pending, rows)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
         """The shape that determines the step: the maximum over the groups, with the tokens of all."""
@@ -249,9 +258,12 @@ class Replica:
             self._tell(index, group, event)
 
     def _tell(self, index: int, group: Group, event: RequestEvent) -> None:
-        running = group.running[event.rid]
+        running, delay = group.running[event.rid], 0.0
+        if self._front is not None and self._flight is not None:
+            self._front.tokens(self.now, len(event.token_ids))
+            delay = self._front.delay(self.now, self._flight.rows)
         if event.token_ids:
-            self._recorder.tokens(running, len(event.token_ids), self.now)
+            self._recorder.tokens(running, len(event.token_ids), self.now, delay)
             group.load_tokens += len(event.token_ids)
         reason = event.finish_reason
         if reason is None:
@@ -261,8 +273,10 @@ class Replica:
         if reason.type == "abort":
             self._recorder.fail(running, self.now, str(reason.message))
         else:
-            self._recorder.end(running, self.now, cached_tokens=event.cached_tokens, retractions=event.retractions)
-        self._ended(self, index, running, self.now)
+            self._recorder.end(
+                running, self.now, cached_tokens=event.cached_tokens, retractions=event.retractions, delay=delay
+            )
+        self._ended(self, index, running, self.now + delay)
 
     # -- runs of decode steps
 
@@ -298,6 +312,8 @@ class Replica:
         runs, rows = self._runs, self._runs.total_rows
         if not rows:
             return
+        if self._front is not None:
+            self._front.tokens(self.now, rows)
         for index in runs.fresh:
             group = self.groups[index]
             rows -= group.run_rows
@@ -335,10 +351,14 @@ class Replica:
         self.now = begin = flight.end
         self._count_runs(self.now - self._collected)
         self.now = begin + total - last.seconds
-        self._count((self.now - begin) / (steps - 1), runs.total_rows * (steps - 1))
+        gap = (self.now - begin) / (steps - 1)
+        self._count(gap, runs.total_rows * (steps - 1))
+        if self._front is not None:
+            for number in range(1, steps):
+                self._front.tokens(begin + number * gap, runs.total_rows)
         runs.step += steps - 1
         self._collected = self.now
-        self._flight = _Flight(last, begin + total, flight.pending)
+        self._flight = _Flight(last, begin + total, flight.pending, runs.total_rows)
         self.num_steps += steps
         self.busy_seconds += total
         return True

@@ -1,6 +1,6 @@
 """Images of request rows: positions of several axes, and the image tokens of a step.
 
-Positions behind an image are smaller than places in the sequence, by a number that each row keeps.
+Positions after an image are smaller than places in the sequence, by an offset stored for each row.
 
 Legend: T tokens of the step, n image tokens of them, L tokens of a prompt.
 """
@@ -48,7 +48,7 @@ class RowImages:
         self._prompts: dict[int, _Prompt] = {}
 
     def plain(self, ids: np.ndarray) -> np.ndarray:
-        """Ids with the placeholder in the place of keys (`image_tokens`)."""
+        """Ids with the placeholder in place of keys (`image_tokens`)."""
         return np.where(ids >= FIRST_KEY, self._vision.image_token, ids)
 
     def enter(self, new: NewRow) -> NewRow:
@@ -70,7 +70,7 @@ class RowImages:
         return replace(new, token_ids=self.plain(np.array(new.token_ids)).tolist())
 
     def shift(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Places of tokens behind the prompts [T] become positions, in place; rows [T]: the row of each."""
+        """Converts places of tokens after the prompts [T] to positions, in place; rows [T]: the row of each."""
         positions += self._shifts[rows]
 
     def place(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, StepImages | None]:

@@ -33,7 +33,7 @@ from moe_engine.worker.speculation.standalone import StandaloneDrafter
 
 @dataclass(frozen=True)
 class ChainParts:
-    """What all sizes share. `tables`: of all rows, on the device."""
+    """Objects shared by all sizes. `tables`: of all rows, on the device."""
 
     kernels: ChainKernels
     tables: RowTables
@@ -78,7 +78,7 @@ class StaticBatch:
         return self._has(planner(self.forward.attention))
 
     def share(self, other: StaticBatch, planner: InPlacePlanner) -> bool:
-        """`prepare`, with the plan of a batch of the same size where that serves this one too."""
+        """`prepare`, with the plan of a batch of the same size if it is valid for this batch too."""
         plan = other.plan
         return self._has(planner(self.forward.attention) if plan is None or plan.common else plan)
 
@@ -105,10 +105,10 @@ class ChainDrafter(Protocol):
         """Renews the plans that verification does not renew; `lens`: upper bounds [R] of context tokens."""
 
     def draft(self) -> None:
-        """Behind `ChainKernels.inputs`: writes the drafts to `ChainBuffers.ids`."""
+        """Runs after `ChainKernels.inputs`: writes the drafts to `ChainBuffers.ids`."""
 
     def follow(self, hidden: Tensor, verified: ForwardBatch) -> None:
-        """Behind `ChainKernels.accept`, with the hidden states [R * K, *] of verification."""
+        """Runs after `ChainKernels.accept`, with the hidden states [R * K, *] of verification."""
 
 
 class _ModelDrafts:
@@ -153,7 +153,8 @@ class MTPChain:
     KV in deeper layers depends on tokens accepted just now.
 
     Args:
-        planner: of the drafter's attention; `own`: which is not the model's, so that its plans are renewed alone.
+        planner: of the drafter's attention; `own`: True if it is not the model's, so that its plans are renewed
+        separately.
     """
 
     def __init__(
@@ -216,8 +217,8 @@ class MTPChain:
 
 
 class StandaloneChain:
-    """`ChainDrafter` of a draft model. Its KV may lack the last two tokens, a draft that was accepted last and the
-    root: the first forward computes both."""
+    """`ChainDrafter` of a draft model. Its KV may lack the last two tokens, the last accepted draft and the root: the
+    first forward computes both."""
 
     def __init__(
         self, parts: ChainParts, chain: ChainBuffers, drafter: StandaloneDrafter, planner: InPlacePlanner
