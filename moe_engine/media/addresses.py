@@ -86,9 +86,9 @@ def _body(response: http.client.HTTPResponse, settings: MediaSettings, deadline:
     while True:
         if len(found) > settings.max_bytes or (length.isdigit() and int(length) > settings.max_bytes):
             raise MediaError(f"the image has more than {settings.max_media_mb} MB (--max-media-mb)")
-        if time.monotonic() >= deadline:
-            raise TimeoutError
         part = response.read1(CHUNK)
+        if time.monotonic() >= deadline:  # which ends the connection, as the end of a body does
+            raise TimeoutError
         if not part:
             break
         found += part

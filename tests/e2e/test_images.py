@@ -4,10 +4,8 @@ model; what is refused."""
 from __future__ import annotations
 
 import base64
-import http.server
 import io
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 
 pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
 
 from tests.e2e.server_process import ServerProcess
-from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
 from tests.models.vision_checkpoints import END, IMAGE, NAMES, START, Oracle, Pixels, make_checkpoint, random_picture
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -131,17 +127,6 @@ def test_chat(served: Served) -> None:
     assert httpx.get(served.server.url + "/model_info").json()["has_image_understanding"] is True
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(302 if self.path == "/away" else 200)
-        self.send_header("Location", "/image")
-        self.end_headers()
-        self.wfile.write(encoded(random_picture(50, 50, 1)) if self.path == "/image" else b"text")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_what_is_refused(served: Served, tmp_path: Path) -> None:
     text = f"a{NAMES[IMAGE]}"
     good = data_address(random_picture(30, 30, 0))
@@ -179,36 +164,3 @@ def test_what_is_refused(served: Served, tmp_path: Path) -> None:
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
     again = served.post(text=text, image_data=good)
     assert again.status_code == 200
-
-
-def test_addresses(tmp_path: Path) -> None:
-    """A server that may read private addresses reads images, also by redirects; one with text alone reads none."""
-    path = make_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        root = f"http://127.0.0.1:{web.server_address[1]}"
-        flags = ["--model-path", str(path), "--max-total-tokens", "512", "--allow-private-media-urls"]
-        with ServerProcess(tmp_path, *flags, "--cpu-threads", "1") as server:
-            body = {"text": NAMES[IMAGE], "sampling_params": GREEDY}
-            answers = [
-                httpx.post(server.url + "/generate", json={**body, "image_data": source}, timeout=60)
-                for source in (f"{root}/image", f"{root}/away", f"{root}/text")
-            ]
-        web.shutdown()
-    assert [answer.status_code for answer in answers] == [200, 200, 400], answers[-1].text
-    assert answers[0].json()["output_ids"] == answers[1].json()["output_ids"]
-    assert torch.tensor(answers[0].json()["output_ids"]).shape == (5,)
-
-
-def test_text_model(tmp_path: Path) -> None:
-    path = make_text_checkpoint("qwen2", tmp_path / "model")
-    flags = ["--model-path", str(path), "--max-total-tokens", "512", "--cpu-threads", "1"]
-    with ServerProcess(tmp_path, *flags) as server:
-        image = data_address(random_picture(30, 30, 0))
-        native = httpx.post(server.url + "/generate", json={"text": "a", "image_data": image})
-        part = {"type": "image_url", "image_url": {"url": image}}
-        body = {"model": "default", "messages": [{"role": "user", "content": [part]}]}
-        chat = httpx.post(server.url + "/v1/chat/completions", json=body)
-    for answer, field in ((native, "image_data"), (chat, "messages[0].content[0].image_url.url")):
-        assert answer.status_code == 400
-        assert "takes text alone" in answer.json()["error"]["message"] and field in answer.text

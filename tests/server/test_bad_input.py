@@ -132,6 +132,18 @@ OPENAI = [
         "messages[0].content[0].image_url.url",
         "image_url.url: is required",
     ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
+        "messages[0].content[0].image_url.url",
+        "takes text alone",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+        "messages[0].content[0].type",
+        "videos are not supported",
+    ),
     ("chat/completions", chat(temperature="hot"), "temperature", "temperature: expected a number"),
     ("chat/completions", chat(temperature=NAN), "temperature", "temperature: expected a number >= 0.0, got nan"),
     ("chat/completions", chat(max_tokens="5"), "max_tokens", "max_tokens: expected an integer"),
