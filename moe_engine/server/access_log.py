@@ -39,6 +39,12 @@ class AccessFormatter(logging.Formatter):
         return line + _PHRASES.get(status, "")
 
 
+def flush() -> None:
+    """Writes the lines that wait. To be called when the server's event loop ends."""
+    for handler in logging.getLogger("uvicorn.access").handlers:
+        handler.flush()
+
+
 class AccessHandler(logging.StreamHandler):  # type: ignore[type-arg]  # typeshed's alone is generic
     """Collects lines in the server's event loop, and writes them `WRITE_SECONDS` later, at the latest at exit."""
 

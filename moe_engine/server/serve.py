@@ -17,6 +17,7 @@ import uvicorn
 
 from moe_engine import logs
 from moe_engine.errors import ConfigError
+from moe_engine.server import access_log
 from moe_engine.server.http_protocol import Connection
 from moe_engine.server.stop import StopSwitch
 
@@ -116,4 +117,7 @@ async def serve(
     server = GracefulServer(config, on_ready)
     if stop is not None:
         stop.connect(lambda: server.handle_exit(signal.SIGTERM, None))
-    await server.serve(sockets=[sock])
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        access_log.flush()

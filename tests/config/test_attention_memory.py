@@ -67,17 +67,17 @@ def test_no_workspace_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
     assert all(row.name != "attention workspace" for row in resolved().ledger.rows)
 
 
-@pytest.mark.parametrize(("width", "name"), [(64, "flashinfer"), (16, "fa3")])
+@pytest.mark.parametrize(("width", "topk", "name"), [(64, 2, "flashinfer"), (64, 1, "fa3"), (16, 1, "fa3")])
 def test_a_draft_model_has_a_workspace_of_its_own(
-    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, name: str
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, topk: int, name: str
 ) -> None:
-    """The draft model's backend is another instance, also for draft extends of many tokens per request; its steps are
-    not captured."""
+    """The draft model's backend is another instance, also for draft extends of many tokens per request."""
     monkeypatch.setattr(probe, "_found", lambda name: True)
     folder, drafter = model_dir(SMALL), model_dir({**LLAMA, "head_dim": width}, name="draft")
     args = EngineArgs.from_kwargs(
-        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(drafter), max_running_requests=300
-    )
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(drafter), max_running_requests=300,
+        speculative_num_steps=3, speculative_eagle_topk=topk, speculative_num_draft_tokens=4,
+    )  # fmt: skip
     gpu = dataclasses.replace(machine(1000, 1000, "cuda"), capability=(9, 0))
     draft = DraftModel(str(drafter), load_model_config(drafter))
     config = resolve(args, load_model_config(folder), gpu, model_path=str(folder), draft=draft)

@@ -69,7 +69,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
     return script
 
 
-def check(model: torch.nn.Module, script: list[Scripted], answers: dict[str, Answer], share: float = 0.5) -> None:
+def check(model: torch.nn.Module, script: list[Scripted], answers: dict[str, Answer], share: float = 0.3) -> None:
     """Each token is transformers' best one, with its log-probability, up to the first choice decided by rounding."""
     checked = wanted = 0
     for item in script:
