@@ -46,7 +46,10 @@ def kernels(library: Library) -> list[IndexerKernel]:
         (64, 128, 64, False),
         (5, 16, 1, True),
         (32, 32, 8, True),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((64, 128, 64, True), (5, 16, 1, False))),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((64, 128, 64, True), (5, 16, 1, False), (32, 32, 8, False))
+        ),
     ],
 )
 def test_selection(
