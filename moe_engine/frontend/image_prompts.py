@@ -42,6 +42,11 @@ def _source(value: Any, field: str) -> ImageSource:
     return ImageSource(value, field)
 
 
+def text_only(model_name: str, field: str) -> InputError:
+    """The refusal of an image by a model without a vision tower."""
+    return InputError(f"{field}: {model_name} takes text alone; leave the images out", field=field)
+
+
 class ImagePrompts:
     """Images of requests; their readers and processors start with the first one."""
 
@@ -58,9 +63,7 @@ class ImagePrompts:
         vision = self._info.vision
         if vision is None:
             if sources:
-                where = sources[0].field
-                name = self._info.served_model_name
-                raise InputError(f"{where}: {name} takes text alone; leave the images out", field=where)
+                raise text_only(self._info.served_model_name, sources[0].field)
             return
         if not sources:
             if vision.image_token in ids or vision.video_token in ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.image_prompts import text_only
 from moe_engine.media.settings import ImageSource
 from moe_engine.server.state import ServerState
 
@@ -51,7 +52,7 @@ def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[
 
 def _check_model(state: ServerState, field: str) -> None:
     if state.client.info.vision is None:
-        raise InputError(f"{field}: {state.model_name} takes text alone; leave the images out", field=field)
+        raise text_only(state.model_name, field)
     if state.chat_template is not None and not state.chat_template.reads_parts:
         raise InputError(
             f"{field}: the chat template reads no content parts, so it cannot place images; start the server with "
