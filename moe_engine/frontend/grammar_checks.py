@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import select
-import subprocess
-import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -19,7 +16,7 @@ import msgspec
 
 from moe_engine.errors import GenerationError, InputError
 from moe_engine.processes.background import yield_session_to_steps
-from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.processes.frame_child import FrameChild
 from moe_engine.structured_output.check_process import CheckSpec, Verdict
 from moe_engine.structured_output.constraint import Constraint
 
@@ -112,31 +109,18 @@ def _chars(verdict: Verdict) -> int:
     return 0 if verdict.prepared is None else len(verdict.prepared.source)
 
 
-class CheckChild:
-    """One child process, in use by one thread at a time."""
+class CheckChild(FrameChild):
+    """A process that compiles grammars."""
 
     def __init__(self, spec: CheckSpec) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "moe_engine.structured_output.check_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        yield_session_to_steps(self._popen.pid)
+        super().__init__("moe_engine.structured_output.check_process")
+        yield_session_to_steps(self.pid)
         self._spec = spec
-
-    @property
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
 
     def wait_ready(self) -> None:
         """Raises GenerationError if the process does not start."""
         try:
-            if self._exchange(pickle.dumps(self._spec), START_SECONDS) is not None:
+            if self.exchange(pickle.dumps(self._spec), START_SECONDS) is not None:
                 return
         except EOFError:
             pass
@@ -145,7 +129,7 @@ class CheckChild:
 
     def ask(self, constraint: Constraint) -> Verdict:
         try:
-            answer = self._exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
+            answer = self.exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
         except EOFError:
             self.kill()
             return Verdict("the compilation crashed; make it simpler")
@@ -153,14 +137,3 @@ class CheckChild:
             self.kill()
             return Verdict(f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler")
         return msgspec.msgpack.decode(answer, type=Verdict)
-
-    def _exchange(self, data: bytes, seconds: float) -> bytes | None:
-        """The answer to a frame; None if it is late. Raises EOFError if the process has ended."""
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        try:
-            write_frame(self._popen.stdin, data)
-        except OSError:
-            raise EOFError from None
-        if not select.select([self._popen.stdout], [], [], seconds)[0]:
-            return None
-        return read_frame(self._popen.stdout)

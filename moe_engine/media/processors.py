@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import subprocess
-import sys
 from threading import Lock
 
 import msgspec
@@ -12,7 +9,7 @@ import msgspec
 from moe_engine.errors import GenerationError
 from moe_engine.media.addresses import MediaError
 from moe_engine.media.image_process import Processed
-from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.processes.frame_child import FrameChild
 
 PROCESS_SECONDS = 60.0
 START_SECONDS = 120.0
@@ -53,34 +50,18 @@ class Processors:
             while self._idle:
                 if (child := self._idle.pop()).is_alive:
                     return child
-        child = _Child()
+        child = _Child("moe_engine.media.image_process")
         with self._lock:
             self._children = {some for some in self._children if some.is_alive} | {child}
         child.start(self._folder)
         return child
 
 
-class _Child:
-    def __init__(self) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "moe_engine.media.image_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    @property
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-
+class _Child(FrameChild):
     def start(self, folder: str) -> None:
         """Raises GenerationError."""
         try:
-            answer = self._exchange(msgspec.msgpack.encode(folder), START_SECONDS)
+            answer = self.exchange(msgspec.msgpack.encode(folder), START_SECONDS)
             problem = "not in time" if answer is None else msgspec.msgpack.decode(answer)
         except EOFError:
             problem = "it has ended; see the server's log"
@@ -93,20 +74,9 @@ class _Child:
     def ask(self, data: bytes) -> Processed:
         """Raises MediaError."""
         try:
-            answer = self._exchange(data, PROCESS_SECONDS)
+            answer = self.exchange(data, PROCESS_SECONDS)
         except EOFError:
             raise MediaError("the image cannot be processed: its processing crashed; send a smaller one") from None
         if answer is None:
             raise MediaError(f"processing the image takes longer than {PROCESS_SECONDS:g} s; send a smaller one")
         return msgspec.msgpack.decode(answer, type=Processed)
-
-    def _exchange(self, data: bytes, seconds: float) -> bytes | None:
-        """The answer to a frame; None if it is late. Raises EOFError if the process has ended."""
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        try:
-            write_frame(self._popen.stdin, data)
-        except OSError:
-            raise EOFError from None
-        if not select.select([self._popen.stdout], [], [], seconds)[0]:
-            return None
-        return read_frame(self._popen.stdout)
