@@ -28,10 +28,9 @@ WARMUP_LEN = 16
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench offline_throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = report.command_parser(
+        "offline_throughput",
+        __doc__,
         epilog="Further options are flags of the engine: `moe-engine serve --help`.",
         allow_abbrev=False,
     )

@@ -39,10 +39,9 @@ CORRECTNESS_PROMPTS = (
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineArgs]:
     """The benchmark's own options, and the engine's flags."""
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench one_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = report.command_parser(
+        "one_batch",
+        __doc__,
         epilog="Further options are flags of the engine: `moe-engine serve --help`.",
         allow_abbrev=False,
     )

@@ -151,6 +151,12 @@ def wait_until_quiet(args: argparse.Namespace) -> None:
     _load_at_start = round(load, 2)
 
 
+def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of ``moe-engine bench NAME``; its help begins with `doc`, the benchmark's docstring."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"moe-engine bench {name}", description=doc, formatter_class=formatter, **options)
+
+
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     """``--json FILE``, ``--no-json`` and ``--busy``, for benchmarks that write their result by default."""
     group = parser.add_mutually_exclusive_group()
