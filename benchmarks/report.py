@@ -25,6 +25,7 @@ QUIET_WAIT_S = 300
 """Timeout of the wait for a quiet machine; a preceding benchmark's load decays within two minutes."""
 _load_at_start = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
+ENGINE_FLAGS = "Further options are flags of the engine: `moe-engine serve --help`."
 PACKAGES = ("torch", "triton", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
 
 
