@@ -197,21 +197,18 @@ def test_large_bodies_get_the_same_vectors_as_small_ones(path, body):
     assert small.status_code == 200 and shown(small) == shown(large)
 
 
-def test_long_texts():
+async def test_long_texts():
     """Tokens, counts and text arrive in parts, in order."""
     client = FakeClient()
     text = "Hello world, how are you today? 12345\n" * 40_000
     ids = client.tokenizer.encode(text)
-
-    async def session(http):
+    async with in_process(client) as http:
         got = (await http.post("/tokenize", json={"prompt": [text, "a"]})).json()
         assert (got["tokens"][0] == ids, got["tokens"][1]) == (True, client.tokenizer.encode("a"))
         assert got["count"] == [len(ids), 2]
         assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"text": text}
         refused = await http.post("/generate", json={"text": text})
         assert "is longer than the model's context length (256 tokens)" in refused.json()["error"]["message"]
-
-    talk(client, session)
 
 
 def test_large_batches_reach_the_engine_whole():

@@ -10,7 +10,6 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -335,15 +334,14 @@ def test_tokenize_and_back():
     assert post(client, "/tokenize", {"prompt": "x"}, skip_tokenizer_init=True).status_code == 400
 
 
-def test_flush_and_abort():
+async def test_flush_and_abort():
     client = FakeClient()
     assert post(client, "/flush_cache", b"").text.startswith("Cache flushed.")
     client.idle = False
     assert get(client, "/flush_cache").status_code == 400
     assert post(client, "/abort_request", {}).status_code == 400
     client.mute = True
-
-    async def session(http: httpx.AsyncClient) -> None:
+    async with in_process(client) as http:
         bodies = [{"text": "x", "rid": rid} for rid in ("abc", "abd", "b")]
         running = [asyncio.create_task(http.post("/generate", json=body)) for body in bodies]
         while len(client.requests) < 3:
@@ -355,8 +353,6 @@ def test_flush_and_abort():
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-    talk(client, session)
 
 
 def test_flush_waits_up_to_its_timeout(monkeypatch):

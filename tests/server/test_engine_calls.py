@@ -492,37 +492,31 @@ def test_keys() -> None:
         assert (wrong.status_code, right.status_code) == (401, 200), path
 
 
-def test_an_update_is_given_up_if_requests_do_not_end() -> None:
-    async def run() -> None:
-        client = Ranks()
-        client.mute = True
-        frontend = Frontend(client, client.tokenizer)
-        endless = asyncio.create_task(frontend.generate(GenerateInput(text="endless")))
-        while not client.requests:
+async def test_an_update_is_given_up_if_requests_do_not_end() -> None:
+    client = Ranks()
+    client.mute = True
+    frontend = Frontend(client, client.tokenizer)
+    endless = asyncio.create_task(frontend.generate(GenerateInput(text="endless")))
+    while not client.requests:
+        await asyncio.sleep(0.01)
+    found = await WeightUpdates(frontend, drain_seconds=0.2).update("/new", version="7")
+    assert not found.success and "requests still run after 0.2 s" in found.message
+    assert client.called == ["check_weights"] and frontend.weights.version == "default"
+    client.mute = False
+    answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
+    assert answer["meta_info"]["weight_version"] == "default"
+    endless.cancel()
+
+
+async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    client = Ranks()
+    frontend = Frontend(client, client.tokenizer)
+    async with frontend.weights.exclusive(1.0, lambda: None):
+        waiting = asyncio.create_task(frontend.generate(GenerateInput(text="hi", rid="r")))
+        while not frontend.weights.num_waiting:
             await asyncio.sleep(0.01)
-        found = await WeightUpdates(frontend, drain_seconds=0.2).update("/new", version="7")
-        assert not found.success and "requests still run after 0.2 s" in found.message
-        assert client.called == ["check_weights"] and frontend.weights.version == "default"
-        client.mute = False
-        answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
-        assert answer["meta_info"]["weight_version"] == "default"
-        endless.cancel()
-
-    asyncio.run(run())
-
-
-def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
-    async def run() -> None:
-        client = Ranks()
-        frontend = Frontend(client, client.tokenizer)
-        async with frontend.weights.exclusive(1.0, lambda: None):
-            waiting = asyncio.create_task(frontend.generate(GenerateInput(text="hi", rid="r")))
-            while not frontend.weights.num_waiting:
-                await asyncio.sleep(0.01)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert (frontend.weights.num_waiting, len(frontend._live)) == (0, 0)
-        async with frontend.weights.exclusive(1.0, lambda: None) as running:
-            assert running == 0
-
-    asyncio.run(run())
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (frontend.weights.num_waiting, len(frontend._live)) == (0, 0)
+    async with frontend.weights.exclusive(1.0, lambda: None) as running:
+        assert running == 0

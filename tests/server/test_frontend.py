@@ -225,20 +225,16 @@ def test_closing_a_stream_aborts_everything():
     assert len(client.closed_early) == 3
 
 
-def test_duplicate_rid_while_live():
+async def test_duplicate_rid_while_live():
     client = FakeClient()
     client.delay = 0.01
-
-    async def main():
-        frontend = Frontend(client, client.tokenizer)
-        first = frontend.stream(GenerateInput(text="a", rid="same"))
-        await anext(first)
-        with pytest.raises(InputError, match="'same' is still running"):
-            await frontend.generate(GenerateInput(text="b", rid="same"))
-        await first.aclose()
+    frontend = Frontend(client, client.tokenizer)
+    first = frontend.stream(GenerateInput(text="a", rid="same"))
+    await anext(first)
+    with pytest.raises(InputError, match="'same' is still running"):
         await frontend.generate(GenerateInput(text="b", rid="same"))
-
-    asyncio.run(main())
+    await first.aclose()
+    await frontend.generate(GenerateInput(text="b", rid="same"))
 
 
 def test_preferred_sampling_params():
