@@ -10,7 +10,7 @@ import pytest
 
 from moe_engine.step_settings import LoraAdapter, LoraSettings
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, post
+from tests.server.harness import get, in_process, post
 
 LORA = LoraSettings(
     4, 8, ("q_proj",), max_loaded=3, adapters=(LoraAdapter(1, "fr", "/a/fr"), LoraAdapter(2, "de", "/a/de", True))

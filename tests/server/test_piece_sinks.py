@@ -144,20 +144,16 @@ class _SometimesReady:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_of_lane_and_task_are_in_order(seed):
+async def test_pieces_of_lane_and_task_are_in_order(seed):
     draws = random.Random(seed)
     client = FakeClient("one two three four five six seven eight nine ten eleven twelve thirteen")
     client.per_step = draws.choice([1, 2])
     sink = _SometimesReady(draws)
-
-    async def main():
-        frontend = Frontend(client, client.tokenizer)
-        job = await frontend.prepare(GenerateInput(text="x", stream=True))
-        async for piece in frontend.pieces(job, sink):
-            sink.seen += piece.token_ids
-        return job.generations[0]
-
-    generation = asyncio.run(main())
+    frontend = Frontend(client, client.tokenizer)
+    job = await frontend.prepare(GenerateInput(text="x", stream=True))
+    async for piece in frontend.pieces(job, sink):
+        sink.seen += piece.token_ids
+    generation = job.generations[0]
     assert sink.seen == generation.output_ids == client.script(client.requests[0])
     assert sink.num_put > 0
 
