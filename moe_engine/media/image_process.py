@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from moe_engine.media.kimi_pixels import KimiProcessor
+from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 
 MAX_MEMORY_BYTES = 8 << 30

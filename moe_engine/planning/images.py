@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
-from moe_engine.media.kimi_pixels import KimiProcessor
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
+from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.step_limits import StepLimits
