@@ -348,7 +348,8 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
     from moe_engine.worker.image_encoder import ImageEncoder
 
     axes = bool(options.model.rope.axes)
-    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes)
+    drafts = options.speculation is not None
+    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts)
     runner.images = ImageEncoder(model, options.image_cache_bytes, runner.stream)
     if runner.stream.asynchronous:
         runner.images.warm_up()
