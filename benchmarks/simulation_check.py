@@ -196,11 +196,7 @@ def _marked(cell: dict[str, float], target: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench simulation_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("simulation_check", __doc__)
     parser.add_argument("--launches", nargs="+", choices=LAUNCHES, help="default: all of the embedded model")
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), help="embedded, shapes of `benchmarks.checkpoints`, or folders"
