@@ -59,6 +59,8 @@ class MemoryLedger:
     """Tokens of the pool of windowed layers; 0: these layers have no pool of their own. Its memory is a row."""
     host_tier_tokens: int = 0
     """Tokens of the host-RAM tier of the KV cache; on a CPU its memory is a row."""
+    host_snapshots: int = 0
+    """States of cached prefixes that the tier can hold."""
 
     @property
     def fixed_bytes(self) -> int:
