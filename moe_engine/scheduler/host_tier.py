@@ -93,9 +93,7 @@ class HostTier:
             self.tree.on_stored = self._back_up
 
     def _new_storage(self, settings: StorageSettings, bigrams: bool) -> StorageTier:
-        return StorageTier(
-            settings, self.tree, self._alloc, self._give, self.num_places // self._size, bigrams
-        )
+        return StorageTier(settings, self.tree, self._alloc, self._give, self.num_places // self._size, bigrams)
 
     def _all_pages(self) -> list[int]:
         return list(range(self.num_places // self._size - 1, -1, -1))

@@ -435,7 +435,6 @@ class TieredCache(RadixCache):
         upper.absent[self.child_key(node.tokens, 0)] = node
         return upper
 
-
     def _make(self, parent: TierNode, tokens: list[int]) -> TierNode:
         """A node without slots."""
         self._serial += 1

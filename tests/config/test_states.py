@@ -134,7 +134,7 @@ def test_the_host_tier_has_states_in_proportion(with_states) -> None:
     sized = with_states(CACHED, hicache_size=1, **tier)
     used = sized.host_tier_tokens * each + sized.host_snapshots * 2 * BYTES
     assert 0.999e9 < used <= 1e9 and sized.host_tier_tokens / sized.host_snapshots == pytest.approx(800 / 7, rel=1e-3)
-    with pytest.raises(ConfigError, match="--kv-connector .*only the connector host stores states"):
+    with pytest.raises(ConfigError, match=r"--kv-connector .*only the connector host stores states"):
         with_states(CACHED, kv_connector="tests.engine.test_host_tier:OwnTier", **tier)
 
 

@@ -1,9 +1,8 @@
-"""Host tier and storage with the states of Qwen3-Next: answers equal transformers', over evictions and restarts; bytes of
-states over device, host and storage."""
+"""Host tier and storage with the states of Qwen3-Next: answers equal transformers', over evictions and restarts; bytes
+of states over device, host and storage."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator

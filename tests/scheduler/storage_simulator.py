@@ -115,7 +115,6 @@ class FakeStorage:
         each.done += 1
         return each.done >= len(op.keys)
 
-
     def _copy_state(self, op: KVFetch | KVBackup, states: dict[int, Any]) -> bool:
         """Reads or writes the state of an operation; False if a read fails."""
         key = state_key(op.keys[-1])

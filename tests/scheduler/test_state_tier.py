@@ -1,4 +1,4 @@
-"""Host tier and storage of a model with states: traces against workers that check every state's text, faults, restarts."""
+"""Host tier and storage of a model with states: traces, faults and restarts, with workers that check every state."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def test_restarts_and_faults_of_the_storage(
     seed=st.integers(0, 10**6), write=st.sampled_from(POLICIES), overlap=st.booleans(), stored=st.booleans(),
     late=st.sampled_from([0.0, 0.5, 0.95]),
 )  # fmt: skip
-def test_states_of_failed_steps_are_never_used(
-    seed: int, write: str, overlap: bool, stored: bool, late: float
-) -> None:
+def test_states_of_failed_steps_are_never_used(seed: int, write: str, overlap: bool, stored: bool, late: float) -> None:
     rng = random.Random(seed)
     config = replace(BASE, hicache_write_policy=write, storage=STORAGE if stored else None)
     if not stored:

@@ -1,4 +1,4 @@
-"""Host memory for the states of cached prefixes in the host-RAM tier, by entry: the bytes of a snapshot on this rank."""
+"""Host memory for states of cached prefixes in the host-RAM tier: the bytes of a snapshot on this rank, by entry."""
 
 from __future__ import annotations
 
