@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moe_engine.models.vision_config import QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import QWEN2, QWEN2_5, QWEN3, VisionConfig
 
 PREFIX = "visual."
 Entry = tuple[str, tuple[int, ...], bool]
@@ -20,6 +20,21 @@ def vision_tensors(vision: VisionConfig) -> Iterator[Entry]:
 def _linear(name: str, rows: int, columns: int) -> Iterator[Entry]:
     yield f"{name}.weight", (rows, columns), False
     yield f"{name}.bias", (rows,), False
+
+
+def _qwen2(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    for i in range(v.num_layers):
+        block = f"blocks.{i}"
+        for name in ("norm1", "norm2"):
+            yield from _layer_norm(f"{block}.{name}", v.width)
+        yield from _linear(f"{block}.attn.qkv", 3 * v.width, v.width)
+        yield from _linear(f"{block}.attn.proj", v.width, v.width)
+        yield from _linear(f"{block}.mlp.fc1", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.fc2", v.width, v.intermediate)
+    yield from _layer_norm("merger.ln_q", v.width)
+    yield from _linear("merger.mlp.0", v.merged_width, v.merged_width)
+    yield from _linear("merger.mlp.2", v.out_width, v.merged_width)
 
 
 def _qwen2_5(v: VisionConfig) -> Iterator[Entry]:
@@ -66,7 +81,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
     yield f"{name}.bias", (width,), False
 
 
-_BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {QWEN2_5: _qwen2_5, QWEN3: _qwen3}
+_BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {QWEN2: _qwen2, QWEN2_5: _qwen2_5, QWEN3: _qwen3}
 
 
 def patch_shape(v: VisionConfig) -> tuple[int, ...]:

@@ -93,9 +93,7 @@ def _wrong_values(args: EngineArgs) -> Iterator[str]:
 
 
 def _excluded(args: EngineArgs) -> Iterator[str]:
-    algorithm, mode = args.speculative.speculative_algorithm, args.disaggregation.disaggregation_mode
-    if algorithm is not None:
-        yield f"--speculative-algorithm {algorithm}: not available yet with images: drafters know no positions of axes"
+    mode = args.disaggregation.disaggregation_mode
     if args.parallel.enable_two_batch_overlap:
         yield "--enable-two-batch-overlap: not available yet with images: the halves of a step share a rotary table"
     if mode != OFF:

@@ -53,7 +53,7 @@ def size_memory(given: SizingInput) -> Sizing:
     rows = (*rows, *tier_rows(given, tier))
     ledger = MemoryLedger(
         rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, given.num_window_slots,
-        *tier,
+        *tier, given.offload.host_rows,
     )  # fmt: skip
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
