@@ -163,7 +163,7 @@ class ForkServer:
     created: ClassVar[list[ForkServer]] = []
 
     def __init__(self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
-        self._environ = os.environ | (environ or {})
+        self._changes, self._environ = environ or {}, dict(os.environ)
         self._preloaded = ",".join(preloaded)
         self._process: subprocess.Popen[bytes] | None = None
         self._address = f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
@@ -177,6 +177,7 @@ class ForkServer:
         return self._address
 
     def start(self) -> None:
+        self._environ = os.environ | self._changes
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(self._address)
             listening.listen(64)
