@@ -132,7 +132,7 @@ def test_a_launch_finds_everything_that_was_compiled_for_it(compiling, tmp_path)
         index = json.loads((tmp_path / "kernels" / "moe-engine-kernels.json").read_text())
         found.append((out, index["kernels"]))
     names = {kernel["name"] for kernel in index["kernels"]}
-    assert {"rms_norm_kernel", "route_kernel", "one_shot_kernel", "absorb_kernel"} <= names
+    assert {"rms_norm_kernel", "norm_route_kernel", "one_shot_kernel", "absorb_kernel"} <= names
     assert index["about"]["tp_size"] == 2 and index["about"]["arch"] == 90
     if version() >= (3, 9):  # an older compiler spills 8 bytes in place_kernel
         assert all(kernel["spill_bytes"] == 0 for kernel in index["kernels"])
