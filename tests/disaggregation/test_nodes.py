@@ -1,4 +1,4 @@
-"""Servers over two nodes on this machine: the tokens of one server, with KV transferred from the ranks of both nodes."""
+"""Servers over two nodes on this machine: the tokens of one server, with KV transferred from ranks of both nodes."""
 
 from __future__ import annotations
 
