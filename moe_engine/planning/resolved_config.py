@@ -80,6 +80,8 @@ class ResolvedConfig:
     """Steps that torch.compile compiles."""
     lora: LoraSettings | None = None
     """LoRA adapters; None: not enabled."""
+    offloaded_layers: tuple[int, ...] = ()
+    """Layers whose weights wait in host memory."""
     storage: StorageSettings | None = None
     """Storage below the host-RAM tier; None: not enabled."""
 
@@ -121,6 +123,11 @@ class ResolvedConfig:
     def host_tier_tokens(self) -> int:
         """Tokens of the host-RAM tier of the KV cache; 0: none."""
         return self.ledger.host_tier_tokens
+
+    @property
+    def host_snapshots(self) -> int:
+        """States of cached prefixes in the host-RAM tier; 0: none."""
+        return self.ledger.host_snapshots
 
     @property
     def kv_connector(self) -> str:

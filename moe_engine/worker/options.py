@@ -24,6 +24,7 @@ class WorkerOptions:
         dtype: name of the activation dtype; `kv_cache_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
         num_slots: tokens of the KV pool, in whole pages.
         num_snapshots: snapshots of states in the prefix cache.
+        host_snapshots: states that the host-RAM tier can hold.
         num_window_slots: tokens of the pool of windowed layers; 0: the KV of these layers is not bounded by the window.
         max_rows: max running requests.
         kernels: rows of the kernel families, for the model and its draft model.
@@ -41,6 +42,7 @@ class WorkerOptions:
         hicache_mem_layout, hicache_io_backend: form of the tier's host memory and copies (`worker.kv_cache.kv_copies`).
         storage: storage below the host-RAM tier, or None.
         lora: LoRA adapters; None without --enable-lora.
+        offloaded_layers: layers whose weights wait in host memory.
         image_cache_bytes: results of the vision tower that are kept.
         kv_connector: name or path of its class (`moe_engine.kv_connectors`).
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
@@ -72,12 +74,14 @@ class WorkerOptions:
     host_tier_tokens: int = 0
     num_window_slots: int = 0
     num_snapshots: int = 0
+    host_snapshots: int = 0
     kv_connector: str = "host"
     hicache_mem_layout: str = "page_first"
     hicache_io_backend: str = "direct"
     storage: StorageSettings | None = None
     lora: LoraSettings | None = None
     image_cache_bytes: int = 0
+    offloaded_layers: tuple[int, ...] = ()
 
     @property
     def kv_dtype(self) -> str:
