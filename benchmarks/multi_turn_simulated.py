@@ -46,7 +46,8 @@ class Closed:
 
     total = 0
 
-    def __init__(self, shape: AgentShape, count: int, warm: float, end: float, seed: int) -> None:
+    def __init__(self, shape: AgentShape, count: int, num_fit: int, warm: float, end: float, seed: int) -> None:
+        self._num_fit = num_fit
         self._shape, self._count, self._end, self._rng = shape, count, end, random.Random(seed)
         self._starts = sorted(self._rng.uniform(0, warm) for _ in range(count))
         self._sessions = Agents(shape, itertools.repeat(0.0), 1 << 20, seed)
@@ -54,9 +55,10 @@ class Closed:
         self.returning: dict[float, bool] = {}
 
     def first(self) -> Iterator[Arrival]:
-        for start in self._starts:
+        for number, start in enumerate(self._starts):
             arrival = next(self._new)
-            for _ in range(self._rng.randrange(self._shape.turns)):
+            skipped = self._rng.randrange(self._shape.turns) if number < self._num_fit else 0
+            for _ in range(skipped):
                 following = self._sessions.after(arrival, 0.0)
                 assert following is not None
                 arrival = following
@@ -93,7 +95,7 @@ def point(way: str, load: float, args: argparse.Namespace, model: Path) -> dict[
     pool = spec.replica.scheduler.num_slots
     count = max(1, round(load * pool / footprint))
     end = args.warm + args.seconds
-    workload = Closed(shape, count, args.warm / 2, end, args.seed)
+    workload = Closed(shape, count, round(pool / footprint), args.warm / 2, end, args.seed)
     began = time.perf_counter()
     answers = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=args.seed).run().recorder.answers
     if wrong := next((answer.error for answer in answers if not answer.success), ""):
