@@ -13,7 +13,6 @@ this run; 0.00: loaded from Triton's cache.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import table, write_result
+from benchmarks.report import command_parser, table, write_result
 from moe_engine.kernels.triton.aot import AotCase, AotReport
 from moe_engine.kernels.triton.compile_many import Job, Result, compile_many, one_of_each
 from moe_engine.kernels.triton.modules import all_cases
@@ -75,9 +74,7 @@ def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench aot_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("aot_table", __doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[90, 100], choices=[90, 100])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")

@@ -8,7 +8,6 @@ share of requests within the SLO if one is given.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import random
@@ -211,11 +210,7 @@ def measure(name: str, costs: CostFile, seconds: float, seed: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench autopilot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("autopilot", __doc__)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--cost-file", default=str(COSTS))
     parser.add_argument("--seconds", type=float, default=480.0, help="simulated, of each run")

@@ -65,11 +65,7 @@ def measure(start: str, autopilot: bool, args: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench autopilot_server",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("autopilot_server", __doc__)
     parser.add_argument("--model-path", help="default: the embedded model")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--clients", type=int, default=32)

@@ -12,7 +12,6 @@ clock is that thread's CPU time, so a busy machine hardly affects the results.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.report import command_parser
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
 from moe_engine.kernels.cpu.library import load
 from moe_engine.kernels.device import cpu_device
@@ -285,9 +285,7 @@ FAMILIES = {"linear": linear_lines, "experts": experts_lines, "attention": atten
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench cpu_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("cpu_kernels", __doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time per line")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families, separated by commas")

@@ -11,7 +11,6 @@ machine hardly affects the results.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.report import write_result
+from benchmarks.report import command_parser, write_result
 from moe_engine.kernels.cpu.library import load
 from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.sampling.cpu import CpuSampling
@@ -123,9 +122,7 @@ def show(line: Line) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench cpu_sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("cpu_sampling", __doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time per line")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")

@@ -28,11 +28,7 @@ TARGET = 1.15
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench disaggregation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("disaggregation", __doc__)
     parser.add_argument("--model-path", help="default: the random checkpoint of --shape")
     parser.add_argument("--shape", default="moe-390m", help="of `benchmarks.checkpoints`")
     parser.add_argument("--input-len", type=int, default=2048)

@@ -14,7 +14,6 @@ FP8 dispatch: of the sums of random SwiGLU experts against float64.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.report import add_result_options, table, write_result
+from benchmarks.report import add_result_options, command_parser, table, write_result
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.parallel.collectives import DistributedGroup, SingleRank
 from moe_engine.parallel.dispatch.build import Groups, build
@@ -282,9 +281,7 @@ def show(lines: list[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench dispatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dispatch", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)

@@ -9,7 +9,6 @@ launches without memory.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -258,9 +257,7 @@ def measure(scenario: Scenario, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench doctor_advice", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.command_parser("doctor_advice", __doc__)
     names = [scenario.rule for scenario in SCENARIOS]
     parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="rules to trigger (all)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn (3)")

@@ -162,9 +162,7 @@ def figures(values: list[float]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench host_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.command_parser("host_time", __doc__)
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300, help="decode steps measured in each run")
     parser.add_argument("--runs", type=int, default=3, help="runs with overlap; the median of their medians counts")

@@ -10,13 +10,12 @@ sheet. `of floor` is the floor's share of a row's time: at most 1.00. Unavailabl
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import table, write_result
+from benchmarks.report import command_parser, table, write_result
 from moe_engine.errors import MoeEngineError
 
 if TYPE_CHECKING:
@@ -62,9 +61,7 @@ def print_floors(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("kernels", __doc__)
     parser.add_argument("--model-path", metavar="DIR", help="folder with a config.json")
     parser.add_argument("--tokens", type=int, nargs="+", help="with --model-path: tokens of a step (1 128 4096)")
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes with this in their name")

@@ -6,7 +6,6 @@ resident memory of the processes while a load runs.
 
 from __future__ import annotations
 
-import argparse
 import threading
 from typing import Any
 
@@ -95,9 +94,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench ledger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.command_parser("ledger", __doc__)
     parser.add_argument("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
     report.add_result_options(parser)
     args = parser.parse_args()

@@ -85,9 +85,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.command_parser("lora", __doc__)
     parser.add_argument("--model", default="moe-390m")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)

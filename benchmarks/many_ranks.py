@@ -81,11 +81,7 @@ def _agree(group: int, num_groups: int, steps: int, folder: str, queue: Any) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench many_ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("many_ranks", __doc__)
     parser.add_argument("--shape", default="moe-390m", help="of benchmarks.checkpoints, or `demo`: the embedded model")
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--rounds", type=int, default=3)

@@ -38,11 +38,7 @@ SLOW_TOKENS = 900
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench many_streams",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("many_streams", __doc__)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)

@@ -223,12 +223,7 @@ def draw(points: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench multi_turn_load",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("multi_turn_load", __doc__, allow_abbrev=False)
     parser.add_argument("--model-path", metavar="DIR", help="a checkpoint or a shape of benchmarks.checkpoints")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1, 2, 4], metavar="TIMES")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

@@ -141,12 +141,7 @@ def mean_of(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench multi_turn_simulated",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("multi_turn_simulated", __doc__, allow_abbrev=False)
     parser.add_argument("--hardware", default="16xH200")
     parser.add_argument("--tp-size", type=int, default=16, help="also --ep-size; one KV cache (default: 16)")
     parser.add_argument("--max-total-tokens", type=int, help="KV cache in tokens (default: that of the ledger)")

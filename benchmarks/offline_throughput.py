@@ -28,13 +28,7 @@ WARMUP_LEN = 16
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench offline_throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Further options are flags of the engine: `moe-engine serve --help`.",
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("offline_throughput", __doc__, epilog=report.ENGINE_FLAGS, allow_abbrev=False)
     parser.add_argument("--backend", default="engine", choices=["engine"])
     add_dataset_arguments(parser)
     parser.add_argument("--result-filename", default="", help="jsonl to append to")

@@ -39,13 +39,7 @@ CORRECTNESS_PROMPTS = (
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineArgs]:
     """The benchmark's own options, and the engine's flags."""
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench one_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Further options are flags of the engine: `moe-engine serve --help`.",
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("one_batch", __doc__, epilog=report.ENGINE_FLAGS, allow_abbrev=False)
     parser.add_argument("--run-name", default="default")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
     parser.add_argument("--input-len", type=int, nargs="+", default=[1024])

@@ -10,7 +10,6 @@ for it.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import math
 import random
@@ -192,9 +191,7 @@ def toml_of(share: Efficiency, count: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench planner_fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.command_parser("planner_fit", __doc__)
     parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
     parser.add_argument("--halves", type=int, default=0, help="number of random halves for the evaluation")
     parser.add_argument("--groups", type=int, default=0, help="the same with whole groups held out")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import QUIET_LOAD, RESULTS
+from benchmarks.report import QUIET_LOAD, RESULTS, command_parser
 from benchmarks.workloads import WORKLOADS
 from moe_engine.tuning.stats import median
 
@@ -201,11 +201,7 @@ def _read(file: Path) -> Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench readme_figures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("readme_figures", __doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="exit with 1 if README.md differs (the default)")
     what.add_argument("--write", action="store_true", help="fill README.md in")

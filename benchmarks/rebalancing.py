@@ -7,7 +7,6 @@ while experts move. Several rounds, each with a new engine: medians, and the sha
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from benchmarks import checkpoints, report
@@ -42,11 +41,7 @@ def measure(model: str, backend: str, requests: int, output: int, passes: int) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench rebalancing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("rebalancing", __doc__)
     parser.add_argument("--models", nargs="+", default=["demo", "moe-390m"], help="`demo`: the embedded model")
     parser.add_argument("--moe-a2a-backend", default="shared_memory")
     parser.add_argument("--requests", type=int, default=16)

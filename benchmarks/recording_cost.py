@@ -12,7 +12,6 @@ functions called by the interpreter, which are constant between runs. Targets: o
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Callable
@@ -138,11 +137,7 @@ def standard_error(values: list[float]) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench recording_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("recording_cost", __doc__)
     parser.add_argument("--models", nargs="+", default=["demo", "moe-390m"], help="`demo`: the embedded model")
     parser.add_argument("--mode", default="stat", choices=("stat", "per_pass", "per_token"))
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])

@@ -25,6 +25,7 @@ QUIET_WAIT_S = 300
 """Timeout of the wait for a quiet machine; a preceding benchmark's load decays within two minutes."""
 _load_at_start = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
+ENGINE_FLAGS = "Further options are flags of the engine: `moe-engine serve --help`."
 PACKAGES = ("torch", "triton", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
 
 
@@ -149,6 +150,12 @@ def wait_until_quiet(args: argparse.Namespace) -> None:
         print(f"{text}; waiting until it is below {QUIET_LOAD}", file=sys.stderr)
         time.sleep(10)
     _load_at_start = round(load, 2)
+
+
+def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of ``moe-engine bench NAME``; its help begins with `doc`, the benchmark's docstring."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"moe-engine bench {name}", description=doc, formatter_class=formatter, **options)
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:

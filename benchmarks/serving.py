@@ -48,11 +48,7 @@ RECORDED_OPTIONS = (
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench serving",
-        description=(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("serving", __doc__)
     parser.add_argument("--backend", default="sglang", choices=sorted(BACKENDS))
     parser.add_argument("--base-url", help="server address, instead of --host and --port")
     parser.add_argument("--host", default="127.0.0.1")

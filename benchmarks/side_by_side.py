@@ -38,12 +38,7 @@ RULER_TURNS = 2
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench side_by_side",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("side_by_side", __doc__, allow_abbrev=False)
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=sorted(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-rounds", type=int, help="rounds with transformers (default: all)")

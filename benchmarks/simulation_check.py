@@ -135,11 +135,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench simulation_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("simulation_check", __doc__)
     parser.add_argument("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
     parser.add_argument("--model-path", help="default: the embedded model")
     parser.add_argument("--num-prompts", type=int, default=200)

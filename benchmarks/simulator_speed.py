@@ -8,7 +8,6 @@ the figure: `day_minutes`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -92,11 +91,7 @@ def summary(case: Case, runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench simulator_speed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.command_parser("simulator_speed", __doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     report.add_result_options(parser)

@@ -250,12 +250,7 @@ def _percentages(rates: Sequence[float]) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench speculation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("speculation", __doc__, allow_abbrev=False)
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=["embedded", "agreeing"])
     parser.add_argument("--agreement", type=float, default=0.8, help="agreeing: share of correct drafts")
     parser.add_argument("--shape", choices=sorted(s for s in SHAPES if "moe" in s), default="moe-390m")

@@ -8,7 +8,6 @@ separately, and the median is over the other runs. Target: READY under 6 s.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from typing import Any
@@ -72,12 +71,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench startup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("startup", __doc__, allow_abbrev=False)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=300.0)
     report.add_result_options(parser)

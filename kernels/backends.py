@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.sampling.protocol import SamplingKernel
     from moe_engine.kernels.torch_regions import CompiledRegions
     from moe_engine.kernels.varlen.protocol import VarlenKernel
+    from moe_engine.kernels.weight_stream import WeightStream
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Backends:
     """The delta rule of a model with gated delta nets."""
     varlen: VarlenKernel | None = None
     """Of a model with a vision tower."""
+    weight_stream: WeightStream | None = None
+    """Keeps the weights of some layers in host memory (--cpu-offload-gb)."""
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")

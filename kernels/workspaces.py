@@ -1,5 +1,5 @@
-"""Scratch memory sizes of the attention backends. The adapters allocate by these functions and the memory ledger counts
-by them. Imports no torch.
+"""Scratch memory sizes of the attention backends, and the number of weight buffers. The adapters allocate by these
+functions and the memory ledger counts by them. Imports no torch.
 
 Sources: flashinfer/attention/scheduler.cuh (PrefillPlan, MLAPlan), FlashMLA csrc/api/dense_decode.h,
 flash-attention hopper/flash_api.cpp.
@@ -46,6 +46,9 @@ FA3_MOST_SPLITS = 128
 FA3_SPLIT_BYTES = 256 * MIB
 """FlashAttention 3 allocates for as many splits of every context as the longest in a batch may need: gigabytes for
 MLA's wide results. Caps the requested splits."""
+
+WEIGHT_BUFFERS = 2
+"""Device buffers of the layers whose weights wait in host memory (`weight_stream`)."""
 
 TRITON_ROWS = 2 * 128
 """Max rows of partial results per SM: two ends of its work, of the largest tile each."""

@@ -13,29 +13,46 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_gqa, parse_qwen3_moe
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
-from moe_engine.models.vision_config import QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import QWEN2, QWEN2_5, QWEN3, VisionConfig
 
-QWEN2_5_VL_SECTIONS = (16, 24, 24)
+QWEN2_VL_SECTIONS = (16, 24, 24)
 QWEN3_VL_SECTIONS = (24, 20, 20)
 
 
-def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Qwen2.5-VL: a Qwen2.5 text model whose rotary channels are in three sections: frame, row, column."""
-    read = Fields({**fields.raw, "model_type": "qwen2"}, fields.source)
-    config = parse_gqa(read, generation, None, ())
+def parse_qwen2_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen2-VL: a Qwen2 text model whose rotary channels are in three sections: frame, row, column."""
+    config = _qwen2_text(fields, generation)
     section = _vision(fields)
-    half, layers = config.rope.width // 2, section.integer("depth")
-    sections = _sections(fields, half, QWEN2_5_VL_SECTIONS)
-    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    width, out_width = section.integer("embed_dim"), section.integer("hidden_size", config.hidden_size)
+    if out_width != config.hidden_size:
+        section.fail("hidden_size", f"{out_width} is not hidden_size {config.hidden_size} of the text model")
+    later = {"hidden_size": width, "intermediate_size": int(width * section.number("mlp_ratio", 4.0))}
+    renamed = Fields({**section.raw, **later}, fields.source, "vision_config.")  # names of the later families
+    vision = _common(fields, renamed, QWEN2, config.hidden_size, patch_size=14)
+    activation = _activation(section, "quick_gelu", ("quick_gelu",))
+    return replace(_named(config, fields), vision=replace(vision, activation=activation))
+
+
+def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen2.5-VL: the text model of Qwen2-VL, and a tower with windows."""
+    config = _qwen2_text(fields, generation)
+    section = _vision(fields)
     vision = replace(
         _common(fields, section, QWEN2_5, config.hidden_size, patch_size=14),
         window=section.integer("window_size", 112),
-        full_layers=_layers(section, "fullatt_block_indexes", (7, 15, 23, 31), layers),
+        full_layers=_layers(section, "fullatt_block_indexes", (7, 15, 23, 31), section.integer("depth")),
         activation=_activation(section, "silu", ("silu",)),
     )
     if vision.window < vision.patch_size * vision.merge:
         section.fail("window_size", f"{vision.window} is smaller than a token of {vision.patch_size * vision.merge}")
-    return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
+    return replace(_named(config, fields), vision=vision)
+
+
+def _qwen2_text(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    config = parse_gqa(Fields({**fields.raw, "model_type": "qwen2"}, fields.source), generation, None, ())
+    sections = _sections(fields, config.rope.width // 2, QWEN2_VL_SECTIONS)
+    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return replace(config, rope=replace(config.rope, axes=axes))
 
 
 def parse_qwen3_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

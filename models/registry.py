@@ -32,6 +32,7 @@ _MIXTURES = "moe_engine.models.config_mixtures"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
+_KIMI = "moe_engine.models.kimi:KimiModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 
 
@@ -84,8 +85,8 @@ for _name, _target, _parser in (
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
-    ("KimiK25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
-    ("Kimi_K25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
+    ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
+    ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
@@ -95,6 +96,7 @@ for _name, _target, _parser in (
     ("Glm4MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_glm4_moe"),
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
+    ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_vl"),
     ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),
     ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl"),
     ("Qwen3VLMoeForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl_moe"),
@@ -128,6 +130,7 @@ _BY_MODEL_TYPE = {
     "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",

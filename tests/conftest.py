@@ -4,8 +4,10 @@ spin while they wait for each other are slower than one on a busy machine. Tests
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,16 @@ def variables_of_the_module() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         if name.startswith(READ_IN_IMPORTS):
             del os.environ[name]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an `async def` test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 gc.disable()  # during the collection of tests: there is no garbage, but a million objects to scan

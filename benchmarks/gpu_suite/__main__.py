@@ -11,7 +11,6 @@ part failed or a row is wrong; 2 without a CUDA device. Missed targets do not ch
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -21,14 +20,12 @@ from typing import Any
 
 from benchmarks.gpu_suite.parts import PARTS, run_apart, run_part, shares
 from benchmarks.gpu_suite.setting import Setting
-from benchmarks.report import result_path, write_result
+from benchmarks.report import command_parser, result_path, write_result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("gpu_suite", __doc__)
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=590.0, help="time limit of the whole run")
     parser.add_argument("--output", type=Path, metavar="FILE")

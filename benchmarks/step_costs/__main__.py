@@ -40,9 +40,7 @@ COLUMNS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="moe-engine bench step_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = report.command_parser("step_costs", __doc__)
     made.add_argument(
         "--model", default="v2-lite", metavar="NAME|DIR", help=f"{', '.join(MODELS)}, or a folder with a config.json"
     )

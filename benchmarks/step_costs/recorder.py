@@ -93,7 +93,7 @@ class Recorder:
     def kernel(self, launch: Any, name: str, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
         given = SimpleNamespace(grid=grid, **arguments)
         self._add(launch, name, lambda: kernel_cost(name, given, self.setting))
-        if name in ("router_select_kernel", "route_kernel"):
+        if name in ("router_select_kernel", "route_kernel", "norm_route_kernel"):
             choose_evenly(given.ids, given.EXPERTS)
 
     def library(self, launch: Any, name: str, cost: Cost) -> None:

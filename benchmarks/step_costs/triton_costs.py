@@ -201,8 +201,22 @@ def router_select(a: Any, s: Setting) -> Cost:
 @cost_of("route_kernel")
 def route(a: Any, s: Setting) -> Cost:
     """Both parts in one launch; its programs wait for each other in between."""
+    return _around_a_barrier(router_logits(a, s), router_select(a, s), s)
+
+
+@cost_of("norm_route_kernel")
+def norm_route(a: Any, s: Setting) -> Cost:
+    """Logits of the sum of x and residual; after the barrier residual, norm and choice."""
+    logits, choice = router_logits(a, s), router_select(a, s)
+    quantized = size(a.out, a.scales) if a.QUANTIZE else 0
+    first = Cost(logits.read + size(a.residual, a.norm), logits.written, logits.flops)
+    written = choice.written + size(a.residual, a.normed) + quantized
+    return _around_a_barrier(first, Cost(choice.read + size(a.x, a.residual, a.norm), written), s)
+
+
+def _around_a_barrier(first: Cost, then: Cost, s: Setting) -> Cost:
+    """Two halves of a launch whose programs wait for each other in between."""
     assert s.hardware is not None
-    first, then = router_logits(a, s), router_select(a, s)
     halves = [cost.bytes / s.hardware["stream_bytes_per_s"] * 1e6 for cost in (first, then)]
     between = s.hardware["grid_barrier_us"] + max(s.hardware["kernel_floor_us"], halves[0]) + halves[1]
     return Cost(first.read + then.read, first.written + then.written, first.flops, link_us=between)

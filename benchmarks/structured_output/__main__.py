@@ -8,7 +8,6 @@ must be valid for the `jsonschema` package with its format checks; every schema 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -80,12 +79,7 @@ def show_performance(values: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench structured_output",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = report.command_parser("structured_output", __doc__, allow_abbrev=False)
     parser.add_argument("--parts", nargs="+", default=["walks", "battery", "performance"])
     parser.add_argument("--backend", default="llguidance", help="of --grammar-backend")
     parser.add_argument("--schemas", type=int, default=512)

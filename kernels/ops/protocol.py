@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import ExpertRows
-from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,17 @@ class QuantizedNorms:
     """(format, rows, residual, weight, eps): `add_rms_norm` of the experts' sum."""
 
 
+class AddNormRoute(Protocol):
+    """`Ops.add_rms_norm` and the router of its result."""
+
+    def __call__(
+        self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,
+        bias: Tensor | None, spec: RouterSpec, real: Tensor | None, ids_int64: bool,
+    ) -> tuple[Activation, Tensor, Tensor]:  # fmt: skip
+        """residual [T, D] += x in place, contiguous; its norm in `format`, which includes unquantized values; weights
+        and ids of `Ops.route` for it, ids int64 or int32."""
+
+
 @dataclass(frozen=True)
 class OpsCapabilities:
     """The optional parts of a row of ops; None: not supported."""
@@ -98,6 +109,9 @@ class OpsCapabilities:
         None
     )
     """`Ops.route` with int64 ids, written in this type by its last launch."""
+
+    add_norm_route: AddNormRoute | None = None
+    """Set if small steps take one launch."""
 
     routes_shared: bool = False
     """`Ops.route` supports `RouterSpec.num_shared`."""

@@ -12,11 +12,12 @@ from moe_engine.kernels.triton.grid_barrier import grid_barrier
 
 
 @triton.jit
-def _logits_of_tile(
-    x, gate, logits, stride, num_tokens, token_block, expert_block, part,
+def logits_of_tile(
+    x, residual, norm, gate, logits, stride, num_tokens, token_block, expert_block, part,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
+    """One part of D. SUM: x is (x + residual) * norm, residual contiguous: the norm's other factor is one per token."""
     token = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = expert_block * BLOCK_E + tl.arange(0, BLOCK_E)
     live_token, live_expert = (token < num_tokens)[:, None], (expert < EXPERTS)[None, :]
@@ -28,6 +29,12 @@ def _logits_of_tile(
         inside = column < HIDDEN
         a = tl.load(x_row + column[None, :], live_token & inside[None, :], 0.0)  # [BLOCK_T, BLOCK_D]
         b = tl.load(gate_row + column[:, None], live_expert & inside[:, None], 0.0)  # [BLOCK_D, BLOCK_E]
+        if SUM:
+            place = residual + token.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+            a = a.to(tl.float32) + tl.load(place, live_token & inside[None, :], 0.0).to(tl.float32)
+            a = a.to(residual.dtype.element_ty).to(tl.float32) * tl.load(norm + column, inside, 0.0)[None, :]
+            if BF16X3:
+                a = a.to(tl.bfloat16)
         if BF16X3 and EXACT:
             total = tl.dot(a, b, total)
         elif BF16X3:
@@ -52,14 +59,15 @@ def _take_best(value, index, none):
 
 
 @triton.jit
-def _choose(
-    logits, bias, real, weights, ids, num_tokens, scale, token,
+def choose(
+    logits, bias, real, weights, ids, num_tokens, scale, token, factor,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
 ):  # fmt: skip
-    """weights, ids [K + SHARED] of int64 `token`; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile."""
+    """weights, ids [K + SHARED] of int64 `token`, whose logits are `factor` times the sum of the parts; group g's
+    experts are row g of a [BLOCK_G, BLOCK_M] tile."""
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     flat = tl.arange(0, BLOCK_G * BLOCK_M)
     live = (flat // BLOCK_M < GROUPS) & (flat % BLOCK_M < MEMBERS)
@@ -67,6 +75,7 @@ def _choose(
     score = tl.zeros((BLOCK_G * BLOCK_M,), tl.float32)
     for part in tl.static_range(PARTS):
         score += tl.load(logits + (part * num_tokens + token) * EXPERTS + expert, live, 0.0)
+    score *= factor
     if BIAS_ON_LOGITS:
         score += tl.load(bias + expert, live, 0.0)
     if SIGMOID:
@@ -119,9 +128,9 @@ def router_logits_kernel(
 ):  # fmt: skip
     """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; BF16X3: x is bfloat16; EXACT:
     the gate too. Grid (token blocks, expert blocks, P)."""
-    _logits_of_tile(
-        x, gate, logits, stride, num_tokens, tl.program_id(0), tl.program_id(1), tl.program_id(2),
-        EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D,
+    logits_of_tile(
+        x, None, None, gate, logits, stride, num_tokens, tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,
     )  # fmt: skip
 
 
@@ -135,8 +144,8 @@ def router_select_kernel(
 ):  # fmt: skip
     """weights, ids [T, K + SHARED] from logits [PARTS, T, E]. Tokens whose `real` [T] is 0 choose no expert: -1.
     Grid (T,)."""
-    _choose(
-        logits, bias, real, weights, ids, num_tokens, scale, tl.program_id(0).to(tl.int64),
+    choose(
+        logits, bias, real, weights, ids, num_tokens, scale, tl.program_id(0).to(tl.int64), 1.0,
         PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS, RENORMALIZE,
         BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
     )  # fmt: skip
@@ -160,14 +169,14 @@ def route_kernel(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * EXPERT_BLOCKS * PARTS, programs, num_stages=1
     ):
         rest = tile // EXPERT_BLOCKS
-        _logits_of_tile(
-            x, gate, logits, stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
-            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D,
+        logits_of_tile(
+            x, None, None, gate, logits, stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
+            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,
         )  # fmt: skip
     grid_barrier(barrier)
     for token in tl.range(tl.program_id(0), num_tokens, programs, num_stages=1):
-        _choose(
-            logits, bias, real, weights, ids, num_tokens, scale, tl.cast(token, tl.int64),
+        choose(
+            logits, bias, real, weights, ids, num_tokens, scale, tl.cast(token, tl.int64), 1.0,
             PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS,
             RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from moe_engine.kernels.quantization.protocol import (
     QuantizedActivation,
     QuantizedRows,
 )
-from moe_engine.kernels.quantization.triton_rows import quantize_tile
+from moe_engine.kernels.quantization.triton_rows import store_norm
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 
@@ -56,16 +56,9 @@ def combine_norm_kernel(
     rounded = value.to(kind)
     tl.store(stream, rounded, mask=mask)
     value = rounded.to(tl.float32)
-    mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / WIDTH
-    value = (value * tl.rsqrt(mean + eps)).to(kind).to(tl.float32)
-    value *= tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
-    rounded = value.to(kind)
-    if KEEP:
-        tl.store(normed + token * WIDTH + cols, rounded, mask=mask)
-    if QUANTIZE:
-        quantized, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
-        tl.store(out + token * WIDTH + cols, quantized, mask=mask)
-        tl.store(scales + blocks * scale_stride + token, scale, mask=blocks * _BLOCK < WIDTH)
+    store_norm(
+        value, norm, normed, out, scales, scale_stride, eps, token, WIDTH, BLOCKS, KEEP, QUANTIZE, POWER_OF_TWO, kind
+    )  # fmt: skip
 
 
 def combine_norm(

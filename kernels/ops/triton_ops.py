@@ -12,8 +12,9 @@ from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
+from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
-from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 from moe_engine.kernels.triton.grid_barrier import barrier_state
 
@@ -22,7 +23,8 @@ class TritonOps:
     """`Ops` on a GPU; no host synchronisation, and no step-dependent shape compiles a new kernel.
 
     Args:
-        deterministic: batch-invariant results; otherwise the router splits its sums by the number of tokens.
+        deterministic: batch-invariant results; otherwise the router splits its sums by the number of tokens, and small
+            steps have norm and router in one launch.
     """
 
     name = "triton"
@@ -41,8 +43,9 @@ class TritonOps:
         )
         absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
         return OpsCapabilities(
-            norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64, routes_shared=True, absorb=absorb
-        )
+            norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
+            None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
+        )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
@@ -123,6 +126,14 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         barrier = self._barrier(x.device)
         return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int64)
+
+    def add_norm_route(
+        self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,
+        bias: Tensor | None, spec: RouterSpec, real: Tensor | None, ids_int64: bool,
+    ) -> tuple[Activation, Tensor, Tensor]:  # fmt: skip
+        ids_dtype = torch.int64 if ids_int64 else torch.int32
+        barrier = self._barrier(x.device)
+        return add_norm_route(format, x, residual, weight, eps, gate, bias, spec, barrier, real, ids_dtype)
 
     def _barrier(self, device: torch.device) -> Tensor:
         """The barrier state of the router's launches, which follow each other on the worker's stream."""

@@ -27,10 +27,10 @@ _GROUP_SCORES = {None: 0, "max": 1, "top2": 2}
 _SPLIT_TOKENS = 256
 """Up to this many tokens tiles are low."""
 
-_ONE_LAUNCH_TOKENS = 256
+ONE_LAUNCH_TOKENS = 256
 """Up to this many tokens logits and selection are one launch."""
 
-_OPTIONS = {**COOPERATIVE, "maxnreg": 168}
+OPTIONS = {**COOPERATIVE, "maxnreg": 168}
 """Constants of that launch. Registers: without a limit ptxas spills for sm_100 to fit a second program on an SM."""
 
 _PARTS = ((_SPLIT_TOKENS, 512), (1024, 1024), (4096, 2048))
@@ -62,22 +62,21 @@ def route(
     """
     count, hidden = x.shape
     x = with_contiguous_rows(x)
-    weights = torch.empty((count, spec.num_choices), dtype=torch.float32, device=x.device)
-    ids = torch.empty((count, spec.num_choices), dtype=ids_dtype, device=x.device)
-    logits_constants, grid, warps, stages = _logits_plan(
+    weights, ids = empty_choice(count, spec, ids_dtype, x.device)
+    logits_constants, grid, warps, stages = logits_plan(
         count, hidden, spec.num_experts, x.dtype, deterministic, gate.dtype == torch.bfloat16
     )
     has_bias = spec.has_bias and bias is not None
-    constants = _select_plan(spec, grid[2], has_bias, real is not None)
+    constants = select_plan(spec, grid[2], has_bias, real is not None)
     if not count:
         return weights, ids
     logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=x.device)
     bias = bias if has_bias else logits
-    if count <= _ONE_LAUNCH_TOKENS:
+    if count <= ONE_LAUNCH_TOKENS:
         programs = min(resident_programs(x.device), max(grid[0] * grid[1] * grid[2], count))
         route_kernel[(programs,)](
             x, gate, logits, bias, real, weights, ids, barrier, stride_of(x, 0), count, spec.scale,
-            **logits_constants | constants, num_warps=warps, num_stages=stages, **_OPTIONS,
+            **logits_constants | constants, num_warps=warps, num_stages=stages, **OPTIONS,
         )  # fmt: skip
         return weights, ids
     router_logits_kernel[grid](
@@ -89,7 +88,13 @@ def route(
     return weights, ids
 
 
-def _logits_plan(
+def empty_choice(count: int, spec: RouterSpec, ids_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for weights and ids of `count` tokens."""
+    shape = (count, spec.num_choices)
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=ids_dtype, device=device)
+
+
+def logits_plan(
     count: int, hidden: int, experts: int, dtype: torch.dtype, deterministic: bool = False, exact: bool = False
 ) -> tuple[dict, tuple[int, int, int], int, int]:
     """(constants, grid, warps, stages) of the logits kernel for `count` tokens."""
@@ -110,7 +115,7 @@ def _logits_plan(
     return constants, grid, 4, 2 if block_t == 16 else 3
 
 
-def _select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = False) -> dict:
+def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = False) -> dict:
     """Constants of the selection kernel."""
     if spec.score not in ("sigmoid", "softmax") or spec.group_score not in _GROUP_SCORES:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
@@ -140,8 +145,8 @@ def route_cases(
     exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32,
 ) -> list[AotCase]:  # fmt: skip
     """The specialisations launched by `route` for `count` tokens: one kernel, or two."""
-    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
-    constants = _select_plan(spec, grid[2], spec.has_bias, has_real) | ({} if has_real else {"real": None})
+    logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
+    constants = select_plan(spec, grid[2], spec.has_bias, has_real) | ({} if has_real else {"real": None})
     name = f"{label}_{'any' if deterministic else count}_{element(dtype)}{'_exact' * exact}{'_masked' * has_real}"
     name += "_int64" * (ids_dtype == torch.int64)
     parts = {"logits": "*fp32", "num_tokens": "i32"}
@@ -149,10 +154,10 @@ def route_cases(
     chosen |= {"real": "*i32:1"} if has_real else {}
     rows = {"x": f"*{element(dtype)}", "gate": "*bf16" if exact else "*fp32", "stride": "i32:16"}
     matrix = dtype == torch.bfloat16
-    if count <= _ONE_LAUNCH_TOKENS:
+    if count <= ONE_LAUNCH_TOKENS:
         signature = parts | chosen | rows | {"barrier": "*i64"}
         both = logits_constants | constants
-        return [AotCase(f"route_{name}", route_kernel, signature, both, warps, stages, matrix, _OPTIONS)]
+        return [AotCase(f"route_{name}", route_kernel, signature, both, warps, stages, matrix, OPTIONS)]
     return [
         AotCase(
             f"router_logits_{name}", router_logits_kernel, parts | rows, logits_constants, warps, stages, matrix

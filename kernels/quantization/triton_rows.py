@@ -78,6 +78,31 @@ def silu_mul_quantize_kernel(
     tl.store(scales + block * scale_stride + rows, scale, mask=inside)
 
 
+@triton.jit
+def store_norm(
+    value, weight, normed, out, scales, scale_stride, eps, row,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of one row, float32 [BLOCKS, 128] with values of type KIND. KEEP: `normed` gets it in that type;
+    QUANTIZE: `out` and `scales` get the quantized form. Rows are contiguous. Returns 1 / its root mean square."""
+    blocks = tl.arange(0, BLOCKS)
+    cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = cols < WIDTH
+    mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / WIDTH
+    inverse = tl.rsqrt(mean + eps)
+    value = (value * inverse).to(KIND).to(tl.float32)  # models are trained with this rounding
+    value *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    rounded = value.to(KIND)
+    if KEEP:
+        tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
+    if QUANTIZE:
+        quantized, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
+        tl.store(out + row * WIDTH + cols, quantized, mask=mask)
+        tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
+    return inverse
+
+
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def rms_norm_quantize_kernel(
     x, other, residual, weight, normed, out, scales, scale_stride, eps,
@@ -100,15 +125,10 @@ def rms_norm_quantize_kernel(
         rounded = value.to(residual.dtype.element_ty)
         tl.store(stream, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / WIDTH
-    value = (value * tl.rsqrt(mean + eps)).to(x.dtype.element_ty).to(tl.float32)
-    value *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    rounded = value.to(x.dtype.element_ty)
-    if KEEP:
-        tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
-    quantized, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
-    tl.store(out + row * WIDTH + cols, quantized, mask=mask)
-    tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
+    store_norm(
+        value, weight, normed, out, scales, scale_stride, eps, row, WIDTH, BLOCKS, KEEP, True, POWER_OF_TWO,
+        x.dtype.element_ty,
+    )  # fmt: skip
 
 
 def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
@@ -152,7 +172,7 @@ def rms_norm_quantize(
     if m:
         rms_norm_quantize_kernel[(m,)](
             x, other, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
-            WIDTH=k, X_STRIDE=_stride(x), BLOCKS=_norm_blocks(k), HAS_RESIDUAL=residual is not None,
+            WIDTH=k, X_STRIDE=_stride(x), BLOCKS=norm_blocks(k), HAS_RESIDUAL=residual is not None,
             POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=_norm_warps(k),
         )  # fmt: skip
     return normed, rows
@@ -171,13 +191,13 @@ def _tiles(num_rows: int, width: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(width, BLOCK)
 
 
-def _norm_blocks(width: int) -> int:
+def norm_blocks(width: int) -> int:
     return triton.next_power_of_2(triton.cdiv(width, BLOCK))
 
 
 def _norm_warps(width: int) -> int:
     """16 to 32 channels per thread: a program has one row, so more threads hide its latency."""
-    return min(16, max(1, _norm_blocks(width) // 4))
+    return min(16, max(1, norm_blocks(width) // 4))
 
 
 def aot_cases() -> list[AotCase]:
@@ -199,7 +219,7 @@ def aot_cases() -> list[AotCase]:
         (7168, True, True, True),
     )
     for width, has_residual, keep, pair in norms:
-        constants = {"WIDTH": width, "X_STRIDE": width, "BLOCKS": _norm_blocks(width), "POWER_OF_TWO": False}
+        constants = {"WIDTH": width, "X_STRIDE": width, "BLOCKS": norm_blocks(width), "POWER_OF_TWO": False}
         signature = {"x": "*bf16", "weight": "*fp32", "eps": "fp32", **pointers}
         constants |= {"KEEP": keep} | ({} if keep else {"normed": None})
         signature |= {"normed": "*bf16"} if keep else {}

@@ -34,6 +34,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_combine_norm",
     f"{_FAMILIES}.ops.triton_fp8_cache",
     f"{_FAMILIES}.ops.triton_norm",
+    f"{_FAMILIES}.ops.triton_norm_route",
     f"{_FAMILIES}.ops.triton_rotary",
     f"{_FAMILIES}.ops.triton_router",
     f"{_FAMILIES}.symm_mem.triton_all_reduce",

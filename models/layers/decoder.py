@@ -18,7 +18,6 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
@@ -31,6 +30,7 @@ from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.step_adapters import StepAdapters
+from moe_engine.models.layers.streamed_layers import StreamedLayers
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightSource
@@ -80,9 +80,12 @@ class Decoder:
         norms.append(self.make_norm(reader, "model.norm"))
         self._first_norm = norms[0]
         self.layers: list[DecoderLayer | CompiledLayer | ShardedLayer] = []
+        streamed = StreamedLayers(backends.weight_stream)
         for i in range(config.num_layers):
             shared_out = any(layer.shares_out for layer in self.layers)
             self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
+            streamed.take(i, self.layers[i])
+        self._calls = streamed.calls(self.layers)
         for i, layer in enumerate(self.layers):
             if i == 0 or self.layers[i - 1].passes_on:
                 norms[i].feed(layer.attention.input_format)
@@ -93,7 +96,7 @@ class Decoder:
         """LoRA adapters of the step; None without LoRA."""
         self.taps: HiddenTaps | None = None
         """Hidden states for an EAGLE-3 head; None without such a head."""
-        self.weight_bytes = held_bytes(self, shared=parallel)
+        self.weight_bytes = streamed.device_bytes(self)
         """Bytes of weights and tables in the kernels' layouts."""
 
     def make_head(self, reader: WeightSource, embedding: Embedding) -> Head | Pooler:
@@ -223,19 +226,19 @@ class Decoder:
             return self.stack.forward(*args)
         residual = self.embed(batch)  # [T, D]
         hidden = self._first_norm(residual)
-        for index, layer in enumerate(self.layers):
+        for index, call in enumerate(self._calls):
             self.at_layer = index
-            hidden = layer.forward(hidden, residual, *args)
+            hidden = call(hidden, residual, *args)
         return hidden
 
     def _forward_tapped(self, taps: HiddenTaps, batch: ForwardBatch, *args: Any) -> Tensor:
         residual = self.embed(batch)
         taps.begin(residual)
         hidden = self._first_norm(residual)
-        for index, layer in enumerate(self.layers):
+        for index, call in enumerate(self._calls):
             self.at_layer = index
             taps.copy(index, self.layers, residual, args[0])
-            hidden = layer.forward(hidden, residual, *args)
+            hidden = call(hidden, residual, *args)
         taps.copy(len(self.layers), self.layers, residual, args[0])
         return hidden
 

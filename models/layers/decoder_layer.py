@@ -51,11 +51,15 @@ class DecoderLayer:
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         """`batch` and `more` are the arguments of the attention after `hidden`."""
-        hidden = self.post_norm.add(self.attention.forward(hidden, batch, *more), residual)
+        mixed, chosen = self.attention.forward(hidden, batch, *more), None
+        if self._moe is not None:
+            hidden, chosen = self._moe.after_norm(self.post_norm, mixed, residual, real=batch.real)
+        else:
+            hidden = self.post_norm.add(mixed, residual)
         if self.deepstack is not None:
             self.deepstack.add(residual, batch)
         if self._moe is not None:
-            return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.real), residual)
+            return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.real, chosen), residual)
         return self.next_norm.add(self.feed_forward.forward(hidden, real=batch.real), residual)
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:

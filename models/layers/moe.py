@@ -34,6 +34,7 @@ from moe_engine.models.layers.expert_biases import empty_biases, fill_biases
 from moe_engine.models.layers.gated_mlp import GatedMLP
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
 from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.load_threads import for_each
@@ -47,6 +48,10 @@ from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
     from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+
+Choice = tuple[Tensor, Tensor]
+"""Weights float32 and slots [T, K] of a step's tokens."""
 
 
 def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
@@ -127,7 +132,9 @@ class MoE:
             else:
                 self._shared = MLP(*of_mlp, share=share)
         self._route = backends.ops.route
-        self._routes = self._routes_of(backends.ops)
+        self._int64 = self._int64_phases(backends.ops)
+        self._route_int64 = backends.ops.capabilities.route_int64
+        self._norm_route = backends.ops.capabilities.add_norm_route
         self.fused = self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
@@ -144,13 +151,13 @@ class MoE:
             return 0
         return self.stored.num_fusible(reader)
 
-    def _routes_of(self, ops: Ops) -> dict[Phase, Callable[..., tuple[Tensor, Tensor]]]:
-        """By phase: the router, with ids in the dispatcher's dtype if it writes them so."""
-        routes: dict[Phase, Callable[..., tuple[Tensor, Tensor]]] = {"prefill": ops.route, "decode": ops.route}
-        wide = ops.capabilities.route_int64
-        if wide is None or self._tables is not None or not isinstance(self._routed, DispatchedExperts):
-            return routes
-        return {phase: wide if self._routed.reads_int64(phase) else ops.route for phase in routes}
+    def _int64_phases(self, ops: Ops) -> set[Phase]:
+        """Phases in which the router writes ids in the dispatcher's dtype."""
+        routed, phases = self._routed, set[Phase]()
+        if ops.capabilities.route_int64 is None or self._tables is not None:
+            return phases
+        phases.update(("prefill", "decode"))
+        return {phase for phase in phases if isinstance(routed, DispatchedExperts) and routed.reads_int64(phase)}
 
     def _fuse(self, kernel: ExpertsKernel, parallel: ParallelContext) -> FusedMoE | None:
         fuse = kernel.capabilities.fuse_layer
@@ -213,12 +220,27 @@ class MoE:
         shared = () if self._shared is None else (self._shared.input_format,)
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
-    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
+    def after_norm(
+        self, norm: RMSNorm, x: Tensor, residual: Tensor, phase: Phase = "prefill", real: Tensor | None = None
+    ) -> tuple[Activation, Choice | None]:
+        """residual [T, D] += x in place; the norm of it, as input of `forward`, and the router's choice if one call
+        computes both: `chosen` of the methods below."""
+        fused = self._norm_route if len(residual) and not norm.sums_ranks else None
+        if fused is None:
+            return norm.add(x, residual), None
+        early = real if self._tables is None else None
+        gate = (self._gate, self._bias, self._spec, early, phase in self._int64 and not self._counting)
+        hidden, weights, ids = norm.add_with(fused, x, residual, *gate)
+        return hidden, self._in_slots(weights, ids, real)
+
+    def forward(
+        self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None, chosen: Choice | None = None
+    ) -> Tensor:
         if self.fused is not None and (self.adapters is None or not self.adapters.active):
             return self._forward_fused(x)  # type: ignore[arg-type]  # `input_format` has no rows
         if self._overlap is not None and self._overlap.shared_expert:
-            return finish(self.stages(x, phase, real))
-        weights, ids = self._choose(x, real, phase)
+            return finish(self.stages(x, phase, real, chosen))
+        weights, ids = chosen or self._choose(x, real, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
 
@@ -238,20 +260,22 @@ class MoE:
         """True if `expert_rows` is supported, for a norm that sums them."""
         return self.fused is None and isinstance(self._routed, LocalExperts) and self._routed.leaves_rows
 
-    def expert_rows(self, x: Activation, real: Tensor | None = None) -> ExpertRows:
+    def expert_rows(self, x: Activation, real: Tensor | None = None, chosen: Choice | None = None) -> ExpertRows:
         """`forward` before the sum over experts, if it `leaves_rows`."""
         assert isinstance(self._routed, LocalExperts)
-        weights, ids = self._choose(x, real, "prefill")
+        weights, ids = chosen or self._choose(x, real, "prefill")
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def addends(self, x: Activation, phase: Phase, real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def addends(
+        self, x: Activation, phase: Phase, real: Tensor | None = None, chosen: Choice | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
         `forward` adds them at no cost."""
         routed, overlap = self._routed, self._overlap
         if self._shared is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, real), None
-        weights, ids = self._choose(x, real, phase)
+            return self.forward(x, phase, real, chosen), None
+        weights, ids = chosen or self._choose(x, real, phase)
         if overlap is not None and overlap.shared_expert:
             sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
             shared = self._shared.forward(x)
@@ -264,8 +288,7 @@ class MoE:
     @property
     def is_plain(self) -> bool:
         """True if `before` and `after` are currently equivalent to `forward`."""
-        counted = self._recorder is not None and self._recorder.counting
-        return self.fused is None and self._overlap is None and self._tables is None and not counted
+        return self.fused is None and self._overlap is None and self._tables is None and not self._counting
 
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and the shared expert's result [T, D]."""
@@ -279,21 +302,30 @@ class MoE:
     def _choose(self, x: Activation, real: Tensor | None, phase: Phase) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]; -1 for tokens that are not `real`."""
         early = real if self._tables is None else None  # tables map logical experts only
-        counting = self._recorder is not None and self._recorder.counting
-        route = self._route if counting else self._routes[phase]
-        weights, ids = route(unquantized(x), self._gate, self._bias, self._spec, early)
+        wide = self._route_int64 if phase in self._int64 and not self._counting else None
+        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._spec, early)
+        return self._in_slots(weights, ids, real)
+
+    @property
+    def _counting(self) -> bool:
+        return self._recorder is not None and self._recorder.counting
+
+    def _in_slots(self, weights: Tensor, ids: Tensor, real: Tensor | None) -> Choice:
+        """The router's choice with slots instead of experts, recorded."""
         if self._tables is not None:
             ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
-        if self._recorder is not None and counting:
+        if self._recorder is not None and self._recorder.counting:
             self._recorder.on_select(self.layer_index, ids[:, : self._spec.top_k].contiguous())
         return weights, ids
 
-    def stages(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Stages:
+    def stages(
+        self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None, chosen: Choice | None = None
+    ) -> Stages:
         """`forward` as a generator that yields during dispatch and combine, for overlap."""
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, real)
-        weights, ids = self._choose(x, real, phase)
+            return self.forward(x, phase, real, chosen)
+        weights, ids = chosen or self._choose(x, real, phase)
         sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield

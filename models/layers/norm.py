@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.ops.protocol import AddNormRoute, Ops
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, common_format
 from moe_engine.models.weights import WeightSource
@@ -69,6 +69,15 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
         return self._rms_norm(x, self.weight, self.eps)
+
+    @property
+    def sums_ranks(self) -> bool:
+        """True if `add` sums the rows of all ranks."""
+        return self._all_reduce is not None
+
+    def add_with(self, fused: AddNormRoute, x: Tensor, residual: Tensor, *router: Any) -> tuple[Any, Tensor, Tensor]:
+        """`add`, and the router of its result by the same call; router: the arguments of `fused` after eps."""
+        return fused(self._format, x, residual, self.weight, self.eps, *router)
 
     @property
     def adds_pairs(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.deepstack import DeepstackRows
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.moe import Choice, MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.parallel.context import ParallelContext
@@ -70,14 +70,20 @@ class ShardedLayer:
         if len(hidden):
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]
-        hidden = comm.gather(self.post_norm.add(mixed, rows), step)
+        chosen: Choice | None = None
+        if self._moe is not None and not comm.gathers_for_ffn:
+            hidden, chosen = self._moe.after_norm(self.post_norm, mixed, rows, step.phase, batch.real)
+        else:
+            hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if self.deepstack is not None:
             self.deepstack.add(residual, batch)  # of whose rows `rows` is a view
         other: Tensor | None = None
         if staged and self._moe is not None:
-            mixed = yield from self._moe.stages(hidden, step.phase, batch.real)
+            mixed = yield from self._moe.stages(hidden, step.phase, batch.real, chosen)
         elif self._pairs and self._moe is not None:
-            mixed, other = self._moe.addends(hidden, step.phase, batch.real)
+            mixed, other = self._moe.addends(hidden, step.phase, batch.real, chosen)
+        elif self._moe is not None:
+            mixed = self._moe.forward(hidden, step.phase, batch.real, chosen)
         else:
             mixed = self.feed_forward.forward(hidden, step.phase, batch.real)
         mixed = comm.reduce(mixed, step)

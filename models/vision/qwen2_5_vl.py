@@ -1,6 +1,6 @@
 """The vision tower of Qwen2.5-VL: attention within windows, in some layers within a frame.
 
-Legend: P patches, N tokens of an image, D width, H heads, Dh head width, I intermediate, M merge size, O out width.
+Legend: P patches, N tokens of an image, D width, M merge size, O out width.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from torch.nn.functional import gelu
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.varlen.protocol import VarlenKernel
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid, patch_angles, window_order
-from moe_engine.models.vision.products import load_product
+from moe_engine.models.vision.parts import PatchTransformer, frame_lens, load_product
 from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import PREFIX, patch_shape
+from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
 
@@ -32,16 +31,12 @@ class _Block:
         self.down = load_product(backends, reader, [f"{prefix}.mlp.down_proj"], v.width, v.intermediate)
 
 
-class Qwen25Tower:
+class Qwen25Tower(PatchTransformer):
     """Pixels of an image -> embeddings of its tokens; the whole tower on one rank."""
 
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
+        super().__init__(vision, reader, backends)
         v = vision
-        self._vision, self._ops = v, backends.ops
-        assert backends.varlen is not None
-        self._attention: VarlenKernel = backends.varlen
-        name = f"{PREFIX}patch_embed.proj"
-        self.patches = load_product(backends, reader, [name], v.width, v.patch_width, patch_shape(v), bias=False)
         self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
         self.merge_norm = RMSNorm(backends.ops, reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
         merged = v.merged_width
@@ -50,7 +45,7 @@ class Qwen25Tower:
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         """pixels [P, channels * frames * height * width of a patch], in the activation dtype -> [N, O]."""
-        v, device = self._vision, pixels.device
+        v, device = self.vision, pixels.device
         windows = window_order(grid, v.merge, v.window // v.merge // v.patch_size)
         order, back = windows.order.to(device), windows.back.to(device)
 
@@ -59,24 +54,14 @@ class Qwen25Tower:
 
         angles = patch_angles(grid, v.merge, v.head_dim, v.theta).to(device)
         table, places = RotaryTable(by_window(angles), interleaved=False), torch.arange(len(pixels), device=device)
-        frames = (grid[1] * grid[2],) * grid[0]
+        frames = frame_lens(grid)
         residual = by_window(self.patches(pixels))  # [P, D]
         hidden = self.blocks[0].norm1(residual)
         for i, block in enumerate(self.blocks):
             lens = frames if i in v.full_layers else windows.lens
-            hidden = block.norm2.add(self._attend(block, hidden, places, table, lens), residual)
-            hidden = block.down(self._ops.silu_and_mul(block.gate_up(hidden)))
+            hidden = block.norm2.add(self.attend(block, hidden, places, table, lens), residual)
+            hidden = block.down(self.ops.silu_and_mul(block.gate_up(hidden)))
             last = i + 1 == len(self.blocks)
             hidden = (self.merge_norm if last else self.blocks[i + 1].norm1).add(hidden, residual)
         merged = gelu(self.merge_in(hidden.view(len(order), -1)))  # [N, D * M * M]
         return self.merge_out(merged)[back]
-
-    def _attend(
-        self, block: _Block, hidden: Tensor, places: Tensor, table: RotaryTable, lens: tuple[int, ...]
-    ) -> Tensor:
-        """hidden [P, D] -> [P, D]."""
-        heads, width = self._vision.num_heads, self._vision.head_dim
-        qkv = block.qkv(hidden).view(-1, 3 * heads, width)  # [P, 3H, Dh]
-        self._ops.rotate_leading(qkv[:, : 2 * heads], places, table)
-        q, k, v = qkv.split(heads, 1)
-        return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))

@@ -1,41 +1,28 @@
 """The vision tower of Qwen3-VL: learned positions resampled to the image's grid, attention within a frame, and states
 of some layers that are added to the first layers of the text model (deepstack, arXiv 2406.04334).
 
-Legend: P patches, N tokens of an image, D width, H heads, Dh head width, I intermediate, M merge size, O out width,
-K deepstack layers.
+Legend: P patches, N tokens of an image, D width, M merge size, O out width, K deepstack layers.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm
+from torch.nn.functional import gelu
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.varlen.protocol import VarlenKernel
 from moe_engine.models.vision.grid import Grid, patch_angles, patch_places
-from moe_engine.models.vision.products import load_product
+from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, frame_lens, load_product
 from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import PREFIX, patch_shape
+from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
-
-
-class _Norm:
-    """LayerNorm with weight and bias."""
-
-    def __init__(self, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
-        self.weight = reader.tensor(f"{prefix}.weight", (width,))
-        self.bias = reader.tensor(f"{prefix}.bias", (width,))
-        self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class _Block:
     def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
-        self.norm1, self.norm2 = (_Norm(reader, f"{prefix}.{name}", v.width, v.norm_eps) for name in ("norm1", "norm2"))
+        self.norm1 = LayerNorm(reader, f"{prefix}.norm1", v.width, v.norm_eps)
+        self.norm2 = LayerNorm(reader, f"{prefix}.norm2", v.width, v.norm_eps)
         self.qkv = load_product(backends, reader, [f"{prefix}.attn.qkv"], 3 * v.width, v.width)
         self.proj = load_product(backends, reader, [f"{prefix}.attn.proj"], v.width, v.width)
         self.up = load_product(backends, reader, [f"{prefix}.mlp.linear_fc1"], v.intermediate, v.width)
@@ -49,7 +36,7 @@ class _Merger:
         self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str, joins_first: bool
     ) -> None:
         self._norm_width, self._width = v.merged_width if joins_first else v.width, v.merged_width
-        self.norm = _Norm(reader, f"{prefix}.norm", self._norm_width, v.norm_eps)
+        self.norm = LayerNorm(reader, f"{prefix}.norm", self._norm_width, v.norm_eps)
         self.fc1 = load_product(backends, reader, [f"{prefix}.linear_fc1"], v.merged_width, v.merged_width)
         self.fc2 = load_product(backends, reader, [f"{prefix}.linear_fc2"], v.out_width, v.merged_width)
 
@@ -58,16 +45,12 @@ class _Merger:
         return self.fc2(gelu(self.fc1(joined)))
 
 
-class Qwen3Tower:
+class Qwen3Tower(PatchTransformer):
     """Pixels of an image -> its tokens' embeddings, and the rows for deepstack layers; the whole tower on one rank."""
 
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
+        super().__init__(vision, reader, backends, patch_bias=True)
         v = vision
-        self._vision, self._ops = v, backends.ops
-        assert backends.varlen is not None
-        self._attention: VarlenKernel = backends.varlen
-        name = f"{PREFIX}patch_embed.proj"
-        self.patches = load_product(backends, reader, [name], v.width, v.patch_width, patch_shape(v))
         self.places = reader.tensor(f"{PREFIX}pos_embed.weight", (v.num_positions, v.width))
         self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
         self.merger = _Merger(v, reader, backends, f"{PREFIX}merger", joins_first=False)
@@ -78,14 +61,14 @@ class Qwen3Tower:
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         """pixels [P, channels * frames * height * width of a patch], in the activation dtype -> [N, (1 + K) O]."""
-        v, device = self._vision, pixels.device
+        v, device = self.vision, pixels.device
         table = RotaryTable(patch_angles(grid, v.merge, v.head_dim, v.theta).to(device), interleaved=False)
         order = torch.arange(len(pixels), device=device)
-        frames = (grid[1] * grid[2],) * grid[0]
+        frames = frame_lens(grid)
         hidden = self.patches(pixels) + self._learned(grid)  # [P, D]
         rows: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            hidden = hidden + self._attend(block, block.norm1(hidden), order, table, frames)
+            hidden = hidden + self.attend(block, block.norm1(hidden), order, table, frames)
             hidden = hidden + block.down(gelu(block.up(block.norm2(hidden)), approximate="tanh"))
             if i in v.deepstack_layers:
                 rows.append(self.deepstack[v.deepstack_layers.index(i)](hidden))
@@ -93,20 +76,10 @@ class Qwen3Tower:
 
     def _learned(self, grid: Grid) -> Tensor:
         """The learned positions, resampled linearly to the rows and columns of a frame: [P, D]."""
-        indices, weights = resampled(grid, self._vision.merge, int(self._vision.num_positions**0.5))
+        indices, weights = resampled(grid, self.vision.merge, int(self.vision.num_positions**0.5))
         device = self.places.device
         found = self.places[indices.to(device)] * weights.to(device).unsqueeze(2)
         return found.sum(1).to(self.places.dtype).repeat(grid[0], 1)
-
-    def _attend(
-        self, block: _Block, hidden: Tensor, order: Tensor, table: RotaryTable, lens: tuple[int, ...]
-    ) -> Tensor:
-        """hidden [P, D] -> [P, D]."""
-        heads, width = self._vision.num_heads, self._vision.head_dim
-        qkv = block.qkv(hidden).view(-1, 3 * heads, width)  # [P, 3H, Dh]
-        self._ops.rotate_leading(qkv[:, : 2 * heads], order, table)
-        q, k, v = qkv.split(heads, 1)
-        return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))
 
 
 def resampled(grid: Grid, merge: int, side: int) -> tuple[Tensor, Tensor]:

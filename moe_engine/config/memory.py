@@ -52,6 +52,12 @@ class MemoryArgs:
         "Allows /release_memory_occupation, which gives the memory of weights and KV cache back to the system, and "
         "/resume_memory_occupation.",
     )
+    cpu_offload_gb: float = flag(
+        0.0,
+        "Weights in host memory, in GB (2^30 bytes) of each rank: whole layers, spread evenly over the model, which "
+        "every step copies to the GPU ahead of their use. Two buffers of the largest such layer remain on the GPU.",
+        metavar="GB",
+    )
     page_size: int | None = flag(
         None,
         "Tokens of a page (block) of the KV cache, the unit of allocation and prefix sharing. Left out: 1, or what the "

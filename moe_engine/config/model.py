@@ -109,8 +109,8 @@ class ModelArgs:
     )
     chat_template: str | None = flag(
         None,
-        "File with a Jinja chat template (or JSON with a `chat_template`), the template itself, or the built-in "
-        "encoder `deepseek-v32`. Left out: the tokenizer's own; for DeepSeek V3.2 without one, the encoder.",
+        "File with a Jinja chat template (or JSON with a `chat_template`), the template itself, or a built-in one: "
+        "`deepseek-v32`, `gme-qwen2-vl`. Left out: the tokenizer's own; for DeepSeek V3.2 without one, `deepseek-v32`.",
         metavar="FILE",
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="REV")

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from moe_engine.core.messages import RequestDelta
 from moe_engine.errors import GenerationError, InputError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.frontend.generate_input import DpRank, GenerateInput, Ids, Priority, Rid, Text
+from moe_engine.frontend.generate_input import DpRank, GenerateInput, Ids, ImageData, Priority, Rid, Text
 from moe_engine.frontend.generation import Generation
 from moe_engine.sampling_checks import TokenId
 from moe_engine.types import SamplingParams
@@ -36,7 +36,7 @@ class EncodeRequest(Struct, kw_only=True):
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    image_data: OffOnly = None
+    image_data: ImageData | None = None
     video_data: OffOnly = None
     audio_data: OffOnly = None
     lora_path: OffOnly = None

@@ -104,6 +104,7 @@ def explain_json(config: ResolvedConfig) -> dict[str, Any]:
         },
         "memory": {
             "rows": [dataclasses.asdict(row) for row in ledger.all_rows()],
+            "host_rows": [dataclasses.asdict(row) for row in ledger.host_rows],
             "total_bytes": ledger.total_bytes,
             "limit_bytes": ledger.limit_bytes,
             "limit_reason": ledger.limit_reason,

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 GB = 1 << 30
 DRAFT_WEIGHTS = "draft weights"
+BUFFERS_ROW = "weight buffers"
 GRAPHS_ROW = "CUDA graphs"
 WINDOWS_ROW = "KV of windows"
 STATES_ROW = "request states"
 LORA_ROW = "LoRA slots"
 LORA_HOST_ROW = "LoRA adapters"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
-STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW, STATES_ROW, LORA_ROW)
+STATIC_ROWS = (*WEIGHT_ROWS, BUFFERS_ROW, WINDOWS_ROW, STATES_ROW, LORA_ROW)
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4
@@ -59,6 +60,8 @@ class MemoryLedger:
     """Tokens of the pool of windowed layers; 0: these layers have no pool of their own. Its memory is a row."""
     host_tier_tokens: int = 0
     """Tokens of the host-RAM tier of the KV cache; on a CPU its memory is a row."""
+    host_rows: tuple[LedgerRow, ...] = ()
+    """Memory of the host beside that of a GPU; not part of the sum."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -100,6 +103,7 @@ class MemoryLedger:
             LedgerRow("sum", self.total_bytes, ""),
             LedgerRow("limit", self.limit_bytes, self.limit_reason),
             LedgerRow("left over", self.spare_bytes, ""),
+            *(LedgerRow(f"host: {row.name}", row.num_bytes, row.detail) for row in self.host_rows),
         ]
         name = max(len(row.name) for row in rows)
         size = max(len(gb(row.num_bytes)) for row in rows)

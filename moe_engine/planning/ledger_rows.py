@@ -39,8 +39,12 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         weights += extra // topology.tp_size
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
+    if given.offload.layers:
+        weights -= given.offload.host_bytes
+        detail += f", {len(given.offload.layers)} layers of them in host memory"
     rows = [
         LedgerRow("weights", weights, detail),
+        *given.offload.rows,
         *draft_rows(given),
         *lora_rows(given.lora, model, topology, size, given.machine.device),
         LedgerRow("activations", step_bytes(given), f"a step of {limits.forward_tokens} tokens"),

@@ -20,7 +20,8 @@ class Machine:
 
     `available_bytes` is free memory. On a CPU both respect a container's limit. `unlinked`: GPUs that cannot access
     each other's memory; None if all can. `capability` of a GPU is (major, minor), `num_devices` the number of GPUs
-    that torch sees; None if unknown. `cpu_flags` and `compiler`: as in `kernels.device.Device`.
+    that torch sees; None if unknown. `host_bytes`: available host memory beside a GPU, None if unknown. `cpu_flags` and
+    `compiler`: as in `kernels.device.Device`.
     """
 
     device: str
@@ -35,6 +36,7 @@ class Machine:
     num_devices: int | None = None
     cpu_flags: frozenset[str] = frozenset()
     compiler: str | None = None
+    host_bytes: int | None = None
 
     @property
     def kernel_device(self) -> Device:
@@ -87,7 +89,10 @@ def _probe_cuda(cores: int, reason: str) -> Machine:
     free, total = torch.cuda.mem_get_info(0)
     name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     unlinked, count = _unlinked(torch.cuda), torch.cuda.device_count()
-    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, unlinked, capability, count)
+    host = host_memory().available_bytes
+    return Machine(
+        "cuda", name, total, free, cores, "CUDA driver", reason, unlinked, capability, count, host_bytes=host
+    )  # fmt: skip
 
 
 def _unlinked(cuda: Any) -> str | None:

@@ -110,6 +110,7 @@ def resolve(
         graphs=steps.graphs,
         compiled=compile_settings(args, speculation, steps.limits.running),
         lora=lora,
+        offloaded_layers=steps.offloaded_layers,
     )
 
 

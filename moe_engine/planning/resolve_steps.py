@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.table import kept_format
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.checkpoint import CheckpointFacts
@@ -24,6 +25,7 @@ from moe_engine.planning.sizing import Sizing, size_memory
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import with_snapshots
 from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.weight_offload import WeightOffload, resolve_offload
 from moe_engine.step_settings import GraphSettings, LoraSettings
 from moe_engine.types import SpeculationConfig
 
@@ -37,6 +39,7 @@ class ResolvedSteps:
     limits: StepLimits
     graphs: GraphSettings
     sizing: Sizing
+    offloaded_layers: tuple[int, ...]
 
 
 def resolve_steps(
@@ -73,8 +76,15 @@ def resolve_steps(
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, record)
-    sizing = _size(args, model, part, kernels, limits, checkpoint, speculation, draft, parallel, experts, graphs, lora)
-    return ResolvedSteps(kernels, parallel, limits, _note_sizes(args, sizing, graphs, part, limits, record), sizing)
+    kept = kept_format(model.weight_format, part.device, kernels.model.codes)
+    offload = resolve_offload(
+        args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
+    )  # fmt: skip
+    sizing = _size(
+        args, model, part, kernels, limits, checkpoint, speculation, draft, parallel, experts, graphs, lora, offload
+    )
+    captured = _note_sizes(args, sizing, graphs, part, limits, record)
+    return ResolvedSteps(kernels, parallel, limits, captured, sizing, offload.layers)
 
 
 def own_part(machine: Machine, parallel: ParallelPlan) -> Machine:
@@ -110,6 +120,7 @@ def _size(
     experts: ExpertSettings,
     graphs: GraphSettings,
     lora: LoraSettings | None,
+    offload: WeightOffload,
 ) -> Sizing:
     memory, need = args.memory, kernels.model.need
     return size_memory(
@@ -133,6 +144,7 @@ def _size(
             experts=experts,
             graphs=graphs,
             lora=lora,
+            offload=offload,
             tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,

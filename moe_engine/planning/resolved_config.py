@@ -80,6 +80,8 @@ class ResolvedConfig:
     """Steps that torch.compile compiles."""
     lora: LoraSettings | None = None
     """LoRA adapters; None: not enabled."""
+    offloaded_layers: tuple[int, ...] = ()
+    """Layers whose weights wait in host memory."""
     storage: StorageSettings | None = None
     """Storage below the host-RAM tier; None: not enabled."""
 

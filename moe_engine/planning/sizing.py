@@ -52,8 +52,9 @@ def size_memory(given: SizingInput) -> Sizing:
     tier = tier_tokens(given, tokens)
     rows = (*rows, *tier_rows(given, tier))
     ledger = MemoryLedger(
-        rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, given.num_window_slots, tier
-    )
+        rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, given.num_window_slots, tier,
+        given.offload.host_rows,
+    )  # fmt: skip
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
         return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for", remark)

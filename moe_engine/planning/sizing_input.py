@@ -16,6 +16,7 @@ from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.weight_offload import NONE, WeightOffload
 from moe_engine.planning.window_memory import window_bytes_per_token
 from moe_engine.step_settings import GraphSettings, LoraSettings
 
@@ -55,6 +56,7 @@ class SizingInput:
     num_window_slots: int = 0
     """Tokens of the pool of windowed layers; 0: these layers have no pool of their own."""
     lora: LoraSettings | None = None
+    offload: WeightOffload = NONE
     image_cache_bytes: int = 0
     """Results of the vision tower that are kept."""
 

@@ -52,6 +52,7 @@ LEAST = {
     "eplb_rebalance_layers_per_chunk": 1,
     "random_seed": -(2**63),
     "hicache_size": 0,
+    "cpu_offload_gb": 0,
     "session_hold": 0,
     "timeout_keep_alive": 1,
     "timeout_graceful_shutdown": 0,
@@ -66,6 +67,7 @@ MOST = {
     "random_seed": 2**63 - 1,
     "speculative_eagle_topk": 64,
     "hicache_size": 1 << 20,
+    "cpu_offload_gb": 1 << 20,
 }
 
 HIDDEN = "***"

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from moe_engine.frontend.encoding import EncodeRequest, Encoding, check_kind, encode_input
 from moe_engine.frontend.frontend import Job
 from moe_engine.server.bodies import Plan
-from moe_engine.server.http_io import cancel_on_disconnect, decode_body, json_response
+from moe_engine.server.embedding_inputs import rendered_input
+from moe_engine.server.http_io import cancel_on_disconnect, decode_body, decode_body_and_rest, json_response
 from moe_engine.server.openai_answers import Embedding, EmbeddingList
 from moe_engine.server.openai_common import usage_of
 from moe_engine.server.openai_types import EmbeddingRequest
@@ -42,8 +43,9 @@ class EmbeddingsApi:
         req = decode_body(body, EmbeddingRequest)
         refuse_unavailable(req)
         model = self._state.base_model(req.model)
-        fields = req.prompts() | {"dimensions": req.dimensions}
-        inp = encode_input(fields, text_field="input", ids_field="input")
+        messages = None if req.messages is None else decode_body_and_rest(body, EmbeddingRequest)[1]["messages"]
+        prompts = {"text_field": "input"} | req.prompts() | rendered_input(self._state, req, messages)
+        inp = encode_input({**prompts, "dimensions": req.dimensions}, ids_field="input")
         return Plan(self._state.frontend.read(inp), (req.encoding_format or "float", model))
 
     async def encode(self, request: Request) -> Response:

@@ -29,7 +29,7 @@ def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[lis
             message = {**message, "content": parts}
         made.append(message)
     if sources:
-        _check_model(state, sources[0].field)
+        check_images(state, sources[0].field)
     return made, sources
 
 
@@ -50,7 +50,8 @@ def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[
     return {"type": "image"}
 
 
-def _check_model(state: ServerState, field: str) -> None:
+def check_images(state: ServerState, field: str) -> None:
+    """Raises InputError, which names the `field` of an image, unless the model and its chat template take images."""
     if state.client.info.vision is None:
         raise text_only(state.model_name, field)
     if state.chat_template is not None and not state.chat_template.reads_parts:

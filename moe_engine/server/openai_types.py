@@ -99,14 +99,10 @@ class ClassifyRequest(msgspec.Struct, kw_only=True):
 
     def prompts(self) -> dict[str, Any]:
         """The fields of `EncodeRequest`."""
-        is_text = isinstance(self.input if isinstance(self.input, str) else self.input[0], str)
+        first = self.input[0] if isinstance(self.input, list) else self.input
+        is_text = first is None or isinstance(first, str)
         prompt = {"text": self.input} if is_text else {"input_ids": self.input}
         return {**prompt, "rid": self.rid, "priority": self.priority, "extra_key": self.extra_key}
-
-
-class EmbeddingRequest(ClassifyRequest, kw_only=True):
-    encoding_format: Annotated[str, Meta(pattern="^(float|base64)$")] | None = None
-    dimensions: Dimensions | None = None
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -172,6 +168,26 @@ class Message(TypedDict, total=False):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1)]
+
+
+class EmbeddingItem(TypedDict, total=False):
+    """A text, an image or both, as a prompt of the chat template."""
+
+    text: str | None
+    image: Annotated[str | None, Meta(description="data, http, https or file address, absolute path, or base64")]
+    video: Annotated[Any, Meta(description="not supported; leave it out or empty")]
+
+
+class EmbeddingRequest(ClassifyRequest, kw_only=True):
+    """`input` or `messages`."""
+
+    input: Text | Annotated[list[Text | TokenId | list[TokenId] | EmbeddingItem], Meta(min_length=1)] | None = None  # type: ignore[assignment]
+    messages: Annotated[Messages | None, Meta(description="a conversation, as one prompt; vLLM's field")] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = False
+    add_generation_prompt: bool | None = False
+    encoding_format: Annotated[str, Meta(pattern="^(float|base64)$")] | None = None
+    dimensions: Dimensions | None = None
 
 
 class ChatRequest(CommonRequest, kw_only=True):

@@ -17,9 +17,11 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moe_engine.errors import ConfigError, InputError
+from moe_engine.tokenizer import gme_qwen2_vl
 from moe_engine.tokenizer.chat_messages import (
     BUILT_IN_TEMPLATES,
     DEEPSEEK_V32,
+    GME_QWEN2_VL,
     ChatEncoder,
     map_arguments,
     prepare_message,
@@ -138,6 +140,8 @@ def load_chat_template(
     """
     if chosen == DEEPSEEK_V32 or (chosen is None and not own and folder is not None and is_deepseek_v32(folder)):
         return load_deepseek_v32(folder, special_tokens)
+    if chosen == GME_QWEN2_VL:
+        return ChatTemplate(gme_qwen2_vl.TEMPLATE, special_tokens)
     if chosen is None:
         return ChatTemplate(own, special_tokens) if own else None
     if "{%" in chosen or "{{" in chosen:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.host_memory import host_memory
+from moe_engine.kernels.weight_stream import WeightStream
 from moe_engine.parallel.overlap import CommStream, CommThread
 
 
@@ -242,6 +243,26 @@ class CopyStream:
         self._thread.shutdown()
 
 
+class DevicePrefetch:
+    """Implements `kernels.weight_stream.PrefetchStream`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            for there, host in pairs:
+                there.copy_(host, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
 class CudaGraphs:
     """Implements `step_graphs.GraphBackend`. All graphs share one memory pool, which only one of them uses at a
     time."""
@@ -262,6 +283,17 @@ class CudaGraphs:
 def make_graphs(device: torch.device) -> CudaGraphs | None:
     """The graph backend of a device; None on a CPU, which has no kernel launches to save."""
     return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def make_weight_stream(stream: DeviceStream, layers: Sequence[int]) -> WeightStream | None:
+    """Keeps the weights of some layers in host memory; None without such layers."""
+    if not layers:
+        return None
+
+    def pinned(num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    return WeightStream(layers, DevicePrefetch(stream.device), pinned, stream.device)
 
 
 def make_copy_stream(stream: DeviceStream) -> CopyStream | None:

@@ -64,6 +64,8 @@ class MemoryRelease:
             if tag in self._away:
                 released[tag] = 0
                 continue
+            if tag == WEIGHTS and self._weights.refusal is not None:
+                raise MoeEngineError(self._weights.refusal)
             storages = distinct(self._kv() if tag == KV else self._all_weights())
             away = (_PagesAway if not stream.asynchronous else _StoragesAway)(stream, storages, keeps=tag == WEIGHTS)
             self._away[tag] = away

@@ -354,6 +354,8 @@ class ModelRunner:
             self.rows.note_tokens(batch.slots, batch.input_ids)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+            if batch.images is not None:
+                forward = self._with_images(forward, batch.images)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             if self.rows.states is not None:

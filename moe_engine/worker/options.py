@@ -41,6 +41,7 @@ class WorkerOptions:
         hicache_mem_layout, hicache_io_backend: form of the tier's host memory and copies (`worker.kv_cache.kv_copies`).
         storage: storage below the host-RAM tier, or None.
         lora: LoRA adapters; None without --enable-lora.
+        offloaded_layers: layers whose weights wait in host memory.
         image_cache_bytes: results of the vision tower that are kept.
         kv_connector: name or path of its class (`moe_engine.kv_connectors`).
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
@@ -78,6 +79,7 @@ class WorkerOptions:
     storage: StorageSettings | None = None
     lora: LoraSettings | None = None
     image_cache_bytes: int = 0
+    offloaded_layers: tuple[int, ...] = ()
 
     @property
     def kv_dtype(self) -> str:

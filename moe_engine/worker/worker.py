@@ -35,7 +35,7 @@ from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.batch.row_images import RowImages
-from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.device_stream import DeviceStream, make_weight_stream
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
@@ -53,6 +53,7 @@ from moe_engine.worker.startup.compile_setup import finish_regions, start_region
 from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
+from moe_engine.worker.startup.offload_setup import NOT_REPLACED, note_offload
 from moe_engine.worker.startup.speculation_setup import add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 from moe_engine.worker.weight_update import WeightUpdate
@@ -101,6 +102,8 @@ class Worker:
         self._launched: LaunchedStep | None = None
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
         self.weights = None if options is None else WeightUpdate(runner, options, self.experts)
+        if self.weights is not None and options is not None and options.offloaded_layers:
+            self.weights.refuse(NOT_REPLACED)
         self._methods = rank_methods(runner, self.experts, self.weights)
 
     @classmethod
@@ -150,6 +153,7 @@ class Worker:
         """Passes the masks to the launched step. Masks of a step that has been abandoned are ignored."""
         launched = self._launched
         if launched is not None and launched.number == masks.number:
+            launched.prepared = self.runner.rows.edits.masks.prepare(masks)
             launched.sample(masks)
 
     def abandon(self) -> None:
@@ -198,16 +202,14 @@ class Worker:
             self._collector.shutdown()
 
     def _execute(self, plan: StepPlan, masks: LaunchedStep | None) -> StepResult:
-        if masks is not None:
-            self.runner.rows.edits.masks.begin(masks)
+        self.runner.rows.edits.masks.begin(masks)
         return self.runner.execute(plan)
 
     def _launch(
         self, plan: StepPlan, masks: LaunchedStep | None, future: Future[StepResult], collector: ThreadPoolExecutor
     ) -> None:
         try:
-            if masks is not None:
-                self.runner.rows.edits.masks.begin(masks)
+            self.runner.rows.edits.masks.begin(masks)
             pending = self.runner.launch(plan)
         except Exception as error:
             future.set_exception(error)
@@ -254,13 +256,16 @@ def _prepare(
     config = options.model
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
-    backends = kernels_for(options.kernels.model, options, regions)
+    weight_stream = make_weight_stream(stream, options.offloaded_layers)
+    backends = replace(kernels_for(options.kernels.model, options, regions), weight_stream=weight_stream)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
     model = _load(options, stream, backends, parallel, progress, rows)
     loaded = time.perf_counter()
+    if weight_stream is not None:
+        note_offload(weight_stream, model)
     pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
     form = form_policy(
         config.attention,
@@ -342,7 +347,8 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
     from moe_engine.worker.image_encoder import ImageEncoder
 
     axes = bool(options.model.rope.axes)
-    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes)
+    drafts = options.speculation is not None
+    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts)
     runner.images = ImageEncoder(model, options.image_cache_bytes, runner.stream)
     if runner.stream.asynchronous:
         runner.images.warm_up()

@@ -132,7 +132,6 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--lora-backend ascend", "other LoRA backends"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
         ("--num-reserved-decode-tokens 256", "prefill-decode disaggregation"),
-        ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
         ("--attention-backend trtllm_mha", "TensorRT-LLM kernels"),
         ("--attention-backend aiter", "other accelerators"),
@@ -156,7 +155,7 @@ def test_unsupported_flags_are_refused_by_name(text, words):
 @pytest.mark.parametrize(
     "text",
     [
-        "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
+        "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1",
         "--pipeline-parallel-size 1",
         "--cuda-graph-backend-prefill disabled",
     ],
@@ -215,7 +214,7 @@ def test_settings_of_absent_parts_are_noted(text, words):
 
 
 def test_flags_that_describe_this_engine_need_no_note():
-    assert not cli("--pp-size 1 --cpu-offload-gb 0 --radix-eviction-policy lru --grammar-backend outlines").notes
+    assert not cli("--pp-size 1 --radix-eviction-policy lru --grammar-backend outlines").notes
 
 
 # -- suggestions

@@ -47,7 +47,7 @@ def test_largest_image(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: not available yet with images"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: not available yet with images"),
         ({"vlm_cache_size_mb": -1}, "--vlm-cache-size-mb -1: must be 0 or more"),
         ({"max_media_mb": 0}, "--max-media-mb 0: must be more than 0"),
         ({"allowed_local_media_path": "/absent/folder"}, "--allowed-local-media-path /absent/folder: is not a folder"),
@@ -60,11 +60,6 @@ def test_refused_flags(path: Path, flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         launch(path, **flags)
     assert words in str(caught.value)
-
-
-def test_drafts_of_the_language_model_alone(path: Path) -> None:
-    config = launch(path, speculative_algorithm="NGRAM", speculative_num_steps=2, language_model_only=True)
-    assert config.speculation is not None
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ class Served:
 
     def expected(self, text: str, pictures: list[Any]) -> list[int]:
         """Tokens of transformers' answer to a text with a placeholder for each picture."""
+        return [token for token, _ in self.oracle.greedy(*self.prompt(text, pictures), 5)]
+
+    def vector(self, text: str, pictures: list[Any]) -> list[float]:
+        """The last token's state, normalised."""
+        return self.oracle.vector(*self.prompt(text, pictures))
+
+    def prompt(self, text: str, pictures: list[Any]) -> tuple[list[int], list[Pixels]]:
         images = [self.pixels(picture) for picture in pictures]
         ids: list[int] = []
         parts = text.split(NAMES[IMAGE])
@@ -48,7 +55,7 @@ class Served:
             for piece in part.replace(NAMES[START], f"\0{START}\0").replace(NAMES[END], f"\0{END}\0").split("\0"):
                 ids += [int(piece)] if piece in (str(START), str(END)) else self.tokenize(piece)
             ids += [IMAGE] * (image.num_tokens if image is not None else 0)
-        return [token for token, _ in self.oracle.greedy(ids, images, 5)]
+        return ids, images
 
     def tokenize(self, text: str) -> list[int]:
         body = {"prompt": text, "add_special_tokens": False}
@@ -164,3 +171,55 @@ def test_what_is_refused(served: Served, tmp_path: Path) -> None:
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
     again = served.post(text=text, image_data=good)
     assert again.status_code == 200
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A Qwen2-VL checkpoint as an embedding server, as GME models are served."""
+    from transformers import AutoImageProcessor
+
+    request.getfixturevalue("forked_processes")
+    folder = tmp_path_factory.mktemp("model")
+    path = make_checkpoint("qwen2_vl", folder / "checkpoint", random.randrange(1000))
+    flags = ("--dtype", "float32", "--max-total-tokens", "1024", "--cpu-threads", "1", "--chunked-prefill-size", "16")
+    with ServerProcess(folder, "--model-path", str(path), "--is-embedding", *flags) as server:
+        yield Served(server, Oracle(path), AutoImageProcessor.from_pretrained(path, backend="pil"), folder)
+
+
+def test_embeddings(vectors: Served) -> None:
+    """SGLang's objects, vLLM's messages, /encode; in batches and with a cached prefix: the vectors of transformers."""
+    first, second = (random_picture(random.randint(40, 90), random.randint(40, 90), seed) for seed in range(2))
+    place = f"{NAMES[START]}{NAMES[IMAGE]}{NAMES[END]}"
+    prompts: list[tuple[str, list[Any]]] = [
+        (f"[user]{place}a panda[assistant]", [first]),
+        (f"[user]{place}[assistant]", [second]),
+        ("[user]only text[assistant]", []),
+    ]
+    wanted = [vectors.vector(text, pictures) for text, pictures in prompts]
+    items: list[Any] = [{"text": "a panda", "image": data_address(first)}, {"image": data_address(second)}]
+    for _ in range(2):
+        body = {"input": [*items, {"text": "only text"}], "model": "any"}
+        answer = httpx.post(vectors.server.url + "/v1/embeddings", json=body, timeout=60).json()
+        assert [item["embedding"] for item in answer["data"]] == [pytest.approx(one, abs=1e-4) for one in wanted]
+    content = [
+        {"type": "text", "text": "x"},
+        *({"type": "image_url", "image_url": {"url": data_address(picture)}} for picture in (first, second)),
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "dimensions": 8}
+    (item,) = httpx.post(vectors.server.url + "/v1/embeddings", json=body, timeout=60).json()["data"]
+    short = vectors.vector(f"[user]x{place}{place}", [first, second])[:8]
+    norm = sum(x * x for x in short) ** 0.5
+    assert item["embedding"] == pytest.approx([x / norm for x in short], abs=1e-4)
+    body = {"text": [f"{place} b", "b"], "image_data": [data_address(second), None]}
+    found = httpx.post(vectors.server.url + "/encode", json=body, timeout=60).json()
+    wanted = [vectors.vector(f"{place} b", [second]), vectors.vector("b", [])]
+    assert [one["embedding"] for one in found] == [pytest.approx(one, abs=1e-4) for one in wanted]
+    for given, words in (
+        ([{"text": "a"}, "b"], "input[1]: the other inputs are objects"),
+        ([{}], "input[0]: needs text, image or both"),
+        ([{"text": "a", "video": "b"}], "input[0].video: videos"),
+        ([{"image": "data:image/png;base64,####"}], "input[0].image: "),
+        (None, "give exactly one of input and messages"),
+    ):
+        answer = httpx.post(vectors.server.url + "/v1/embeddings", json={"input": given}, timeout=60)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text

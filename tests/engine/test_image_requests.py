@@ -18,19 +18,21 @@ from tests.models.vision_checkpoints import KINDS, Oracle, Pixels, make_checkpoi
 COUNT = 6
 
 
-def scripted(rid: str, ids: list[int], images: list[Pixels], places: list[int], **more: object) -> Scripted:
+def scripted(
+    rid: str, ids: list[int], images: list[Pixels], places: list[int], count: int = COUNT, **more: object
+) -> Scripted:
     tokens = []
     for image, place in zip(images, places):
         data = image.values.numpy().tobytes()
         tokens.append(ImageTokens(place, image.num_tokens, image_key(data, image.grid), image.grid, data))
     fields = {"images": tokens}
     sampling = {"temperature": 0.0, "ignore_eos": True}
-    request = Scripted(rid, keyed_ids(ids, tokens), COUNT, logprob=True, more=fields, **more)  # type: ignore[arg-type]
+    request = Scripted(rid, keyed_ids(ids, tokens), count, logprob=True, more=fields, **more)  # type: ignore[arg-type]
     return dataclasses.replace(request, sampling=sampling)
 
 
-def assert_equal(answer: Answer, expected: list[tuple[int, float]]) -> None:
-    assert len(answer.token_ids) == COUNT
+def assert_equal(answer: Answer, expected: list[tuple[int, float]], count: int = COUNT) -> None:
+    assert len(answer.token_ids) == count
     assert answer.token_ids[: len(expected)] == [token for token, _ in expected]
     found = [entry.logprob for entry in answer.logprobs[: len(expected)]]
     assert np.allclose(found, [logprob for _, logprob in expected], atol=2e-4), (found, expected)

@@ -216,49 +216,45 @@ def test_core_survives_arbitrary_frames(noise: list[list[Noise]], rng: random.Ra
     assert {rid: found[rid] for rid in wanted} == wanted
 
 
-def test_failed_reader_fails_all_requests_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-            tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
-            call = asyncio.create_task(client._call(client._endpoints[0], messages.Call(0, "internal_state")))
-            await asyncio.gather(first.got(0), first.got(1), second.got(0))
-            with monkeypatch.context() as broken:
-                broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
-                first.bring("r0", [5])
-                for waiting in (tasks[0], tasks[1], call):  # also of the other group
-                    with pytest.raises(EngineDeadError, match=r"core0 failed: the front end .*ZeroDivisionError"):
-                        await asyncio.wait_for(waiting, 20)
-            healths = client.healths()
-            assert [health.alive for health in healths] == [False, False, True]
-            assert "ZeroDivisionError" in (healths[0].dead or "") and first.dead == healths[0].dead
-            second.bring("r2", [5], end=True)
-            assert await tasks[2] == [5] and client.cause_of_death() is None
-            with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-                await ask(client, "late", lane=1)
-            with monkeypatch.context() as broken:
-                broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
-                last = ask(client, "last")
-                await second.got(0)
-                second.bring("last", [5])
-                with pytest.raises(EngineDeadError, match="core1 failed"):
-                    await asyncio.wait_for(last, 20)
-            assert not client.health().alive and "core1 failed" in (client.cause_of_death() or "")
+async def test_failed_reader_fails_all_requests_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+        tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
+        call = asyncio.create_task(client._call(client._endpoints[0], messages.Call(0, "internal_state")))
+        await asyncio.gather(first.got(0), first.got(1), second.got(0))
+        with monkeypatch.context() as broken:
+            broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
+            first.bring("r0", [5])
+            for waiting in (tasks[0], tasks[1], call):  # also of the other group
+                with pytest.raises(EngineDeadError, match=r"core0 failed: the front end .*ZeroDivisionError"):
+                    await asyncio.wait_for(waiting, 20)
+        healths = client.healths()
+        assert [health.alive for health in healths] == [False, False, True]
+        assert "ZeroDivisionError" in (healths[0].dead or "") and first.dead == healths[0].dead
+        second.bring("r2", [5], end=True)
+        assert await tasks[2] == [5] and client.cause_of_death() is None
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+            await ask(client, "late", lane=1)
+        with monkeypatch.context() as broken:
+            broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
+            last = ask(client, "last")
+            await second.got(0)
+            second.bring("last", [5])
+            with pytest.raises(EngineDeadError, match="core1 failed"):
+                await asyncio.wait_for(last, 20)
+        assert not client.health().alive and "core1 failed" in (client.cause_of_death() or "")
 
-    asyncio.run(run())
 
-
-def test_losing_the_last_group_ends_requests_and_not_the_reader(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2) as (client, (core,)):
-            tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(2)]
-            await asyncio.gather(core.got(0), core.got(1))
-            core.send(messages.GroupsLost([0, 1], "both were killed"))
-            for task in tasks:
-                with pytest.raises(EngineDeadError, match="both were killed"):
-                    await asyncio.wait_for(task, 20)
-            assert not any(reader.done() for reader in client._readers)
-
-    asyncio.run(run())
+async def test_losing_the_last_group_ends_requests_and_not_the_reader(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(2)]
+        await asyncio.gather(core.got(0), core.got(1))
+        core.send(messages.GroupsLost([0, 1], "both were killed"))
+        for task in tasks:
+            with pytest.raises(EngineDeadError, match="both were killed"):
+                await asyncio.wait_for(task, 20)
+        assert not any(reader.done() for reader in client._readers)
 
 
 def test_backlog_of_steps_yields_to_other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,13 @@ async def one(frontend: Frontend, rid: str, number: int, kind: str, pause: int) 
     assert out["meta_info"]["id"] == rid
 
 
-def test_sequential_client_reuses_one_id_with_stop_strings(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with front_end(tmp_path) as (frontend, client, core):
-            for number in range(60):
-                await one(frontend, "same", number, "stop", 0)
-            assert len({request.rid for request in core.received}) == 60
-            await settled(core, frontend)
-            assert not client._inboxes
-
-    asyncio.run(run())
+async def test_sequential_client_reuses_one_id_with_stop_strings(tmp_path: Path) -> None:
+    async with front_end(tmp_path) as (frontend, client, core):
+        for number in range(60):
+            await one(frontend, "same", number, "stop", 0)
+        assert len({request.rid for request in core.received}) == 60
+        await settled(core, frontend)
+        assert not client._inboxes
 
 
 @given(st.lists(st.lists(st.tuples(KINDS, st.integers(1, 4)), max_size=8), min_size=1, max_size=4))
@@ -103,114 +100,96 @@ async def settled(core: DelayedCore, frontend: Frontend) -> None:
         await frontend.client.call("internal_state")  # after all messages sent before
 
 
-def test_an_id_that_is_still_running_is_refused_copies_and_batches_too(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with front_end(tmp_path) as (frontend, _, core):
-            long = {"max_new_tokens": 10000, "n": 2}
-            copies = frontend.stream(GenerateInput(input_ids=[3] * 40, rid="r", sampling_params=long))
-            await anext(copies)
-            for rid, n, count in (("r_0", 1, 1), ("r_1", 1, 1), ("r", 2, 1), ("r", 1, 2)):
-                ids: Any = [5] if count == 1 else [[5]] * count
-                with pytest.raises(InputError, match="is still running"):
-                    await frontend.generate(GenerateInput(input_ids=ids, rid=rid, sampling_params={"n": n}))
-            assert {request.prompt_ids[0] for request in core.received} == {3}
-            assert (await answer(frontend, asking("r", 7)))["text"] == expected(7, 9)  # no sequence of it is called "r"
-            await copies.aclose()
-            await answer(frontend, asking("r_1", 8))
-
-    asyncio.run(run())
+async def test_an_id_that_is_still_running_is_refused_copies_and_batches_too(tmp_path: Path) -> None:
+    async with front_end(tmp_path) as (frontend, _, core):
+        long = {"max_new_tokens": 10000, "n": 2}
+        copies = frontend.stream(GenerateInput(input_ids=[3] * 40, rid="r", sampling_params=long))
+        await anext(copies)
+        for rid, n, count in (("r_0", 1, 1), ("r_1", 1, 1), ("r", 2, 1), ("r", 1, 2)):
+            ids: Any = [5] if count == 1 else [[5]] * count
+            with pytest.raises(InputError, match="is still running"):
+                await frontend.generate(GenerateInput(input_ids=ids, rid=rid, sampling_params={"n": n}))
+        assert {request.prompt_ids[0] for request in core.received} == {3}
+        assert (await answer(frontend, asking("r", 7)))["text"] == expected(7, 9)  # no sequence of it is called "r"
+        await copies.aclose()
+        await answer(frontend, asking("r_1", 8))
 
 
-def test_two_requests_with_one_id_at_the_same_moment_run_once(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with front_end(tmp_path) as (frontend, _, core):
-            both = await asyncio.gather(
-                *(answer(frontend, asking("r", number)) for number in range(2)), return_exceptions=True
-            )
-            assert sorted(isinstance(outcome, InputError) for outcome in both) == [False, True]
-            assert len(core.received) == 1
-
-    asyncio.run(run())
+async def test_two_requests_with_one_id_at_the_same_moment_run_once(tmp_path: Path) -> None:
+    async with front_end(tmp_path) as (frontend, _, core):
+        both = await asyncio.gather(
+            *(answer(frontend, asking("r", number)) for number in range(2)), return_exceptions=True
+        )
+        assert sorted(isinstance(outcome, InputError) for outcome in both) == [False, True]
+        assert len(core.received) == 1
 
 
-def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
+async def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
     """Internal ids end in numbers that clients did not choose: "a-1" is not a client's id here."""
+    async with front_end(tmp_path) as (frontend, _, core):
+        sampling = {"max_new_tokens": 10000, "n": 3}
+        ends: dict[str, Any] = {}
 
-    async def run() -> None:
-        async with front_end(tmp_path) as (frontend, _, core):
-            sampling = {"max_new_tokens": 10000, "n": 3}
-            ends: dict[str, Any] = {}
+        async def ask(rid: str, **fields: Any) -> None:
+            outs: Any = await frontend.generate(GenerateInput(rid=rid, **fields))
+            for out in outs if isinstance(outs, list) else [outs]:
+                ends[out["meta_info"]["id"]] = out["meta_info"]["finish_reason"]["message"], len(out["output_ids"])
 
-            async def ask(rid: str, **fields: Any) -> None:
-                outs: Any = await frontend.generate(GenerateInput(rid=rid, **fields))
-                for out in outs if isinstance(outs, list) else [outs]:
-                    ends[out["meta_info"]["id"]] = out["meta_info"]["finish_reason"]["message"], len(out["output_ids"])
-
-            tasks = [
-                asyncio.create_task(ask("a", input_ids=[1] * 40, sampling_params=sampling)),
-                asyncio.create_task(ask("ab", input_ids=[2], sampling_params=sampling)),
-                asyncio.create_task(ask("b", input_ids=[[3], [4]], sampling_params={"max_new_tokens": 10000})),
-            ]
-            await asyncio.sleep(0)
-            frontend.abort("a_", reason="first")  # all three copies of "a", before they are sent to the core
-            await tasks[0]
-            assert ends == {f"a_{copy}": ("first", 0) for copy in range(3)}
-            while len(core.received) < 5:
-                await asyncio.sleep(0.001)
-            for private in [request.rid for request in core.received]:
-                frontend.abort(f"{private}"[:-1] + "-", reason="never")
-                frontend.abort(private, reason="never")
-            frontend.abort("b_1", reason="second")
-            frontend.abort("a", reason="third")
-            await tasks[1]
-            frontend.abort(all=True, reason="last")
-            await tasks[2]
-            found = {rid: message for rid, (message, _) in ends.items()}
-            copies = {f"{rid}_{copy}": text for rid, text in (("a", "first"), ("ab", "third")) for copy in range(3)}
-            assert found == {**copies, "b_0": "last", "b_1": "second"}
-            assert len(core.aborted) == len(set(core.aborted)) == 5
-
-    asyncio.run(run())
+        tasks = [
+            asyncio.create_task(ask("a", input_ids=[1] * 40, sampling_params=sampling)),
+            asyncio.create_task(ask("ab", input_ids=[2], sampling_params=sampling)),
+            asyncio.create_task(ask("b", input_ids=[[3], [4]], sampling_params={"max_new_tokens": 10000})),
+        ]
+        await asyncio.sleep(0)
+        frontend.abort("a_", reason="first")  # all three copies of "a", before they are sent to the core
+        await tasks[0]
+        assert ends == {f"a_{copy}": ("first", 0) for copy in range(3)}
+        while len(core.received) < 5:
+            await asyncio.sleep(0.001)
+        for private in [request.rid for request in core.received]:
+            frontend.abort(f"{private}"[:-1] + "-", reason="never")
+            frontend.abort(private, reason="never")
+        frontend.abort("b_1", reason="second")
+        frontend.abort("a", reason="third")
+        await tasks[1]
+        frontend.abort(all=True, reason="last")
+        await tasks[2]
+        found = {rid: message for rid, (message, _) in ends.items()}
+        copies = {f"{rid}_{copy}": text for rid, text in (("a", "first"), ("ab", "third")) for copy in range(3)}
+        assert found == {**copies, "b_0": "last", "b_1": "second"}
+        assert len(core.aborted) == len(set(core.aborted)) == 5
 
 
-def test_a_copy_that_waits_is_aborted_alone(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with front_end(tmp_path) as (frontend, _, core):
-            task = asyncio.create_task(
-                frontend.generate(
-                    GenerateInput(rid="r", input_ids=[6] * 40, sampling_params={"max_new_tokens": 5, "n": 3})
-                )
-            )
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            frontend.abort("r_1")
-            outs: Any = await task
-            kinds = [out["meta_info"]["finish_reason"]["type"] for out in outs]
-            assert kinds == ["length", "abort", "length"]
-            assert [len(out["output_ids"]) for out in outs] == [5, 0, 5] and len(core.received) == 2
-
-    asyncio.run(run())
+async def test_a_copy_that_waits_is_aborted_alone(tmp_path: Path) -> None:
+    async with front_end(tmp_path) as (frontend, _, core):
+        task = asyncio.create_task(
+            frontend.generate(GenerateInput(rid="r", input_ids=[6] * 40, sampling_params={"max_new_tokens": 5, "n": 3}))
+        )
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        frontend.abort("r_1")
+        outs: Any = await task
+        kinds = [out["meta_info"]["finish_reason"]["type"] for out in outs]
+        assert kinds == ["length", "abort", "length"]
+        assert [len(out["output_ids"]) for out in outs] == [5, 0, 5] and len(core.received) == 2
 
 
-def test_an_id_is_free_after_an_error_and_after_a_move_to_another_group(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with front_end(tmp_path, 2) as (frontend, client, core):
-            request = asking("r", 4, max_new_tokens=40)
-            request.routed_dp_rank = 1
-            task = asyncio.create_task(answer(frontend, request))
-            while not core.sent.get(next(iter(core.live), "")):
-                await asyncio.sleep(0.001)
-            core.core.send(messages.GroupsLost([1], "DP1 was killed"))
-            core.live = {rid: entry for rid, entry in core.live.items() if entry[1] == 0}
-            assert (await task)["text"] == expected(4, 40)
-            first, again = core.received
-            assert again.rid == first.rid and again.seed == first.seed and again.generated_ids
-            refused = asking("r", 4)
-            refused.routed_dp_rank = 9
-            with pytest.raises(InputError, match="routed_dp_rank"):
-                await answer(frontend, refused)
-            assert (await answer(frontend, asking("r", 5)))["text"] == expected(5, 9)
-            await settled(core, frontend)
-            assert not client._inboxes
-
-    asyncio.run(run())
+async def test_an_id_is_free_after_an_error_and_after_a_move_to_another_group(tmp_path: Path) -> None:
+    async with front_end(tmp_path, 2) as (frontend, client, core):
+        request = asking("r", 4, max_new_tokens=40)
+        request.routed_dp_rank = 1
+        task = asyncio.create_task(answer(frontend, request))
+        while not core.sent.get(next(iter(core.live), "")):
+            await asyncio.sleep(0.001)
+        core.core.send(messages.GroupsLost([1], "DP1 was killed"))
+        core.live = {rid: entry for rid, entry in core.live.items() if entry[1] == 0}
+        assert (await task)["text"] == expected(4, 40)
+        first, again = core.received
+        assert again.rid == first.rid and again.seed == first.seed and again.generated_ids
+        refused = asking("r", 4)
+        refused.routed_dp_rank = 9
+        with pytest.raises(InputError, match="routed_dp_rank"):
+            await answer(frontend, refused)
+        assert (await answer(frontend, asking("r", 5)))["text"] == expected(5, 9)
+        await settled(core, frontend)
+        assert not client._inboxes

@@ -43,6 +43,7 @@ _VISION: dict[str, Any] = {
     "spatial_merge_size": MERGE, "temporal_patch_size": 2, "initializer_range": 0.15,
 }  # fmt: skip
 _FAMILY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", {}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
     "qwen2_5_vl": ("Qwen2_5_VL", {}, {"window_size": 56, "fullatt_block_indexes": [1]}),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
@@ -161,8 +162,17 @@ class Oracle:
     @torch.no_grad()
     def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
         """[T, V] float32."""
+        return self._run(ids, images).logits[0]
+
+    @torch.no_grad()
+    def vector(self, ids: list[int], images: list[Pixels]) -> list[float]:
+        """The last token's state after the final norm, normalised."""
+        state = self._run(ids, images, output_hidden_states=True).hidden_states[-1][0, -1]
+        return torch.nn.functional.normalize(state, dim=-1).tolist()
+
+    def _run(self, ids: list[int], images: list[Pixels], **options: Any) -> Any:
         tokens = torch.tensor([ids])
-        given = {}
+        given: dict[str, Any] = {}
         if images:
             given = {
                 "pixel_values": torch.cat([image.values for image in images]),
@@ -170,7 +180,7 @@ class Oracle:
                 "mm_token_type_ids": (tokens == IMAGE).int(),
             }
         self.model.model.rope_deltas = None
-        return self.model(tokens, **given).logits[0]
+        return self.model(tokens, **given, **options)
 
     def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
         """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -37,17 +37,26 @@ def make_app(client: FakeClient, **settings: Any) -> Any:
     return create_app(Frontend(client, tokenizer, options.frontend), client, options)
 
 
+@asynccontextmanager
+async def in_process(client: FakeClient, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the application, without a socket; ends after a minute."""
+    app = make_app(client, **settings)
+    try:
+        async with (
+            asyncio.timeout(60),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http,
+        ):
+            yield http
+    finally:
+        app.state.server.bodies.close()
+
+
 def talk(client: FakeClient, session: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:
     """Runs `session` with an in-process HTTP client."""
 
     async def main() -> Any:
-        app = make_app(client, **settings)
-        transport = httpx.ASGITransport(app)
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-                return await asyncio.wait_for(session(http), 60)
-        finally:
-            app.state.server.bodies.close()
+        async with in_process(client, **settings) as http:
+            return await session(http)
 
     return asyncio.run(main())
 

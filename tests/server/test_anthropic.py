@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from moe_engine.core.messages import AddRequest
 from moe_engine.structured_output.backend import PREPARED
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import CHAT, named_events, post, talk
+from tests.server.harness import CHAT, in_process, named_events, post
 
 ASK: dict[str, Any] = {**CHAT, "max_tokens": 200}
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
@@ -248,15 +247,12 @@ def test_wrong_requests(body: dict[str, Any], words: str):
     assert words in found["error"]["message"]
 
 
-def test_keys():
+async def test_keys():
     bearer = {"Authorization": "Bearer k"}
     headers = [{"x-api-key": "k"}, bearer, {"x-api-key": "wrong"} | bearer]
     headers += [{}, {"x-api-key": "wrong"}, {"x-api-key": "Bearer k"}]
-
-    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
-        return [await http.post("/v1/messages", json=ASK, headers=each) for each in headers]
-
-    found = talk(fake(), session, api_key="k")
+    async with in_process(fake(), api_key="k") as http:
+        found = [await http.post("/v1/messages", json=ASK, headers=each) for each in headers]
     assert [response.status_code for response in found] == [200, 200, 200, 401, 401, 401]
     assert found[-1].json()["error"]["type"] == "authentication_error"
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import CHAT, get, post, real_server, talk
+from tests.server.harness import CHAT, get, in_process, post, real_server, talk
 
 NAN = float("nan")
 TOOLS = [{"type": "function", "function": {"name": "a"}}]
@@ -342,18 +342,15 @@ def test_template_refusal_and_no_template():
     assert "--chat-template" in response.json()["message"]
 
 
-def test_bad_request_does_not_affect_others():
+async def test_bad_request_does_not_affect_others():
     import asyncio
 
     client = FakeClient()
     client.delay = 0.002
-
-    async def session(http):
+    async with in_process(client) as http:
         good = [http.post("/generate", json={"text": "a"}) for _ in range(5)]
         bad = [http.post("/generate", content=json.dumps({"text": "a", "sampling_params": {"n": "x"}}))] * 1
-        return await asyncio.gather(*good, *bad)
-
-    codes = [r.status_code for r in talk(client, session)]
+        codes = [r.status_code for r in (await asyncio.gather(*good, *bad))]
     assert codes == [200] * 5 + [400]
 
 

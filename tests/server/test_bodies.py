@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import threading
-import time
 from array import array
 from typing import Any
 
@@ -38,7 +37,8 @@ from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_engine import POOLING, FakeClient
-from tests.server.harness import make_app, post, real_server, talk
+from tests.server.harness import in_process, make_app, post, real_server
+from tests.waiting import until
 
 ONE_SCORE = dataclasses.replace(POOLING, head="linear", width=1, labels=("LABEL_0",))
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -173,22 +173,19 @@ def test_tokenizer_that_no_process_can_load_uses_threads(places, monkeypatch, si
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, {"skip_tokenizer_init": True}], ids=["text", "ids"])
-def test_large_bodies_get_the_same_responses_as_small_ones(places, settings):
+async def test_large_bodies_get_the_same_responses_as_small_ones(places, settings):
     """One process serves all requests in turn: failed work leaves no state."""
     client = FakeClient()
     tokens = client.script(None)
     client.script = lambda _: tokens  # without tokenizing
-
-    async def session(http):
+    async with in_process(client, **settings) as http:
         for path, body in [*CASES, *WRONG]:
             small = await http.post(path, content=padded(body, 0))
             places.clear()
             large = await http.post(path, content=padded(body, PROCESS_BYTES))
             assert shown(small) == shown(large), path
             assert not places, path  # another process
-        return len(children())
-
-    assert talk(client, session, **settings) == 1
+        assert len(children()) == 1
 
 
 @pytest.mark.parametrize(("path", "body"), VECTORS)
@@ -197,21 +194,18 @@ def test_large_bodies_get_the_same_vectors_as_small_ones(path, body):
     assert small.status_code == 200 and shown(small) == shown(large)
 
 
-def test_long_texts():
+async def test_long_texts():
     """Tokens, counts and text arrive in parts, in order."""
     client = FakeClient()
     text = "Hello world, how are you today? 12345\n" * 40_000
     ids = client.tokenizer.encode(text)
-
-    async def session(http):
+    async with in_process(client) as http:
         got = (await http.post("/tokenize", json={"prompt": [text, "a"]})).json()
         assert (got["tokens"][0] == ids, got["tokens"][1]) == (True, client.tokenizer.encode("a"))
         assert got["count"] == [len(ids), 2]
         assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"text": text}
         refused = await http.post("/generate", json={"text": text})
         assert "is longer than the model's context length (256 tokens)" in refused.json()["error"]["message"]
-
-    talk(client, session)
 
 
 def test_large_batches_reach_the_engine_whole():
@@ -237,13 +231,6 @@ def _decodes_bodies(process: psutil.Process) -> bool:
 
 def has_memory(size: int) -> bool:
     return any(p.memory_info().rss > size for p in children())
-
-
-def until(true: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 LONG = json.dumps({"prompt": "a b " * 2**22}).encode()
@@ -347,24 +334,21 @@ def test_control_bodies_are_short():
     assert post(FakeClient(), "/abort_request", body).status_code == 413
 
 
-def test_aborted_response_does_not_look_complete():
+async def test_aborted_response_does_not_look_complete():
     """The status was already sent, so a client detects the failure only by the connection."""
 
     async def parts():
         yield b"["
         raise ValueError("broken")
 
-    async def main():
-        sent = []
+    sent = []
 
-        async def send(message):
-            sent.append(message)
+    async def send(message):
+        sent.append(message)
 
-        async def receive():
-            await asyncio.Event().wait()
+    async def receive():
+        await asyncio.Event().wait()
 
-        with pytest.raises(ValueError, match="broken"):
-            await http_io.PartsResponse(parts())({"type": "http"}, receive, send)
-        return sent
-
-    assert [message.get("more_body") for message in asyncio.run(main())] == [None, True]
+    with pytest.raises(ValueError, match="broken"):
+        await http_io.PartsResponse(parts())({"type": "http"}, receive, send)
+    assert [message.get("more_body") for message in sent] == [None, True]

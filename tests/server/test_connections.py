@@ -172,20 +172,17 @@ def test_slow_response_is_not_a_slow_head(monkeypatch):
 
 
 @pytest.mark.parametrize(("prefixes", "shown"), [((), 3), (("/health",), 1), (("/health", "/v1/mod"), 0)])
-def test_paths_left_out_of_the_access_log(capfd, prefixes, shown):
-    async def main():
-        sock, done = bind("127.0.0.1", 0), asyncio.Event()
+async def test_paths_left_out_of_the_access_log(capfd, prefixes, shown):
+    sock, done = bind("127.0.0.1", 0), asyncio.Event()
 
-        async def ready(host, port):
-            await asyncio.to_thread(lambda: [httpx.get(f"http://{host}:{port}{p}") for p in PATHS])
-            done.set()
+    async def ready(host, port):
+        await asyncio.to_thread(lambda: [httpx.get(f"http://{host}:{port}{p}") for p in PATHS])
+        done.set()
 
-        task = asyncio.create_task(serve(make_app(FakeClient()), sock, on_ready=ready, quiet_paths=prefixes))
-        await done.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(main())
+    task = asyncio.create_task(serve(make_app(FakeClient()), sock, on_ready=ready, quiet_paths=prefixes))
+    await done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert sum("HTTP/1.1" in line for line in capfd.readouterr().err.splitlines()) == shown
 
 

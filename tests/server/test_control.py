@@ -10,7 +10,6 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,7 +23,7 @@ from moe_engine.server.endpoints import REFUSED_PATHS
 from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
+from tests.server.harness import CHAT, TEXT, get, in_process, make_app, post, talk
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
@@ -51,18 +50,15 @@ def test_health_reports_dead_stalled_and_idle_engines(path):
     assert client.requests == []
 
 
-def test_concurrent_probes_share_one_token():
+async def test_concurrent_probes_share_one_token():
     """The endpoint needs no key."""
     client = FakeClient()
     client.delay = 0.2
-
-    async def session(http):
+    async with in_process(client) as http:
         answers = await asyncio.gather(*(http.get("/health_generate") for _ in range(20)))
         assert len(client.requests) == 1
         again = await http.get("/health_generate")
-        return {answer.status_code for answer in (*answers, again)}
-
-    assert talk(client, session) == {200}
+        assert {answer.status_code for answer in (*answers, again)} == {200}
     assert len(client.requests) == 2
 
 
@@ -107,17 +103,14 @@ def test_keys():
     assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_metrics():
+async def test_metrics():
     client = FakeClient()
     client.board = replace(client.board, num_running=3, num_waiting=2, num_used_tokens=512)
-
-    async def session(http):
+    async with in_process(client, enable_metrics=True) as http:
         for _ in range(2):
             await http.post("/generate", json={"text": "Hello"})
         await http.post("/v1/chat/completions", json={**CHAT, "stream": True})
-        return (await http.get("/metrics")).text
-
-    page = talk(client, session, enable_metrics=True)
+        page = (await http.get("/metrics")).text
     values: dict[str, float] = {}
     for line in page.splitlines():
         if line.startswith("sglang:") and not line.startswith("sglang:http_"):
@@ -143,16 +136,14 @@ def test_metrics():
     assert not any(name.endswith("_created") for name in values)
 
 
-def test_metrics_of_the_process_the_version_and_http():
-    async def session(http):
+async def test_metrics_of_the_process_the_version_and_http():
+    async with in_process(FakeClient(), enable_metrics=True) as http:
         await http.post("/generate", json={"text": "Hello"})
         await http.post("/generate", json={"text": 5})
         await http.post("/generate", json={"text": "Hello", "stream": True})
         for path in ("/nowhere", "/also/nowhere", "/v1/models/a", "/v1/models/b"):
             await http.get(path)
-        return (await http.get("/metrics")).text
-
-    families = {f.name: f for f in text_string_to_metric_families(talk(FakeClient(), session, enable_metrics=True))}
+        families = {f.name: f for f in text_string_to_metric_families((await http.get("/metrics")).text)}
     answers = {
         (s.labels["endpoint"], s.labels["method"], s.labels["status_code"]): s.value
         for s in families["sglang:http_responses"].samples
@@ -335,15 +326,14 @@ def test_tokenize_and_back():
     assert post(client, "/tokenize", {"prompt": "x"}, skip_tokenizer_init=True).status_code == 400
 
 
-def test_flush_and_abort():
+async def test_flush_and_abort():
     client = FakeClient()
-    assert post(client, "/flush_cache", b"").text.startswith("Cache flushed.")
-    client.idle = False
-    assert get(client, "/flush_cache").status_code == 400
-    assert post(client, "/abort_request", {}).status_code == 400
-    client.mute = True
-
-    async def session(http: httpx.AsyncClient) -> None:
+    async with in_process(client) as http:
+        assert (await http.post("/flush_cache")).text.startswith("Cache flushed.")
+        client.idle = False
+        assert (await http.get("/flush_cache")).status_code == 400
+        assert (await http.post("/abort_request", json={})).status_code == 400
+        client.mute = True
         bodies = [{"text": "x", "rid": rid} for rid in ("abc", "abd", "b")]
         running = [asyncio.create_task(http.post("/generate", json=body)) for body in bodies]
         while len(client.requests) < 3:
@@ -355,8 +345,6 @@ def test_flush_and_abort():
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-    talk(client, session)
 
 
 def test_flush_waits_up_to_its_timeout(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import httpx
@@ -92,27 +91,23 @@ def test_wrong_minutes(minutes):
     assert response.status_code == 400 and "minutes" in response.json()["error"]["message"]
 
 
-def test_old_samples_do_not_count(monkeypatch):
+async def test_old_samples_do_not_count(monkeypatch):
     from moe_engine.server import doctor_api
 
     client, clock = busy_client(), [1000.0]
     monkeypatch.setattr(doctor_api.time, "monotonic", lambda: clock[0])
-
-    async def session() -> list[int]:
-        app = make_app(client)
-        client.state = BUSY
-        history, server = app.state.history, app.state.server
-        counts = []
-        for moment in (1000.0, 1200.0, 1400.0, 1700.0):
-            clock[0] = moment
-            for _ in range(5):
-                await history.sample(server)
-            counts.append(history.report(server, 5).num_batches)
-        counts.append(len(history._events))
-        server.bodies.close()
-        return counts
-
-    assert asyncio.run(session()) == [5, 10, 10, 10, 15]
+    app = make_app(client)
+    client.state = BUSY
+    history, server = app.state.history, app.state.server
+    counts = []
+    for moment in (1000.0, 1200.0, 1400.0, 1700.0):
+        clock[0] = moment
+        for _ in range(5):
+            await history.sample(server)
+        counts.append(history.report(server, 5).num_batches)
+    counts.append(len(history._events))
+    server.bodies.close()
+    assert counts == [5, 10, 10, 10, 15]
 
 
 def test_page_and_key():

@@ -56,6 +56,23 @@ def test_wrong_inputs(client):
         client.embeddings.create(model="any", input="a", encoding_format="hex")
 
 
+def test_objects_and_messages_without_a_vision_tower():
+    """Rendered by the chat template (begin, user, text, and before an answer the assistant); images are refused."""
+    fake = FakeClient(pooling=POOLING)
+    answer = post(fake, "/v1/embeddings", {"input": [{"text": "Hello"}, {"text": "a", "image": None}]})
+    assert [item["embedding"][0] for item in answer.json()["data"]] == [4.0, 4.0]
+    message = {"role": "user", "content": "Hello"}
+    answer = post(fake, "/v1/embeddings", {"messages": [message]})
+    assert answer.json()["data"][0]["embedding"][0] == 3.0 == answer.json()["usage"]["prompt_tokens"]
+    for body, words in (
+        ({"input": [{"image": "data:,x"}]}, "input[0].image: "),
+        ({"input": "a", "messages": [message]}, "exactly one of input and messages"),
+        ({}, "exactly one of input and messages"),
+    ):
+        refused = post(fake, "/v1/embeddings", body)
+        assert refused.status_code == 400 and words in refused.text, refused.text
+
+
 def test_base64_is_little_endian():
     answer = post(FakeClient(pooling=POOLING), "/v1/embeddings", {"input": [5, 6], "encoding_format": "base64"})
     data = base64.b64decode(answer.json()["data"][0]["embedding"])

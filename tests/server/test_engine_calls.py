@@ -29,7 +29,7 @@ from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.weight_updates import WeightUpdates
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, post, real_server, talk
+from tests.server.harness import get, in_process, post, real_server, talk
 
 CHECKED = {"host": "here", "needed": 100, "available": 1 << 40}
 UPDATE = "/update_weights_from_disk"
@@ -364,7 +364,7 @@ def test_settings_change_on_all_schedulers_or_on_none() -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pauses_reach_every_scheduler(mode: str) -> None:
+async def test_pauses_reach_every_scheduler(mode: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
 
     class Paused(Ranks):
@@ -373,15 +373,12 @@ def test_pauses_reach_every_scheduler(mode: str) -> None:
             return [None]
 
     client = Paused()
-
-    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
-        return [
+    async with in_process(client) as http:
+        paused, resumed, again = [
             await http.post("/pause_generation", json={"mode": mode}),
             await http.post("/continue_generation", json={}),
             await http.post("/continue_generation"),
         ]
-
-    paused, resumed, again = talk(client, session)
     assert paused.json() == {
         "status": "ok", "message": "Generation paused successfully.", "num_paused_requests": 0,
     }  # fmt: skip
@@ -453,16 +450,13 @@ def test_a_format_of_tensors_that_is_not_known_is_refused() -> None:
     assert response.status_code == 400 and response.json()["error"]["param"] == "load_format"
 
 
-def test_the_version_alone() -> None:
+async def test_the_version_alone() -> None:
     client = Ranks()
-
-    async def session(http: httpx.AsyncClient) -> Any:
+    async with in_process(client) as http:
         done = await http.post("/update_weight_version", json={"new_version": "8"})
-        return done.json(), (await http.get("/model_info")).json(), (await http.post("/generate", json={"text": "a"}))
-
-    done, info, answer = talk(client, session)
-    assert done == {"success": True, "message": "Weight version updated to 8", "new_version": "8"}
-    assert info["weight_version"] == answer.json()["meta_info"]["weight_version"] == "8" and not client.called
+        info, answer = await http.get("/model_info"), await http.post("/generate", json={"text": "a"})
+    assert done.json() == {"success": True, "message": "Weight version updated to 8", "new_version": "8"}
+    assert info.json()["weight_version"] == answer.json()["meta_info"]["weight_version"] == "8" and not client.called
 
 
 def test_a_weight_by_name() -> None:
@@ -492,37 +486,31 @@ def test_keys() -> None:
         assert (wrong.status_code, right.status_code) == (401, 200), path
 
 
-def test_an_update_is_given_up_if_requests_do_not_end() -> None:
-    async def run() -> None:
-        client = Ranks()
-        client.mute = True
-        frontend = Frontend(client, client.tokenizer)
-        endless = asyncio.create_task(frontend.generate(GenerateInput(text="endless")))
-        while not client.requests:
+async def test_an_update_is_given_up_if_requests_do_not_end() -> None:
+    client = Ranks()
+    client.mute = True
+    frontend = Frontend(client, client.tokenizer)
+    endless = asyncio.create_task(frontend.generate(GenerateInput(text="endless")))
+    while not client.requests:
+        await asyncio.sleep(0.01)
+    found = await WeightUpdates(frontend, drain_seconds=0.2).update("/new", version="7")
+    assert not found.success and "requests still run after 0.2 s" in found.message
+    assert client.called == ["check_weights"] and frontend.weights.version == "default"
+    client.mute = False
+    answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
+    assert answer["meta_info"]["weight_version"] == "default"
+    endless.cancel()
+
+
+async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    client = Ranks()
+    frontend = Frontend(client, client.tokenizer)
+    async with frontend.weights.exclusive(1.0, lambda: None):
+        waiting = asyncio.create_task(frontend.generate(GenerateInput(text="hi", rid="r")))
+        while not frontend.weights.num_waiting:
             await asyncio.sleep(0.01)
-        found = await WeightUpdates(frontend, drain_seconds=0.2).update("/new", version="7")
-        assert not found.success and "requests still run after 0.2 s" in found.message
-        assert client.called == ["check_weights"] and frontend.weights.version == "default"
-        client.mute = False
-        answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
-        assert answer["meta_info"]["weight_version"] == "default"
-        endless.cancel()
-
-    asyncio.run(run())
-
-
-def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
-    async def run() -> None:
-        client = Ranks()
-        frontend = Frontend(client, client.tokenizer)
-        async with frontend.weights.exclusive(1.0, lambda: None):
-            waiting = asyncio.create_task(frontend.generate(GenerateInput(text="hi", rid="r")))
-            while not frontend.weights.num_waiting:
-                await asyncio.sleep(0.01)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert (frontend.weights.num_waiting, len(frontend._live)) == (0, 0)
-        async with frontend.weights.exclusive(1.0, lambda: None) as running:
-            assert running == 0
-
-    asyncio.run(run())
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (frontend.weights.num_waiting, len(frontend._live)) == (0, 0)
+    async with frontend.weights.exclusive(1.0, lambda: None) as running:
+        assert running == 0

@@ -209,36 +209,28 @@ def test_engine_death_and_refusal():
     assert generate(client, text="a")["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_closing_a_stream_aborts_everything():
+async def test_closing_a_stream_aborts_everything():
     client = FakeClient()
     client.delay = 0.01
-
-    async def main():
-        frontend = Frontend(client, client.tokenizer)
-        chunks = frontend.stream(GenerateInput(text=["a", "b", "c"]))
-        await anext(chunks)
-        assert len(frontend._live) == 3
-        await chunks.aclose()
-        assert not frontend._live
-
-    asyncio.run(main())
+    frontend = Frontend(client, client.tokenizer)
+    chunks = frontend.stream(GenerateInput(text=["a", "b", "c"]))
+    await anext(chunks)
+    assert len(frontend._live) == 3
+    await chunks.aclose()
+    assert not frontend._live
     assert len(client.closed_early) == 3
 
 
-def test_duplicate_rid_while_live():
+async def test_duplicate_rid_while_live():
     client = FakeClient()
     client.delay = 0.01
-
-    async def main():
-        frontend = Frontend(client, client.tokenizer)
-        first = frontend.stream(GenerateInput(text="a", rid="same"))
-        await anext(first)
-        with pytest.raises(InputError, match="'same' is still running"):
-            await frontend.generate(GenerateInput(text="b", rid="same"))
-        await first.aclose()
+    frontend = Frontend(client, client.tokenizer)
+    first = frontend.stream(GenerateInput(text="a", rid="same"))
+    await anext(first)
+    with pytest.raises(InputError, match="'same' is still running"):
         await frontend.generate(GenerateInput(text="b", rid="same"))
-
-    asyncio.run(main())
+    await first.aclose()
+    await frontend.generate(GenerateInput(text="b", rid="same"))
 
 
 def test_preferred_sampling_params():
@@ -269,7 +261,7 @@ def test_half_surrogates_are_refused_without_http_too(fields):
         generate(FakeClient(), **{"text": "a", **fields})
 
 
-def test_a_large_batch_leaves_the_event_loop_to_others():
+async def test_a_large_batch_leaves_the_event_loop_to_others():
     """A thread checks the requests; other work runs after every BURST new sequences."""
     client, count, turns, begun = FakeClient(), 10 * BURST, 0, [0]
 
@@ -280,16 +272,13 @@ def test_a_large_batch_leaves_the_event_loop_to_others():
             begun.append(len(client.requests))
             await asyncio.sleep(0)
 
-    async def main():
-        probe = asyncio.create_task(others())
-        frontend = Frontend(client, client.tokenizer)
-        job = await frontend.prepare(GenerateInput(input_ids=[[5]] * count))
-        before = turns
-        await frontend.collect(job)
-        await probe
-        return before
-
-    assert asyncio.run(main()) >= 10
+    probe = asyncio.create_task(others())
+    frontend = Frontend(client, client.tokenizer)
+    job = await frontend.prepare(GenerateInput(input_ids=[[5]] * count))
+    before = turns
+    await frontend.collect(job)
+    await probe
+    assert before >= 10
     assert max(late - early for early, late in itertools.pairwise(begun)) <= BURST
 
 

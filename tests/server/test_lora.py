@@ -10,7 +10,7 @@ import pytest
 
 from moe_engine.step_settings import LoraAdapter, LoraSettings
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, post, talk
+from tests.server.harness import get, in_process, post
 
 LORA = LoraSettings(
     4, 8, ("q_proj",), max_loaded=3, adapters=(LoraAdapter(1, "fr", "/a/fr"), LoraAdapter(2, "de", "/a/de", True))
@@ -86,11 +86,11 @@ class Ranks(FakeClient):
         return await super().collective_rpc(method, args, deadline)
 
 
-def test_loading_and_unloading_under_traffic() -> None:
+async def test_loading_and_unloading_under_traffic() -> None:
     client = Ranks()
     client.delay = 0.005
+    async with in_process(client, lora=LORA) as http:
 
-    async def session(http: httpx.AsyncClient) -> None:
         async def change(verb: str, **body: Any) -> httpx.Response:
             return await http.post(f"/{verb}_lora_adapter", json=body)
 
@@ -122,8 +122,6 @@ def test_loading_and_unloading_under_traffic() -> None:
         assert full.status_code == 400 and "--max-loaded-loras" in full.json()["error_message"]
         unknown = await change("unload", lora_name="es")
         assert unknown.status_code == 400 and "no LoRA adapter" in unknown.json()["error_message"]
-
-    talk(client, session, lora=LORA)
 
 
 def test_without_lora() -> None:

@@ -144,54 +144,47 @@ class _SometimesReady:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_of_lane_and_task_are_in_order(seed):
+async def test_pieces_of_lane_and_task_are_in_order(seed):
     draws = random.Random(seed)
     client = FakeClient("one two three four five six seven eight nine ten eleven twelve thirteen")
     client.per_step = draws.choice([1, 2])
     sink = _SometimesReady(draws)
-
-    async def main():
-        frontend = Frontend(client, client.tokenizer)
-        job = await frontend.prepare(GenerateInput(text="x", stream=True))
-        async for piece in frontend.pieces(job, sink):
-            sink.seen += piece.token_ids
-        return job.generations[0]
-
-    generation = asyncio.run(main())
+    frontend = Frontend(client, client.tokenizer)
+    job = await frontend.prepare(GenerateInput(text="x", stream=True))
+    async for piece in frontend.pieces(job, sink):
+        sink.seen += piece.token_ids
+    generation = job.generations[0]
     assert sink.seen == generation.output_ids == client.script(client.requests[0])
     assert sink.num_put > 0
 
 
-def test_an_inbox_offers_only_plain_deltas_that_its_reader_waits_for():
-    async def main():
-        request = AddRequest("r", [1], {}, 9, 0)
-        offered, takes = [], True
+async def test_an_inbox_offers_only_plain_deltas_that_its_reader_waits_for():
+    request = AddRequest("r", [1], {}, 9, 0)
+    offered, takes = [], True
 
-        def direct(delta):
-            offered.append(list(delta.token_ids))
-            return takes
+    def direct(delta):
+        offered.append(list(delta.token_ids))
+        return takes
 
-        inbox = Inbox(request, 0, Load(), direct)
-        inbox.take(RequestDelta("r", [1]))  # no piece waits so far
-        assert (await inbox.get()).token_ids == [1] and not offered
-        reader = asyncio.create_task(inbox.get())
-        await asyncio.sleep(0)
-        inbox.take(RequestDelta("r", [2]))
-        inbox.take(RequestDelta("r", [3]))
-        await asyncio.sleep(0)
-        assert offered == [[2], [3]] and not reader.done()
-        takes = False
-        inbox.take(RequestDelta("r", [4]))
-        takes = True
-        inbox.take(RequestDelta("r", [5]))  # after a queued piece
-        assert (await reader).token_ids == [4, 5] and offered == [[2], [3], [4]]
-        reader = asyncio.create_task(inbox.get())
-        await asyncio.sleep(0)
-        inbox.take(RequestDelta("r", [6], {"type": "length", "length": 6}))
-        assert (await reader).finish and offered[-1] == [4]
-        assert inbox.generated_ids == [1, 2, 3, 4, 5, 6] and inbox.ended
-        inbox.fail("gone")
-        with pytest.raises(EngineDeadError, match="gone"):
-            await inbox.get()
-
-    asyncio.run(main())
+    inbox = Inbox(request, 0, Load(), direct)
+    inbox.take(RequestDelta("r", [1]))  # no piece waits so far
+    assert (await inbox.get()).token_ids == [1] and not offered
+    reader = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    inbox.take(RequestDelta("r", [2]))
+    inbox.take(RequestDelta("r", [3]))
+    await asyncio.sleep(0)
+    assert offered == [[2], [3]] and not reader.done()
+    takes = False
+    inbox.take(RequestDelta("r", [4]))
+    takes = True
+    inbox.take(RequestDelta("r", [5]))  # after a queued piece
+    assert (await reader).token_ids == [4, 5] and offered == [[2], [3], [4]]
+    reader = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    inbox.take(RequestDelta("r", [6], {"type": "length", "length": 6}))
+    assert (await reader).finish and offered[-1] == [4]
+    assert inbox.generated_ids == [1, 2, 3, 4, 5, 6] and inbox.ended
+    inbox.fail("gone")
+    with pytest.raises(EngineDeadError, match="gone"):
+        await inbox.get()

@@ -18,7 +18,7 @@ from moe_engine.frontend.session_turns import TURN_TOKENS
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.types import SamplingParams
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import post, talk
+from tests.server.harness import in_process, post, talk
 
 BOS = 3
 
@@ -169,12 +169,10 @@ def test_limits() -> None:
         ([{"id": "s"}], "session_params: a list is for a batch"),
     ],
 )
-def test_wrong_params(params: Any, words: str) -> None:
-    async def session(http: httpx.AsyncClient) -> httpx.Response:
+async def test_wrong_params(params: Any, words: str) -> None:
+    async with in_process(FakeClient()) as http:
         await http.post("/open_session", json={"capacity_of_str_len": 1000, "session_id": "s"})
-        return await http.post("/generate", json={"text": "a", "session_params": params})
-
-    answer = talk(FakeClient(), session)
+        answer = await http.post("/generate", json={"text": "a", "session_params": params})
     assert answer.status_code == 400 and words in answer.text
 
 

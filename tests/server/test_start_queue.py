@@ -16,24 +16,21 @@ from tests.server.harness import real_server
 
 
 @pytest.mark.parametrize("count", [1, PER_TURN, PER_TURN + 1, 5 * PER_TURN])
-def test_a_burst_starts_in_order_over_several_turns(count):
-    async def main():
-        queue, started, turns = StartQueue(), [], []
-        for number in range(count):
-            queue.add(lambda number=number: started.append(number))
+async def test_a_burst_starts_in_order_over_several_turns(count):
+    queue, started, turns = StartQueue(), [], []
+    for number in range(count):
+        queue.add(lambda number=number: started.append(number))
+    turns.append(len(started))
+    while len(started) < count:
+        await asyncio.sleep(0)
         turns.append(len(started))
-        while len(started) < count:
-            await asyncio.sleep(0)
-            turns.append(len(started))
-        assert started == list(range(count)) and not len(queue)
-        assert turns[0] == min(count, PER_TURN)
-        assert all(later - earlier <= PER_TURN for earlier, later in itertools.pairwise(turns))
-        for number in range(2 * PER_TURN):  # the queue has no memory of the burst
-            await asyncio.sleep(0)
-            queue.add(lambda number=number: started.append(number))
-            assert started[-1] == number
-
-    asyncio.run(main())
+    assert started == list(range(count)) and not len(queue)
+    assert turns[0] == min(count, PER_TURN)
+    assert all(later - earlier <= PER_TURN for earlier, later in itertools.pairwise(turns))
+    for number in range(2 * PER_TURN):  # the queue has no memory of the burst
+        await asyncio.sleep(0)
+        queue.add(lambda number=number: started.append(number))
+        assert started[-1] == number
 
 
 def test_a_burst_of_requests_is_answered(monkeypatch):

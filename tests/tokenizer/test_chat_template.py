@@ -100,3 +100,16 @@ def test_loading(tmp_path):
         load_chat_template("nowhere", "own", {})
     with pytest.raises(ConfigError, match="line 1"):
         load_chat_template("{% if %}", None, {})
+
+
+def test_gme():
+    """The prompt of the model card: image, text, and the end token behind the assistant's header."""
+    template = load_chat_template("gme-qwen2-vl", "own", {})
+    assert template is not None and template.reads_parts
+    user, image = "<|im_start|>user\n", "<|vision_start|><|image_pad|><|vision_end|>"
+    end = "<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
+    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    parts = [{"type": "image"}, {"type": "text", "text": "hi"}]
+    assert template.render([{"role": "user", "content": parts}]) == f"{system}{user}{image}hi{end}"
+    found = template.render([{"role": "system", "content": "Find."}, USER], add_generation_prompt=False)
+    assert found == f"<|im_start|>system\nFind.<|im_end|>\n{user}hi{end}"

@@ -157,9 +157,6 @@ class BatchBuilder:
         rows, starts, counts = (np.array(v, dtype=np.int64) for v in (plan.rows, plan.starts, plan.counts))
         ends = np.cumsum(counts)
         decode_rows = self._stream.upload(torch.from_numpy(rows[: plan.num_decodes]))
-        host_ids = np.array(plan.input_ids, dtype=np.int64)
-        if self._rows.images is not None:
-            host_ids = self._rows.images.plain(host_ids)
         return self.assemble(
             RaggedTokens(
                 rows=rows,
@@ -167,12 +164,17 @@ class BatchBuilder:
                 counts=counts,
                 num_decodes=plan.num_decodes,
                 device_ids=self._rows.last_token.index_select(0, decode_rows),
-                host_ids=host_ids,
+                host_ids=self.host_ids(plan),
                 slots=np.array(plan.slots, dtype=np.int64),
                 sampled=ends[np.array(plan.samples, dtype=bool)] - 1,
                 stores=self.cuts(plan),
             )
         )
+
+    def host_ids(self, plan: StepPlan) -> np.ndarray:
+        """The ids of a plan's prompt tokens."""
+        ids = np.array(plan.input_ids, dtype=np.int64)
+        return ids if self._rows.images is None else self._rows.images.plain(ids)
 
     def cuts(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]] | None:
         """`RaggedTokens.stores` of the snapshots inside a plan's runs; `StatePool.save_ends` stores snapshots of the
@@ -209,7 +211,7 @@ class BatchBuilder:
         positions = at if runs.positions is None else runs.positions[plan_token]
         turned, images = positions, None
         if self._rows.images is not None:
-            turned, images = self._rows.images.place(rows[owner], at)
+            turned, images = self._rows.images.place(rows[owner], at, positions)
         flat = rows[owner] * self._rows.width + at
         step_token = np.empty_like(plan_token)
         step_token[plan_token] = np.arange(num_tokens)

@@ -36,14 +36,16 @@ class _Prompt:
 
 
 class RowImages:
-    """Images of `max_rows` rows. A prompt is kept until its last token is in a step.
+    """Images of `max_rows` rows. A prompt is kept until its last token is in a step, its positions longer with `keeps`.
 
     Args:
         has_axes: positions of image tokens have several axes; else they are places in the sequence.
+        keeps: drafters build batches of prompt tokens after the model.
     """
 
-    def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool) -> None:
-        self._vision, self._has_axes = vision, has_axes
+    def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool, keeps: bool = False) -> None:
+        self._vision, self._keeps = vision, keeps
+        self.has_axes = has_axes
         self._shifts = np.zeros(max_rows, dtype=np.int64)
         self._prompts: dict[int, _Prompt] = {}
 
@@ -60,7 +62,7 @@ class RowImages:
         length, spans = new.num_prompt, [(image.start, image.grid) for image in new.images]
         places = np.arange(length)
         axes, shift = np.broadcast_to(places, (3, length)), 0
-        if self._has_axes:
+        if self.has_axes:
             axes, shift = axis_positions(length, spans, self._vision.merge)
         number = np.full(length, -1, dtype=np.int64)
         for i, image in enumerate(new.images):
@@ -70,12 +72,15 @@ class RowImages:
         return replace(new, token_ids=self.plain(np.array(new.token_ids)).tolist())
 
     def shift(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Converts places of tokens after the prompts [T] to positions, in place; rows [T]: the row of each."""
+        """Converts places of tokens after the prompts [..., T] to positions, in place; rows [T]: the row of each."""
         positions += self._shifts[rows]
 
-    def place(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, StepImages | None]:
-        """Positions [T] of tokens at places [T] of rows [T], and the image tokens among them, if any."""
-        positions = places + self._shifts[rows]
+    def place(
+        self, rows: np.ndarray, places: np.ndarray, depths: np.ndarray | None = None
+    ) -> tuple[np.ndarray, StepImages | None]:
+        """Positions [T] of tokens at places [T] of rows [T], and the image tokens among them, if any. `depths` [T]:
+        places in the text, where they differ from those in the row (nodes of draft trees)."""
+        positions = (places if depths is None else depths) + self._shifts[rows]
         found: list[tuple[np.ndarray, np.ndarray]] = []
         parts: list[tuple[ImageTokens, np.ndarray]] = []
         for row in self._with_prompts(rows):
@@ -91,11 +96,18 @@ class RowImages:
                 found.append((tokens[own], prompt.axes[:, at[own]]))
                 parts.append((prompt.images[i], at[own] - prompt.images[i].start))
             if last in at:
-                del self._prompts[row]
+                self._end(row, prompt)
         if not parts:
             return positions, None
         tokens, axes = zip(*found)
         return positions, StepImages(np.concatenate(tokens), np.concatenate(axes, axis=1), parts)
+
+    def _end(self, row: int, prompt: _Prompt) -> None:
+        """Drops a prompt whose images are computed; with `keeps` only their pixels."""
+        if not self._keeps:
+            del self._prompts[row]
+        elif any(image.pixels for image in prompt.images):
+            self._prompts[row] = replace(prompt, images=tuple(replace(image, pixels=b"") for image in prompt.images))
 
     def _with_prompts(self, rows: np.ndarray) -> Sequence[int]:
         if not self._prompts:

@@ -71,6 +71,9 @@ class UniformBatches:
         self._rows.check_lengths(rows, lengths)
         lengths32 = host[2 * total :].view(np.int32)[:num]
         lengths32[:] = lengths
+        ends = host[:total] + 1
+        if self._rows.images is not None:
+            self._rows.images.shift(shape.sampled_rows, host[:total])
         parts = [host[:total], host[total : 2 * total], lengths32]
         positions_device, flat, context_lens = self._stream.upload_parts(staging, parts)
         queries = PagedQueries(
@@ -90,7 +93,7 @@ class UniformBatches:
             logits_rows=flat[:0],
             all_sampled=True,
             attention=AttentionBatch(queries, None),
-            sampled=SampledRows(shape.sampled_rows, host[:total] + 1, shape.sampled_device),
+            sampled=SampledRows(shape.sampled_rows, ends, shape.sampled_device),
             offsets=shape.offsets,
             flat=flat,
             windows=None if self._windows is None else self._windows.of(flat),
@@ -110,6 +113,8 @@ class UniformBatches:
         np.add(positions, shape.base[:, 0], out=flat)
         np.add(positions, 1, out=ends, casting="same_kind")
         self._rows.check_lengths(rows, ends[-1])
+        if self._rows.images is not None:
+            self._rows.images.shift(rows, places)
         positions_device, flat_device, context_lens = self._stream.upload_parts(staging, [places, flat, ends])
         queries = PagedQueries(
             query_lens=shape.query_lens,

@@ -297,7 +297,7 @@ class SpeculativeStep:
                 counts=counts,
                 num_decodes=num,
                 device_ids=ids.flatten(),
-                host_ids=np.array(plan.input_ids, dtype=np.int64),
+                host_ids=self._builder.host_ids(plan),
                 slots=np.array(plan.slots, dtype=np.int64),
                 sampled=np.concatenate((np.arange(num_decode_tokens), ends[num:][samples] - 1)),
                 positions=positions,

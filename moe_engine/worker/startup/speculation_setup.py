@@ -64,7 +64,7 @@ def add_speculation(
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
-    exact = not config.has_thresholds and config.simulated_accept_length is None
+    exact = not config.has_thresholds and config.simulated_accept_length is None and rows.images is None
     if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and config.topk == 1 and exact:
         fused = FusedStep(drafter, rows, runner.sampler, pool.layers)
     runner.speculation = SpeculativeStep(

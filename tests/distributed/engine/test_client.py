@@ -116,240 +116,200 @@ def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int
     return asyncio.create_task(tokens())
 
 
-def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-            long = ask(client, "long", 100)
-            assert (await first.got(0)).rid == "long"
-            short = [ask(client, f"short{i}", 10) for i in range(4)]
-            assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short0", "short1"]
-            assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short2", "short3"]
-            assert first.nothing_for(0)
-            first.bring("long", [7] * 5)
-            for i in range(4):
-                (second if i % 2 else first).bring(f"short{i}", [i], end=True)
-            assert await asyncio.gather(*short) == [[0], [1], [2], [3]]
-            first.bring("long", [8], end=True)
-            assert await long == [7] * 5 + [8]
-            await asyncio.sleep(0)
-            assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
-
-    asyncio.run(run())
+async def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+        long = ask(client, "long", 100)
+        assert (await first.got(0)).rid == "long"
+        short = [ask(client, f"short{i}", 10) for i in range(4)]
+        assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short0", "short1"]
+        assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short2", "short3"]
+        assert first.nothing_for(0)
+        first.bring("long", [7] * 5)
+        for i in range(4):
+            (second if i % 2 else first).bring(f"short{i}", [i], end=True)
+        assert await asyncio.gather(*short) == [[0], [1], [2], [3]]
+        first.bring("long", [8], end=True)
+        assert await long == [7] * 5 + [8]
+        await asyncio.sleep(0)
+        assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
 
 
-def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 2) as (client, (_, second)):
-            task = ask(client, "there", 3, lane=3)
-            assert (await second.got(1)).rid == "there"
-            with pytest.raises(InputError, match=r"routed_dp_rank 4: this server has .*0 to 3"):
-                await ask(client, "nowhere", 3, lane=4)
-            second.bring("there", [1], end=True)
-            await task
-            second.die("core1 was killed by SIGKILL")
-            with pytest.raises(EngineDeadError, match="core1 was killed"):
-                await ask(client, "dead", 3, lane=2)
-
-    asyncio.run(run())
+async def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, 2) as (client, (_, second)):
+        task = ask(client, "there", 3, lane=3)
+        assert (await second.got(1)).rid == "there"
+        with pytest.raises(InputError, match=r"routed_dp_rank 4: this server has .*0 to 3"):
+            await ask(client, "nowhere", 3, lane=4)
+        second.bring("there", [1], end=True)
+        await task
+        second.die("core1 was killed by SIGKILL")
+        with pytest.raises(EngineDeadError, match="core1 was killed"):
+            await ask(client, "dead", 3, lane=2)
 
 
-def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 1, method="round_robin") as (client, (first, second)):
-            tasks = [ask(client, f"r{i}") for i in range(3)]
-            await asyncio.gather(first.got(0), first.got(1), second.got(0))
-            calls = asyncio.create_task(client.call("internal_state"))
-            second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
-            assert client.cause_of_death() is None
-            first.die("core0 was killed by SIGKILL")
-            for task in tasks[:2]:
-                with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
-                    await task
+async def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, 1, method="round_robin") as (client, (first, second)):
+        tasks = [ask(client, f"r{i}") for i in range(3)]
+        await asyncio.gather(first.got(0), first.got(1), second.got(0))
+        calls = asyncio.create_task(client.call("internal_state"))
+        second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
+        assert client.cause_of_death() is None
+        first.die("core0 was killed by SIGKILL")
+        for task in tasks[:2]:
             with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
-                await calls  # it got the call too
-            second.bring("r2", [5], end=True)
-            assert await tasks[2] == [5]
-            assert client.cause_of_death() is None and client.health().alive
-            assert [health.alive for health in client.healths()] == [False, False, True]
-            after = ask(client, "after")
-            assert (await second.got(0)).rid == "after"
-            again = asyncio.create_task(client.call("internal_state"))
-            second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
-            assert await again == [{"of": 2}]
-            second.send(messages.CoreFailed("TP1 is lost"))
-            with pytest.raises(EngineDeadError, match="core1 failed: TP1 is lost"):
-                await after  # before its process has ended
-            cause = "core0 was killed by SIGKILL; core1 failed: TP1 is lost"
-            assert client.cause_of_death() == cause and not client.health().alive
-            for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
-                with pytest.raises(EngineDeadError, match=cause):
-                    await attempt
+                await task
+        with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
+            await calls  # it got the call too
+        second.bring("r2", [5], end=True)
+        assert await tasks[2] == [5]
+        assert client.cause_of_death() is None and client.health().alive
+        assert [health.alive for health in client.healths()] == [False, False, True]
+        after = ask(client, "after")
+        assert (await second.got(0)).rid == "after"
+        again = asyncio.create_task(client.call("internal_state"))
+        second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
+        assert await again == [{"of": 2}]
+        second.send(messages.CoreFailed("TP1 is lost"))
+        with pytest.raises(EngineDeadError, match="core1 failed: TP1 is lost"):
+            await after  # before its process has ended
+        cause = "core0 was killed by SIGKILL; core1 failed: TP1 is lost"
+        assert client.cause_of_death() == cause and not client.health().alive
+        for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
+            with pytest.raises(EngineDeadError, match=cause):
+                await attempt
 
-    asyncio.run(run())
+
+async def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+        call = asyncio.create_task(client.call("flush_cache", now=True))
+        for core, group, value in ((second, 0, 3), (first, 1, 2), (first, 0, 1)):
+            asked = await core.got(group)
+            assert asked.method == "flush_cache" and asked.args == {"now": True}
+            core.send(messages.Reply(id=asked.id, value=value))
+        assert await call == [1, 2, 3]  # by scheduler, in any order of arrival
+        tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
+        for core, group in ((first, 0), (first, 1), (second, 0)):
+            await core.got(group)
+        client.abort(["r0", "r2", "r", "another"], reason="enough")  # exactly these
+        for core, group, rid in ((first, 0, "r0"), (second, 0, "r2")):
+            abort = await core.got(group)
+            assert (abort.rids, abort.reason) == ([rid], "enough")
+            core.bring(rid, [], end=True)
+        assert first.nothing_for(1)
+        first.send(messages.StepOutput([RequestDelta("r1", [], {"type": "length", "length": 0})], group=1))
+        await asyncio.gather(*tasks)
 
 
-def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-            call = asyncio.create_task(client.call("flush_cache", now=True))
-            for core, group, value in ((second, 0, 3), (first, 1, 2), (first, 0, 1)):
+async def test_answers_of_ranks_count_if_another_scheduler_dies(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+        call = asyncio.create_task(client.ask_ranks("dump_experts"))
+        await second.got(0)
+        asked = await first.got(0)
+        assert (asked.method, asked.on_ranks) == ("dump_experts", True)
+        first.send(messages.Reply(id=asked.id, value=[RankAnswer(0, "a"), RankAnswer(1, error="b")]))
+        second.die("core1 was killed by SIGKILL")
+        found, lost = await call
+        assert (found.replica, found.values, found.problems()) == (0, ["a"], {"replica 0 rank 1": "b"})
+        assert (lost.replica, lost.lost, lost.values) == (1, "core1 was killed by SIGKILL", [])
+        first.die("core0 was killed, too")
+        with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
+            await client.ask_ranks("dump_experts")
+
+
+async def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+        call = asyncio.create_task(client.ask_ranks("dump_experts"))
+        await asyncio.sleep(0)  # it has chosen a scheduler, without a call so far
+        second.die("core1 was killed by SIGKILL")
+        first.send(messages.Reply(id=(await first.got(0)).id, value=[RankAnswer(0, "a")]))
+        found, lost = await call
+        assert found.values == ["a"] and lost.lost == "core1 was killed by SIGKILL"
+
+
+async def test_a_call_on_all_ranks_has_one_error_with_the_failing_ranks(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+
+        async def answered(*errors: str) -> list[Any]:
+            call = asyncio.create_task(client.collective_rpc("view_experts", lambda replica: {"of": replica}, 5.0))
+            for core, group, rank, error in zip((first, first, second), (0, 1, 0), (0, 1, 0), errors):
                 asked = await core.got(group)
-                assert asked.method == "flush_cache" and asked.args == {"now": True}
-                core.send(messages.Reply(id=asked.id, value=value))
-            assert await call == [1, 2, 3]  # by scheduler, in any order of arrival
-            tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
-            for core, group in ((first, 0), (first, 1), (second, 0)):
-                await core.got(group)
-            client.abort(["r0", "r2", "r", "another"], reason="enough")  # exactly these
-            for core, group, rid in ((first, 0, "r0"), (second, 0, "r2")):
-                abort = await core.got(group)
-                assert (abort.rids, abort.reason) == ([rid], "enough")
-                core.bring(rid, [], end=True)
-            assert first.nothing_for(1)
-            first.send(messages.StepOutput([RequestDelta("r1", [], {"type": "length", "length": 0})], group=1))
-            await asyncio.gather(*tasks)
+                assert (asked.args, asked.deadline) == ({"of": int(core is second)}, 5.0)
+                core.send(messages.Reply(id=asked.id, value=[RankAnswer(rank, "" if error else rank, error)]))
+            return await call
 
-    asyncio.run(run())
+        assert await answered("", "", "") == [0, 1, 0]
+        with pytest.raises(CallError) as failed:
+            await answered("no memory", "", "no memory")
+        assert str(failed.value) == "view_experts: replica 0 rank 0, replica 1 rank 0: no memory"
 
 
-def test_answers_of_ranks_count_if_another_scheduler_dies(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            call = asyncio.create_task(client.ask_ranks("dump_experts"))
-            await second.got(0)
-            asked = await first.got(0)
-            assert (asked.method, asked.on_ranks) == ("dump_experts", True)
-            first.send(messages.Reply(id=asked.id, value=[RankAnswer(0, "a"), RankAnswer(1, error="b")]))
-            second.die("core1 was killed by SIGKILL")
-            found, lost = await call
-            assert (found.replica, found.values, found.problems()) == (0, ["a"], {"replica 0 rank 1": "b"})
-            assert (lost.replica, lost.lost, lost.values) == (1, "core1 was killed by SIGKILL", [])
-            first.die("core0 was killed, too")
-            with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
-                await client.ask_ranks("dump_experts")
-
-    asyncio.run(run())
-
-
-def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            call = asyncio.create_task(client.ask_ranks("dump_experts"))
-            await asyncio.sleep(0)  # it has chosen a scheduler, without a call so far
-            second.die("core1 was killed by SIGKILL")
-            first.send(messages.Reply(id=(await first.got(0)).id, value=[RankAnswer(0, "a")]))
-            found, lost = await call
-            assert found.values == ["a"] and lost.lost == "core1 was killed by SIGKILL"
-
-    asyncio.run(run())
-
-
-def test_a_call_on_all_ranks_has_one_error_with_the_failing_ranks(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-
-            async def answered(*errors: str) -> list[Any]:
-                call = asyncio.create_task(client.collective_rpc("view_experts", lambda replica: {"of": replica}, 5.0))
-                for core, group, rank, error in zip((first, first, second), (0, 1, 0), (0, 1, 0), errors):
-                    asked = await core.got(group)
-                    assert (asked.args, asked.deadline) == ({"of": int(core is second)}, 5.0)
-                    core.send(messages.Reply(id=asked.id, value=[RankAnswer(rank, "" if error else rank, error)]))
-                return await call
-
-            assert await answered("", "", "") == [0, 1, 0]
-            with pytest.raises(CallError) as failed:
-                await answered("no memory", "", "no memory")
-            assert str(failed.value) == "view_experts: replica 0 rank 0, replica 1 rank 0: no memory"
-
-    asyncio.run(run())
-
-
-def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_engine.frontend.client.GRACE_SECONDS", 0.1)
-
-    async def run() -> None:
-        async with client_of(tmp_path, 2) as (client, (core,)):
-            call = asyncio.create_task(client.collective_rpc("view_experts", deadline=0.1))
-            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1)]))
-            with pytest.raises(CallError, match=r"the engine: the scheduler of group 0 did not answer within 0\.1 s"):
-                await call
-
-    asyncio.run(run())
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        call = asyncio.create_task(client.collective_rpc("view_experts", deadline=0.1))
+        core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1)]))
+        with pytest.raises(CallError, match=r"the engine: the scheduler of group 0 did not answer within 0\.1 s"):
+            await call
 
 
 KILLED = "DP0 TP0 (pid 7) was killed by SIGKILL"
 
 
-def test_recording_starts_if_a_scheduler_is_lost(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2) as (client, (core,)):
-            start = asyncio.create_task(ExpertRecords(client).start())
-            await core.got(0)
-            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, True)]))
-            core.send(messages.GroupsLost([0], KILLED))
-            await start
-            refused = asyncio.create_task(ExpertRecords(client).start())
-            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, False)]))
-            with pytest.raises(InputError, match="recording is off"):
-                await refused
-            assert core.nothing_for(1)
-
-    asyncio.run(run())
+async def test_recording_starts_if_a_scheduler_is_lost(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        start = asyncio.create_task(ExpertRecords(client).start())
+        await core.got(0)
+        core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, True)]))
+        core.send(messages.GroupsLost([0], KILLED))
+        await start
+        refused = asyncio.create_task(ExpertRecords(client).start())
+        core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, False)]))
+        with pytest.raises(InputError, match="recording is off"):
+            await refused
+        assert core.nothing_for(1)
 
 
-def test_dump_covers_survivors_and_names_losses(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2) as (client, (core,)):
-            dump = asyncio.create_task(ExpertRecords(client).dump())
-            await core.got(0)
-            part = {"rank": 1, "path": "of-rank-1.pt"}
-            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, part)]))
-            core.send(messages.GroupsLost([0], KILLED))
-            write = await core.got(1)
-            assert write.method == "write_experts" and write.args == {"parts": [part]}
-            core.send(messages.Reply(id=write.id, value=["of-rank-1.pt"]))
-            done = await dump
-            assert (done.paths, done.lost) == (["of-rank-1.pt"], [KILLED])
-
-    asyncio.run(run())
+async def test_dump_covers_survivors_and_names_losses(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        dump = asyncio.create_task(ExpertRecords(client).dump())
+        await core.got(0)
+        part = {"rank": 1, "path": "of-rank-1.pt"}
+        core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, part)]))
+        core.send(messages.GroupsLost([0], KILLED))
+        write = await core.got(1)
+        assert write.method == "write_experts" and write.args == {"parts": [part]}
+        core.send(messages.Reply(id=write.id, value=["of-rank-1.pt"]))
+        done = await dump
+        assert (done.paths, done.lost) == (["of-rank-1.pt"], [KILLED])
 
 
-def test_disconnect_aborts_at_the_requests_scheduler(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2) as (client, (core,)):
-            tasks = [ask(client, f"r{i}") for i in range(2)]
-            await asyncio.gather(core.got(0), core.got(1))
-            tasks[1].cancel()
-            abort = await core.got(1)
-            assert abort.rids == ["r1"] and core.nothing_for(0)
-            core.bring("r0", [1], end=True)
-            await tasks[0]
-
-    asyncio.run(run())
+async def test_disconnect_aborts_at_the_requests_scheduler(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        tasks = [ask(client, f"r{i}") for i in range(2)]
+        await asyncio.gather(core.got(0), core.got(1))
+        tasks[1].cancel()
+        abort = await core.got(1)
+        assert abort.rids == ["r1"] and core.nothing_for(0)
+        core.bring("r0", [1], end=True)
+        await tasks[0]
 
 
-def test_health_is_aggregated(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-            first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
-            first.statuses[1].write(ready=1, num_running=3, num_used_tokens=5)
-            assert not client.health().ready
-            second.statuses[0].write(ready=1, num_waiting=4)
-            health = client.health()
-            assert health.ready and health.alive and health.dead is None
-            assert (health.num_running, health.num_waiting, health.num_used_tokens) == (5, 5, 35)
-
-    asyncio.run(run())
+async def test_health_is_aggregated(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+        first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
+        first.statuses[1].write(ready=1, num_running=3, num_used_tokens=5)
+        assert not client.health().ready
+        second.statuses[0].write(ready=1, num_waiting=4)
+        health = client.health()
+        assert health.ready and health.alive and health.dead is None
+        assert (health.num_running, health.num_waiting, health.num_used_tokens) == (5, 5, 35)
 
 
-def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            first.statuses[0].write(num_running=1)
-            client.stop_stalled(lambda health: "no step for 300 s" if health.num_running else None)
-            assert first.dead == "core0 was killed: no step for 300 s" and second.dead is None
-            await client.shutdown()
-            assert first.stopped is not None and second.stopped is not None
-            assert isinstance(await second.got(0), messages.Shutdown)
-
-    asyncio.run(run())
+async def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+        first.statuses[0].write(num_running=1)
+        client.stop_stalled(lambda health: "no step for 300 s" if health.num_running else None)
+        assert first.dead == "core0 was killed: no step for 300 s" and second.dead is None
+        await client.shutdown()
+        assert first.stopped is not None and second.stopped is not None
+        assert isinstance(await second.got(0), messages.Shutdown)

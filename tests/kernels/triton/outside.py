@@ -21,9 +21,10 @@ from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.linear import triton_heads
-from moe_engine.kernels.ops import triton_absorb, triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops import triton_absorb, triton_norm, triton_norm_route, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_ops import TritonOps
+from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.kernels.sampling import triton_sampling
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.triton import guard
@@ -69,6 +70,10 @@ def launch(count: int) -> None:
     triton_heads.heads_quantized(there(count, 128, 512), there(128, 128, 512))
     ops.write_latent(projected[:, 1536:], there(512), 1e-6, positions, table, slots, there(900, 576))
     ops.route(hidden, there(256, 7168, dtype=torch.float32), there(256, dtype=torch.float32), triton_router.V3)
+    gate, bias, real = there(256, 7168), there(256, dtype=torch.float32), there(count + 1, dtype=torch.int32)[1:]
+    fp8, stream = ActivationFormat(True, True, True), there(count, 7168)
+    norm = there(7168, dtype=torch.float32)
+    ops.add_norm_route(fp8, hidden, stream, norm, 1e-6, gate, bias, triton_router.V3, real, True)
     narrow = [there(4 * count + 1, dtype=torch.float32)[1:].split(count)[n] for n in range(4)]
     top_k = there(2 * count, dtype=torch.int64)[count:]
     parameters = SamplingParameters(None, *narrow[:3], top_k, True)  # type: ignore[arg-type]
@@ -91,6 +96,9 @@ def expected() -> list[AotCase]:
         triton_absorb.absorb_case("v3", 128, 16, PLAIN),
         triton_heads.heads_case("v3", 128, 16, False),
         *triton_router.route_cases("v3", 7168, triton_router.V3, 1, bf16),
+        triton_norm_route.norm_route_case(
+            "v3", 7168, triton_router.V3, 1, ActivationFormat(True, True, True), has_real=True, ids_dtype=int64
+        ),
         *(case for case in triton_sampling.vocabulary_cases("v3", 129280) if "look_up_16" not in case.name),
     ]
 

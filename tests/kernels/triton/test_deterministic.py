@@ -125,7 +125,7 @@ def test_router(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_router, "_SPLIT_TOKENS", 20)
     ops, spec = TritonOps(deterministic=True), RouterSpec(8, 3, "softmax")
     x, gate = torch.randn(40, 2100).to(dtype), torch.randn(8, 2100) / 40
-    few, many = (triton_router._logits_plan(count, 2100, 8, dtype, deterministic=True) for count in (1, 300))
+    few, many = (triton_router.logits_plan(count, 2100, 8, dtype, deterministic=True) for count in (1, 300))
     assert few[0] == many[0] and few[2:] == many[2:] and few[1][2] == many[1][2] == 2  # parts of D, summed in order
     same_bits_in_every_batch(lambda x: ops.route(x, gate, None, spec)[0], x)
 

@@ -68,10 +68,12 @@ def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
     apart = stepper(path, NormsApart(), TritonLinear(), TritonExperts())
     together, separate = decode_launches(shared), decode_launches(apart)
     layers, mixtures = 2, 1
-    assert together["rms_norm_quantize_kernel"] == 3 * layers  # before attention, q_b, and the feed-forward part
+    # before attention, q_b, and the feed-forward part; that of a mixture is part of its router
+    assert together["rms_norm_quantize_kernel"] == 3 * layers - mixtures
+    assert together["norm_route_kernel"] == separate["norm_route_kernel"] == mixtures
     assert together["quantize_kernel"] == layers  # the output of attention, for o_proj
     assert together["rms_norm_kernel"] == 0 and together["combine_norm_kernel"] == 1  # the last one, before the head
-    assert separate["rms_norm_quantize_kernel"] == 0 and separate["rms_norm_kernel"] == 3 * layers
+    assert separate["rms_norm_quantize_kernel"] == 0 and separate["rms_norm_kernel"] == 3 * layers - mixtures
     assert separate["quantize_kernel"] == 4 * layers + mixtures
     assert separate.total() - together.total() == 3 * layers + mixtures
     assert together["silu_mul_quantize_kernel"] == layers  # after the product: the dense and the shared MLP

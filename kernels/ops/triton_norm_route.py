@@ -1,0 +1,178 @@
+"""Residual add, RMSNorm (quantized for its readers or not) and router of small steps in one cooperative launch.
+
+A row's norm is (x + residual) * weight divided by its root mean square, so the router's logits need no norm: programs
+compute tiles of ((x + residual) * weight) @ gate, wait for each other, then for each token store residual and norm, and
+choose experts by the logits times the row's factor. One barrier, as without the norm. The router reads rows that are
+rounded once, instead of before and after the weight.
+
+Legend: T tokens, D hidden, E experts, K experts per token. A row is a tile [D / 128, 128].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.ops.router_kernels import choose, logits_of_tile
+from moe_engine.kernels.ops.triton_norm import add_rms_norm
+from moe_engine.kernels.ops.triton_router import (
+    ONE_LAUNCH_TOKENS,
+    OPTIONS,
+    V2,
+    V2_LITE,
+    V3,
+    empty_choice,
+    logits_plan,
+    route,
+    select_plan,
+)
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    QuantizedActivation,
+    QuantizedRows,
+    unquantized,
+)
+from moe_engine.kernels.quantization.triton_rows import norm_blocks, rms_norm_quantize, store_norm
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.grid_barrier import grid_barrier, resident_programs
+from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"], do_not_specialize_on_alignment=["real"])
+def norm_route_kernel(
+    x, residual, norm, normed, out, scales, gate, logits, bias, real, weights, ids, barrier,
+    x_stride, scale_stride, num_tokens, eps, scale,
+    BLOCKS: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
+):  # fmt: skip
+    """residual += x; normed = rms_norm(residual), with QUANTIZE also as e4m3 in `out`, with scales; weights and ids as
+    of `route_kernel` for it. residual and normed are contiguous. Cooperative; any one-dimensional grid."""
+    EXPERT_BLOCKS: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
+    programs = tl.num_programs(0)
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * EXPERT_BLOCKS * PARTS, programs, num_stages=1
+    ):
+        rest = tile // EXPERT_BLOCKS
+        logits_of_tile(
+            x, residual, norm, gate, logits, x_stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
+            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,
+        )  # fmt: skip
+    grid_barrier(barrier)  # from here on the residual changes
+    cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = cols < HIDDEN
+    kind = residual.dtype.element_ty
+    for token in tl.range(tl.program_id(0), num_tokens, programs, num_stages=1):
+        row = tl.cast(token, tl.int64)
+        stream = residual + row * HIDDEN + cols
+        value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        value += tl.load(stream, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(kind)
+        tl.store(stream, rounded, mask=mask)
+        inverse = store_norm(
+            rounded.to(tl.float32), norm, normed, out, scales, scale_stride, eps, row, HIDDEN, BLOCKS, True, QUANTIZE,
+            POWER_OF_TWO, kind,
+        )  # fmt: skip
+        choose(
+            logits, bias, real, weights, ids, num_tokens, scale, row, inverse,
+            PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS,
+            RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
+        )  # fmt: skip
+
+
+def add_norm_route(
+    format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,
+    bias: Tensor | None, spec: RouterSpec, barrier: Tensor, real: Tensor | None, ids_dtype: torch.dtype,
+) -> tuple[Activation, Tensor, Tensor]:  # fmt: skip
+    """`AddNormRoute`; up to `ONE_LAUNCH_TOKENS` tokens in one launch. `barrier`: that of the router's launches.
+
+    Raises:
+        ValueError: residual is not contiguous, or an invalid router.
+    """
+    if not residual.is_contiguous():
+        raise ValueError("add_norm_route needs a contiguous residual")
+    count, hidden = residual.shape
+    if not 0 < count <= ONE_LAUNCH_TOKENS:
+        done = _norm(format, x, residual, weight, eps)
+        return done, *route(unquantized(done), gate, bias, spec, barrier, real=real, ids_dtype=ids_dtype)
+    x, device = with_contiguous_rows(x), x.device
+    exact = gate.dtype == torch.bfloat16
+    constants, grid, warps, stages = _plan(format, spec, bias is not None, count, hidden, x.dtype, exact, real)
+    normed = torch.empty_like(residual)
+    rows = QuantizedRows.empty(count, hidden, device) if format.rows else None
+    weights, ids = empty_choice(count, spec, ids_dtype, device)
+    logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=device)
+    programs = min(resident_programs(device), max(grid[0] * grid[1] * grid[2], count))
+    norm_route_kernel[(programs,)](
+        x, residual, weight, normed, None if rows is None else rows.data, None if rows is None else rows.scales, gate,
+        logits, bias if spec.has_bias and bias is not None else logits, real, weights, ids, barrier,
+        stride_of(x, 0), 0 if rows is None else rows.scale_stride, count, eps, spec.scale,
+        **constants, num_warps=warps, num_stages=stages, **OPTIONS,
+    )  # fmt: skip
+    return normed if rows is None else QuantizedActivation(rows, normed, x.dtype), weights, ids
+
+
+def _norm(format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Activation:
+    if not format.rows:
+        return add_rms_norm(x, residual, weight, eps)
+    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two)
+    return QuantizedActivation(rows, normed, x.dtype)
+
+
+def _plan(
+    format: ActivationFormat, spec: RouterSpec, has_bias: bool, count: int, hidden: int, dtype: torch.dtype,
+    exact: bool, real: Tensor | None,
+) -> tuple[dict[str, Any], tuple[int, int, int], int, int]:  # fmt: skip
+    """(constants, grid of the logits, warps, stages). 32 channels of a row per thread: more spill."""
+    logits, grid, warps, stages = logits_plan(count, hidden, spec.num_experts, dtype, exact=exact)
+    choice = select_plan(spec, grid[2], spec.has_bias and has_bias, real is not None)
+    norm = {"BLOCKS": norm_blocks(hidden), "QUANTIZE": format.rows, "POWER_OF_TWO": format.power_of_two}
+    return norm | logits | choice, grid, max(warps, norm_blocks(hidden) // 8), stages
+
+
+def norm_route_case(
+    label: str, hidden: int, spec: RouterSpec, count: int, format: ActivationFormat = UNQUANTIZED,
+    dtype: torch.dtype = torch.bfloat16, exact: bool = True, has_real: bool = False,
+    ids_dtype: torch.dtype = torch.int32,
+) -> AotCase:  # fmt: skip
+    """The specialisation launched by `add_norm_route` for `count` tokens."""
+    real = torch.empty(0) if has_real else None
+    constants, _, warps, stages = _plan(format, spec, spec.has_bias, count, hidden, dtype, exact, real)
+    kind = f"*{element(dtype)}"
+    signature = dict.fromkeys(("x", "residual", "normed"), kind) | {
+        "norm": "*fp32", "gate": "*bf16" if exact else "*fp32", "logits": "*fp32", "bias": "*fp32", "weights": "*fp32",
+        "ids": f"*{element(ids_dtype)}", "barrier": "*i64", "x_stride": "i32:16", "scale_stride": "i32",
+        "num_tokens": "i32", "eps": "fp32", "scale": "fp32",
+    }  # fmt: skip
+    signature |= {"out": "*fp8e4nv", "scales": "*fp32"} if format.rows else {}
+    constants |= {} if format.rows else {"out": None, "scales": None}
+    signature |= {"real": "*i32:1"} if has_real else {}
+    constants |= {} if has_real else {"real": None}
+    name = f"norm_route_{label}_{count}_{element(dtype)}{'_masked' * has_real}"
+    name += f"{'_fp8' * format.rows}{'_split_gate' * (not exact)}{'_int64' * (ids_dtype == torch.int64)}"
+    return AotCase(name, norm_route_kernel, signature, constants, warps, stages, dtype == torch.bfloat16, OPTIONS)
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek-V3 in FP8 as its tokens travel, V2 and V2-Lite, for one token and some."""
+    both, cases = ActivationFormat(True, True, True), []
+    for count in (1, 128):
+        cases.append(norm_route_case("v3", 7168, V3, count, both, has_real=True, ids_dtype=torch.int64))
+        cases.append(norm_route_case("v2", 5120, V2, count))
+        cases.append(norm_route_case("v2_lite", 2048, V2_LITE, count, has_real=True))
+    cases.append(norm_route_case("v3", 7168, V3, 128, both, exact=False))
+    return [*cases, norm_route_case("v3", 7168, V3, 128, both, torch.float32, exact=False)]

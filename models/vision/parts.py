@@ -1,0 +1,96 @@
+"""Parts of vision towers, whose weights are not in the checkpoint's quantized format.
+
+Legend: N rows, K columns, P patches of an image, D width, H heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.varlen.protocol import VarlenKernel
+from moe_engine.models.layers.linear import Linear
+from moe_engine.models.vision.grid import Grid
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.vision_tensors import PREFIX, patch_shape
+from moe_engine.models.weights import WeightSource
+
+
+def load_product(
+    backends: Backends,
+    reader: WeightSource,
+    names: Sequence[str],
+    rows: int,
+    columns: int,
+    stored: tuple[int, ...] | None = None,
+    bias: bool = True,
+) -> Linear:
+    """Matrices [rows, columns] of the same input, stacked. `stored`: their shape in the checkpoint, if it differs."""
+    weights = [reader.tensor(f"{name}.weight", stored or (rows, columns)).flatten(1) for name in names]
+    biases = [reader.tensor(f"{name}.bias", (rows,)) for name in names] if bias else []
+    return Linear(backends.linear, torch.cat(weights), torch.cat(biases) if bias else None)
+
+
+class LayerNorm:
+    """LayerNorm with weight and bias."""
+
+    def __init__(self, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
+        self.weight = reader.tensor(f"{prefix}.weight", (width,))
+        self.bias = reader.tensor(f"{prefix}.bias", (width,))
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class AttentionWeights(Protocol):
+    """A block's projections of attention: queries, keys and values of all heads in one product, and the output."""
+
+    qkv: Linear
+    proj: Linear
+
+
+class PatchTransformer:
+    """Base of the towers: the product with a patch's pixels, and attention without a mask among patches.
+
+    Args:
+        patch_name: of the product with the pixels, without prefix; `patch_bias`: it has a bias.
+    """
+
+    def __init__(
+        self,
+        vision: VisionConfig,
+        reader: WeightSource,
+        backends: Backends,
+        *,
+        patch_name: str = "patch_embed.proj",
+        patch_bias: bool = False,
+    ) -> None:
+        v = vision
+        assert backends.varlen is not None
+        self.vision, self.ops = v, backends.ops
+        self._attention: VarlenKernel = backends.varlen
+        shape = patch_shape(v)
+        name = f"{PREFIX}{patch_name}"
+        self.patches = load_product(backends, reader, [name], v.width, v.patch_width, shape, bias=patch_bias)
+
+    def attend(
+        self, block: AttentionWeights, hidden: Tensor, places: Tensor, table: RotaryTable, lens: tuple[int, ...]
+    ) -> Tensor:
+        """hidden [P, D] -> [P, D]. places: row of `table` for each patch; lens: patches that attend to each other."""
+        heads, width = self.vision.num_heads, self.vision.head_dim
+        qkv = block.qkv(hidden).view(-1, 3 * heads, width)  # [P, 3H, Dh]
+        self.ops.rotate_leading(qkv[:, : 2 * heads], places, table)
+        q, k, v = qkv.split(heads, 1)
+        return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))
+
+
+def frame_lens(grid: Grid) -> tuple[int, ...]:
+    """Patches of each frame, for attention within a frame."""
+    return (grid[1] * grid[2],) * grid[0]

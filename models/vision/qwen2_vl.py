@@ -1,0 +1,53 @@
+"""The vision tower of Qwen2-VL: every block attends within a frame; LayerNorms, an MLP without a gate.
+
+Legend: P patches, N tokens of an image, D width, M merge size, O out width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.vision.grid import Grid, patch_angles
+from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, frame_lens, load_product
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.vision_tensors import PREFIX
+from moe_engine.models.weights import WeightSource
+
+
+class _Block:
+    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
+        self.norm1 = LayerNorm(reader, f"{prefix}.norm1", v.width, v.norm_eps)
+        self.norm2 = LayerNorm(reader, f"{prefix}.norm2", v.width, v.norm_eps)
+        self.qkv = load_product(backends, reader, [f"{prefix}.attn.qkv"], 3 * v.width, v.width)
+        self.proj = load_product(backends, reader, [f"{prefix}.attn.proj"], v.width, v.width)
+        self.up = load_product(backends, reader, [f"{prefix}.mlp.fc1"], v.intermediate, v.width)
+        self.down = load_product(backends, reader, [f"{prefix}.mlp.fc2"], v.width, v.intermediate)
+
+
+class Qwen2Tower(PatchTransformer):
+    """Pixels of an image -> embeddings of its tokens; the whole tower on one rank."""
+
+    def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
+        super().__init__(vision, reader, backends)
+        v = vision
+        self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
+        self.merge_norm = LayerNorm(reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
+        merged = v.merged_width
+        self.merge_in = load_product(backends, reader, [f"{PREFIX}merger.mlp.0"], merged, merged)
+        self.merge_out = load_product(backends, reader, [f"{PREFIX}merger.mlp.2"], v.out_width, merged)
+
+    def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """pixels [P, channels * frames * height * width of a patch], in the activation dtype -> [N, O]."""
+        v, device = self.vision, pixels.device
+        table = RotaryTable(patch_angles(grid, v.merge, v.head_dim, v.theta).to(device), interleaved=False)
+        places, frames = torch.arange(len(pixels), device=device), frame_lens(grid)
+        hidden = self.patches(pixels)  # [P, D]
+        for block in self.blocks:
+            hidden = hidden + self.attend(block, block.norm1(hidden), places, table, frames)
+            inner = block.up(block.norm2(hidden))
+            hidden = hidden + block.down(inner * torch.sigmoid(1.702 * inner))
+        return self.merge_out(gelu(self.merge_in(self.merge_norm(hidden).view(-1, v.merged_width))))
