@@ -154,7 +154,7 @@ class ReturnTimes:
         """
         count = len(self._sorted)
         longer = share * (count - bisect_right(self._sorted, silence)) / count if count else share
-        return longer / (longer + 1 - share)
+        return longer / (longer + 1 - share) if longer else 0.0
 
     def _observe(self, returned: float) -> None:
         keep = 1 - MEMORY
