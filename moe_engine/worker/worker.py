@@ -279,7 +279,7 @@ def _prepare(
         passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip
     if options.host_tier_tokens:
-        runner.kv_copies = make_copies(options, pool, parallel, stream)
+        runner.kv_copies = make_copies(options, pool, parallel, stream, rows.states)
     if options.lora is not None:
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)

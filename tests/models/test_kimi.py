@@ -110,7 +110,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             tensor.data = 0.1 * torch.randn_like(tensor)
         elif "language_model" not in name and "inv_freq" not in name and "time_" not in name:
             tensor.data = 0.2 * torch.randn_like(tensor)
-    model.lm_head.weight.data[IMAGE] = 0  # no answer has a placeholder
+    model.lm_head.weight.data[IMAGE : IMAGE + 2] = 0  # no answer has a placeholder of an image or video
     path = tmp_path_factory.mktemp(f"kimi{random_seed}")
     model.save_pretrained(path)
     saved = load_file(path / "model.safetensors")
