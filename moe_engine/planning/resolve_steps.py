@@ -70,7 +70,7 @@ def resolve_steps(
     local = local_heads(model, parallel.topology.attn_tp_size)
     why = why_not_captured(args, part, parallel, experts, model)
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
-    chains = speculation is not None and speculation.topk == 1 and not speculation.has_thresholds
+    chains = speculation is not None and speculation.topk == 1
     kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]

@@ -50,7 +50,6 @@ class PrefillTier(HostTier):
     def _prepare(self) -> None:
         self.link = TransferLink()
         self.outgoing: dict[int, Outgoing] = {}
-        self.num_sent_tokens = 0
         self._serial = 0
         self._stages = False
 
@@ -140,7 +139,6 @@ class PrefillTier(HostTier):
         self._stages = True
         outgoing.staged = end
         outgoing.pieces.append((end, places))
-        self.num_sent_tokens += end - begin
         self.link.command("send", room, end, places, self._serial + 1)
         return True
 
