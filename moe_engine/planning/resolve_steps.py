@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.table import kept_format
@@ -146,6 +147,7 @@ def _size(
             lora=lora,
             offload=offload,
             tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
+            transfers=args.disaggregation.disaggregation_mode != OFF,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
         )
