@@ -19,6 +19,8 @@ FORMATS = [
     GroupCodes(4, 32, values=FP4),
     GroupCodes(8, 0, scales="float32"),
     GroupCodes(8, 32, zeros=True),
+    GroupCodes(4, 32, scales="float16", factors=4),
+    GroupCodes(8, 16, scales="float16", factors=8),
 ]
 
 
@@ -28,12 +30,15 @@ def drawn(format: GroupCodes, n: int, k: int) -> CodedWeight:
     weight.scales.copy_(torch.rand(weight.scales.shape) * 0.02 + 0.002)
     if weight.zeros is not None:
         weight.zeros.copy_(torch.randint(0, 1 << format.bits, weight.zeros.shape))
+    if weight.factors is not None:
+        weight.factors.copy_(torch.randint(0, 64, weight.factors.shape))
+        weight.scales.div_(32)
     return weight
 
 
 def near(found: Tensor, want: Tensor, x: Tensor, weight: Tensor) -> None:
     """Within the error of sums in float32, and of the result's rounding; bf16 rows may be integers of 16 bits."""
-    size = x.double().abs() @ weight.double().abs().T
+    size = x.double().abs() @ (weight.double().abs() + 0.05).T  # offsets and codes cancel
     bound = size * 2.0**-18 + want.abs() * 2.0**-22 + 1e-6
     if found.dtype == torch.bfloat16:
         largest = x.double().abs().amax(1, keepdim=True)
