@@ -116,7 +116,7 @@ def test_mixed_types_of_256_numbers_a_block(tmp_path: Path, kind: str) -> None:
         ("qwen3_moe", "Q4_K", 0.45),
         ("llama", "Q5_K", 0.8),
         ("llama", "Q4_1", 0.5),
-        ("qwen2", "Q5_0", 0.6),
+        ("qwen3", "Q5_0", 0.6),
     ],
 )
 def test_kernels_multiply_the_blocks_and_the_ledger_counts_them(
