@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +36,9 @@ from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 LOGIT_SPREAD = 3.0
 """Standard deviation of the logits: the best token is clear, and depends on the context."""
 MakeShards = Callable[[dict[str, Any], int], Iterable[dict[str, Tensor]]]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 SPECIAL_TOKENS = (
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
@@ -306,7 +309,7 @@ def write_tokenizer(path: Path, vocab_size: int, context_len: int) -> None:
     Raises:
         ValueError: fewer entries than bytes and special tokens, or more than there are words of four letters.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models
 
     alphabet = sorted(byte_alphabet())
     symbols = [*SPECIAL_TOKENS, *alphabet]
@@ -322,6 +325,13 @@ def write_tokenizer(path: Path, vocab_size: int, context_len: int) -> None:
         )
     vocab = {symbol: i for i, symbol in enumerate([*symbols, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    save_tokenizer(tokenizer, path, context_len)
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path, context_len: int) -> None:
+    """Completes a byte-level tokenizer with the special tokens and the chat template, and writes its files."""
+    from tokenizers import AddedToken, decoders, pre_tokenizers
+
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])

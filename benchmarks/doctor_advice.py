@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.clients import Answer, CallOptions, ask_native
+from benchmarks.clients import CallOptions, ask_native
 from benchmarks.server_process import ServerProcess
+from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest
 from moe_engine.tuning.stats import median
 

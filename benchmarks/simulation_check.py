@@ -1,9 +1,13 @@
 """The simulator against the real server: ``python -m benchmarks.simulation_check [options]``.
 
 For each launch: `moe-engine calibrate`, then the same loads on the real server (`benchmarks.serving`) and in
-`moe-engine simulate`, at shares of the server's rate with all requests at once. Every real run is repeated; a figure is
-the median of the repeats, and `noise` the largest distance of a repeat from it. `error` is the distance of the
-simulated figure from the median.
+`moe-engine simulate`, at shares of the server's rate with all requests at once. Every real run is repeated, the loads
+in turn; a figure is the median of the repeats, and `noise` the largest distance of a repeat from it. `error` is the
+distance of the simulated figure from the median. With `--calibrations 2` a second calibration follows the real runs,
+and the simulated figure is the mean with both cost files: a machine that drifts counts with its mean.
+
+A table is written beside the result file. On a quiet machine of two cores the command without options takes about ten
+minutes.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, serving
+from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.server_process import ServerProcess
 from moe_engine.cli.main import main as command
-from moe_engine.tuning.stats import median
+from moe_engine.tuning.stats import mean, median
 
 LAUNCHES: dict[str, list[str]] = {
     "default": [],
@@ -45,6 +50,12 @@ RUNS: dict[str, dict[str, tuple[float, ...]]] = {
     "small-pool": {"long": (0.7, 0.95)},
 }
 """Shares of the server's rate with all requests at once, by launch and load."""
+EMBEDDED = "embedded"
+MODELS: dict[str, tuple[tuple[str, ...], float]] = {
+    EMBEDDED: (("default", "nextn", "tp2", "dp2", "small-pool"), 1.0),
+    "moe-390m": (("default",), 0.4),
+}
+"""Launches of a model without `--launches`, and its share of `--num-prompts`."""
 TARGETS = {
     "output_throughput": 0.05,
     "median_ttft_ms": 0.1,
@@ -73,40 +84,61 @@ def simulated(flags: list[str], costs: Path, load: list[str], rate: float) -> di
     return values
 
 
-def compared(found: list[dict[str, Any]], ours: dict[str, Any]) -> dict[str, dict[str, float]]:
+def compared(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """For each figure: real, simulated, noise, error."""
     figures = {}
     for key in TARGETS:
         runs = [values[key] for values in found]
-        middle = median(runs)
+        middle, guess = median(runs), mean([values[key] for values in ours])
         scale = max(abs(middle), 1e-9)
         figures[key] = {
             "real": middle,
-            "simulated": ours[key],
+            "simulated": guess,
             "noise": max(abs(run - middle) for run in runs) / scale if any(runs) else 0.0,
-            "error": abs(ours[key] - middle) / scale if middle or ours[key] else 0.0,
+            "error": abs(guess - middle) / scale if middle or guess else 0.0,
         }
     return figures
 
 
-def check(name: str, model: list[str], args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Rows of one launch."""
-    flags, costs, rows = [*model, *LAUNCHES[name]], folder / "costs.json", []
-    if command(["calibrate", *flags, "--output", str(costs)]):
+def calibrated(flags: list[str], path: Path) -> Path:
+    if command(["calibrate", *flags, "--output", str(path)]):
         raise SystemExit("the calibration failed")
+    return path
+
+
+def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Rows of one launch of a model."""
+    num_prompts = round(args.num_prompts * MODELS.get(model, ((), 1.0))[1])
+    flags = [*model_flags(model), *LAUNCHES[name]]
+    costs = [calibrated(flags, folder / "before.json")]
+    points: list[tuple[str, float, float, list[str]]] = []
+    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
     with ServerProcess(flags) as server:
         server.wait_ready()
         for load_name, shares in RUNS[name].items():
-            load = [*LOADS[load_name], "--num-prompts", str(args.num_prompts)]
+            load = [*LOADS[load_name], "--num-prompts", str(num_prompts)]
             real(server.port, load, float("inf"))  # a cold server is slower
             capacity = real(server.port, load, float("inf"))["request_throughput"]
-            for share in shares:
-                rate = round(share * capacity, 3)
-                found = [real(server.port, load, rate) for _ in range(args.repeats)]
-                figures = compared(found, simulated(flags, costs, load, rate))
-                rows.append({"launch": name, "load": load_name, "share": share, "request_rate": rate, **figures})
-                print(_line(rows[-1]), flush=True)
+            points += [(load_name, share, round(share * capacity, 3), load) for share in shares]
+        for _ in range(args.repeats):
+            for load_name, share, rate, load in points:
+                found.setdefault((load_name, share), []).append(real(server.port, load, rate))
+    if args.calibrations > 1:
+        costs.append(calibrated(flags, folder / "after.json"))
+    rows = []
+    for load_name, share, rate, load in points:
+        figures = compared(found[load_name, share], [simulated(flags, path, load, rate) for path in costs])
+        about = {"model": model, "launch": name, "load": load_name, "share": share, "request_rate": rate}
+        rows.append(about | figures)
+        print(_line(rows[-1]), flush=True)
     return rows
+
+
+def model_flags(model: str) -> list[str]:
+    """Flags of `serve` for the embedded model, a shape of `benchmarks.checkpoints`, or a folder."""
+    if model == EMBEDDED:
+        return []
+    return ["--model-path", str(ensure_checkpoint(model) if model in SHAPES else model)]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -115,7 +147,10 @@ def _line(row: dict[str, Any]) -> str:
         cell = row[key]
         mark = "" if cell["error"] <= target else "!" if cell["error"] > cell["noise"] else "~"
         cells.append(f"{key} {cell['real']:.4g}/{cell['simulated']:.4g}{mark}")
-    return f"{row['launch']:10} {row['load']:7} {row['share']:4.0%} {row['request_rate']:8.2f}/s  " + "  ".join(cells)
+    return (
+        f"{row['model']:9} {row['launch']:10} {row['load']:7} {row['share']:4.0%} {row['request_rate']:8.2f}/s  "
+        + "  ".join(cells)
+    )
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -134,24 +169,54 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def as_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: real and simulated figures; bold where the error exceeds its target, in brackets if within the noise
+    of the real runs."""
+    keys = list(TARGETS)
+    lines = [
+        "| model | launch | load | share | " + " | ".join(f"{key} ({TARGETS[key]:.0%})" for key in keys) + " |",
+        "|---" * (4 + len(keys)) + "|",
+    ]
+    for row in rows:
+        cells = [f"{row[key]['real']:.4g}, {_marked(row[key], TARGETS[key])}" for key in keys]
+        lines.append(f"| {row['model']} | {row['launch']} | {row['load']} | {row['share']:.0%} | {' | '.join(cells)} |")
+    whole = summary(rows)
+    for words, key in (("within the target", "within_target"), ("or the noise", "within_noise")):
+        counts = [f"{whole[name][key]} of {len(rows)}" for name in keys]
+        lines.append(f"| {words} | | | | {' | '.join(counts)} |")
+    lines.append("| median error | | | | " + " | ".join(f"{whole[key]['median_error']:.1%}" for key in keys) + " |")
+    return "\n".join(lines)
+
+
+def _marked(cell: dict[str, float], target: float) -> str:
+    text = f"{cell['simulated']:.4g}"
+    if cell["error"] <= target:
+        return text
+    return f"({text})" if cell["error"] <= cell["noise"] else f"**{text}**"
+
+
 def main() -> None:
     parser = report.command_parser("simulation_check", __doc__)
-    parser.add_argument("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
-    parser.add_argument("--model-path", help="default: the embedded model")
+    parser.add_argument("--launches", nargs="+", choices=LAUNCHES, help="default: all of the embedded model")
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help="embedded, shapes of `benchmarks.checkpoints`, or folders"
+    )
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3, help="repeats of each real run")
+    parser.add_argument("--calibrations", type=int, choices=(1, 2), default=1, help="2: also after the real runs")
     report.add_result_options(parser)
     args = parser.parse_args()
     report.wait_until_quiet(args)
-    model = ["--model-path", args.model_path] if args.model_path else []
     rows: list[dict[str, Any]] = []
     print("figures: real/simulated; !: misses its target by more than the noise of the real runs; ~: within that noise")
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.launches:
-            rows += check(name, model, args, Path(folder))
-            if not args.no_json:
-                result = {"rows": rows, "summary": summary(rows), "num_prompts": args.num_prompts}
-                report.write_result("simulation_check", result, path=args.json)
+        for model in args.models:
+            for name in args.launches or MODELS.get(model, MODELS[EMBEDDED])[0]:
+                rows += check(model, name, args, Path(folder))
+                if not args.no_json:
+                    result = {"rows": rows, "summary": summary(rows), "num_prompts": args.num_prompts}
+                    path = report.write_result("simulation_check", result, path=args.json)
+                    path.with_suffix(".md").write_text(as_table(rows) + "\n", encoding="utf-8")
     for key, values in summary(rows).items():
         print(
             f"{key:20} within {values['target']:.0%}: {values['within_target']} of {values['runs']}, or within the "

@@ -23,9 +23,13 @@ _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.
 """Patterns of torch.save's files; the first that matches is used. Training states beside the weights match the last one
 only."""
 _MAX_HEADER = 100 << 20
-_TEXT = "language_model."
-_INNER = {"model.language_model.": "model.", "model.visual.": "visual."}
-"""Prefixes of models for images and text, as transformers names their parts since 4.52."""
+_INNER = {
+    "model.language_model.": "model.", "model.visual.": "visual.",
+    "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.", "vision_tower.": "visual.",
+    "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
+}  # fmt: skip
+"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's, as published and
+as transformers saves them."""
 _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
@@ -105,10 +109,7 @@ def _read_torch_files(directory: Path) -> dict[str, WeightFile]:
 
 def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     """The tensors of a model that was saved without a head, under the names that they have in a model with a head. For
-    a model of images and text (Kimi K2.5): the tensors of the language model alone, without its prefix."""
-    if any(name.startswith(f"{_TEXT}model.") for name in files):
-        text = {name: file for name, file in files.items() if name.startswith(_TEXT)}
-        return _renamed(text, {name: name.removeprefix(_TEXT) for name in text})
+    a model of images and text: the language model without its prefix, the tower under ``visual.``."""
     if any(name.startswith(tuple(_INNER)) for name in files):
         return _renamed(files, {name: _outer_name(name) for name in files})
     if f"{_BODY[0]}weight" not in files:

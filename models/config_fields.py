@@ -47,7 +47,9 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         return dict(raw)
     outer = {key: value for key, value in raw.items() if key != "text_config"}
-    names = {"architectures": text.get("architectures") or raw.get("architectures")}
+    both = [part["architectures"] for part in (raw, text) if isinstance(part.get("architectures"), list)]
+    # the text model's own serves a model whose tower is not known
+    names: dict[str, Any] = {"architectures": [name for part in both for name in part] or None}
     tied = {key: raw[key] for key in (_TIED,) if raw.get(key) is not None}  # the head is not a part of the text model
     return {**outer, **text, **names, **tied}
 

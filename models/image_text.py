@@ -1,5 +1,5 @@
-"""Models for images and text: a text model of the GQA families with a vision tower (Qwen2.5-VL, Qwen3-VL,
-Qwen3-VL-MoE).
+"""Models for images and text: a text model with a vision tower (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE; Kimi
+K2.5 in `models.kimi`).
 
 Legend: T tokens in the step, n image tokens of them, D hidden, R rotary width.
 """
@@ -20,7 +20,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.dense import DenseModel
 from moe_engine.models.layers.compiled_layer import CompiledLayer
-from moe_engine.models.layers.decoder import Reloadable
+from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid
@@ -37,8 +37,9 @@ class Tower(Protocol):
         """pixels [P, patch width] in the activation dtype -> rows of the tokens [N, `VisionConfig.row_width`]."""
 
 
-class ImageTextModel(DenseModel):
-    """`Model` whose input may have image tokens (`ForwardBatch.images`): rows of the tower replace their embeddings.
+class ImageInputs(Decoder):
+    """Added before a text model's class: the input may have image tokens (`ForwardBatch.images`), whose embeddings are
+    rows of the tower.
 
     Positions of image tokens have several axes. The rotary table has rows for them after those of positions; a step
     writes the rows of its image tokens, so that kernels read one table.
@@ -46,8 +47,6 @@ class ImageTextModel(DenseModel):
     Args:
         max_image_tokens: most image tokens of a step.
     """
-
-    has_mtp = False
 
     def __init__(
         self,
@@ -61,7 +60,8 @@ class ImageTextModel(DenseModel):
         self.vision = config.vision
         self.tower: Tower | None = None if config.vision is None else make_tower(config.vision, reader, backends)
         self._first_row = max_positions or config.context_length
-        super().__init__(config, reader, backends, parallel, self._first_row + max_image_tokens)
+        more = max_image_tokens if config.rope.axes else 0
+        super().__init__(config, reader, backends, parallel, self._first_row + more)
         axes = torch.tensor(config.rope.axes * 2, device=reader.device)  # of cosines, then of sines
         self._axis_of = axes if config.rope.axes else None  # [R]
 
@@ -107,6 +107,12 @@ class ImageTextModel(DenseModel):
         table.cos_sin[self._first_row : last] = table.cos_sin[images.axes[axis_of].T, columns]  # [n, R]
         places = torch.arange(self._first_row, last, device=axis_of.device)
         return replace(batch, positions=batch.positions.index_copy(0, images.tokens, places))
+
+
+class ImageTextModel(ImageInputs, DenseModel):
+    """`Model` for images and text on the GQA families."""
+
+    has_mtp = False
 
 
 def make_tower(vision: VisionConfig, reader: WeightSource, backends: Backends) -> Tower:

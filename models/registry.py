@@ -32,6 +32,7 @@ _MIXTURES = "moe_engine.models.config_mixtures"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
+_KIMI = "moe_engine.models.kimi:KimiModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 
 
@@ -84,8 +85,8 @@ for _name, _target, _parser in (
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
-    ("KimiK25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
-    ("Kimi_K25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
+    ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
+    ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),

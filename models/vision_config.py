@@ -10,6 +10,7 @@ from dataclasses import dataclass
 QWEN2 = "moe_engine.models.vision.qwen2_vl:Qwen2Tower"
 QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
+KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 """Values of `VisionConfig.tower`."""
 
 

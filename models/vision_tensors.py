@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moe_engine.models.vision_config import QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import KIMI, QWEN2, QWEN2_5, QWEN3, VisionConfig
 
 PREFIX = "visual."
 Entry = tuple[str, tuple[int, ...], bool]
@@ -70,6 +70,25 @@ def _qwen3(v: VisionConfig) -> Iterator[Entry]:
         yield from _merger(f"deepstack_merger_list.{i}", v, v.merged_width)
 
 
+def _kimi(v: VisionConfig) -> Iterator[Entry]:
+    side = int(v.num_positions**0.5)
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    yield "patch_embed.proj.bias", (v.width,), False
+    yield "patch_embed.pos_emb.weight", (side, side, v.width), False
+    for i in range(v.num_layers):
+        block = f"encoder.blocks.{i}"
+        for name in ("norm0", "norm1"):
+            yield from _layer_norm(f"{block}.{name}", v.width)
+        yield from _linear(f"{block}.wqkv", 3 * v.width, v.width)
+        yield from _linear(f"{block}.wo", v.width, v.width)
+        yield from _linear(f"{block}.mlp.fc0", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.fc1", v.width, v.intermediate)
+    yield from _layer_norm("encoder.final_layernorm", v.width)
+    yield from _layer_norm("mm_projector.pre_norm", v.width)
+    yield from _linear("mm_projector.proj.0", v.merged_width, v.merged_width)
+    yield from _linear("mm_projector.proj.2", v.out_width, v.merged_width)
+
+
 def _merger(name: str, v: VisionConfig, norm_width: int) -> Iterator[Entry]:
     yield from _layer_norm(f"{name}.norm", norm_width)
     yield from _linear(f"{name}.linear_fc1", v.merged_width, v.merged_width)
@@ -81,9 +100,16 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
     yield f"{name}.bias", (width,), False
 
 
-_BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {QWEN2: _qwen2, QWEN2_5: _qwen2_5, QWEN3: _qwen3}
+_BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
+    KIMI: _kimi,
+    QWEN2: _qwen2,
+    QWEN2_5: _qwen2_5,
+    QWEN3: _qwen3,
+}
 
 
 def patch_shape(v: VisionConfig) -> tuple[int, ...]:
-    """Shape of the convolution over patches, whose stride is its size: a product with the patch's numbers in order."""
-    return v.width, v.channels, v.temporal_patch_size, v.patch_size, v.patch_size
+    """Shape of the convolution over patches, whose stride is its size: a product with the patch's numbers in order. A
+    tower for single frames (temporal patch size 1) has one over rows and columns."""
+    frames = (v.temporal_patch_size,) * (v.temporal_patch_size > 1)
+    return v.width, v.channels, *frames, v.patch_size, v.patch_size

@@ -7,9 +7,9 @@ attribute `copies` is the path of its worker side, made with (pool, places, stre
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
+from moe_engine.class_path import class_at
 from moe_engine.errors import ConfigError
 
 SIDES = {
@@ -35,7 +35,7 @@ def connector_class(name: str) -> type[Any]:
     Raises:
         ConfigError: unknown name, or a path without such a class.
     """
-    found = _class_at((CONNECTORS | SIDES).get(name, name))
+    found: type[Any] = class_at((CONNECTORS | SIDES).get(name, name), "--kv-connector", CONNECTORS)
     _check(found, METHODS)
     if not isinstance(getattr(found, "copies", None), str):
         raise ConfigError(f"--kv-connector: {found.__name__} has no attribute copies, the path of its worker side")
@@ -44,28 +44,14 @@ def connector_class(name: str) -> type[Any]:
 
 def copies_class(name: str) -> Callable[..., Any]:
     """The worker side. Raises ConfigError: as `connector_class`."""
-    found = _class_at(connector_class(name).copies)
+    found: type[Any] = class_at(connector_class(name).copies, "--kv-connector", CONNECTORS)
     _check(found, WORKER_METHODS)
     return found
 
 
 def _check(found: type[Any], methods: tuple[str, ...]) -> None:
+    if not isinstance(found, type):
+        raise ConfigError(f"--kv-connector {found!r:.100}: not a class")
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
         raise ConfigError(f"--kv-connector: {found.__name__} has no method {', '.join(missing)}")
-
-
-def _class_at(path: str) -> type[Any]:
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ConfigError(
-            f"--kv-connector {path!r:.100}: unknown; use {' or '.join(CONNECTORS)}, or the path of a class as "
-            "package.module:Class"
-        )
-    try:
-        found = getattr(import_module(module), name)
-    except Exception as error:  # of any code in the module
-        raise ConfigError(f"--kv-connector {path}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(found, type):
-        raise ConfigError(f"--kv-connector {path}: not a class")
-    return found

@@ -5,33 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+NO_STATE, LAST_STATE = -1, -2
+
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Copies KV from `places` of the connector to `slots` of the pool. The copy may end after the step."""
+    """Copies KV from `places` of the connector to `slots` of the pool, and states from entries of the connector to
+    snapshots of the pool, (entry, snapshot) each. The copy may end after the step."""
 
     id: int
     places: list[int]
     slots: list[int]
+    states: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class KVFetch:
     """Reads the pages `keys` from the storage to these pages of the connector's memory; without pages it looks them up.
-    Fetches and backups share one numbering."""
+    Fetches and backups share one numbering.
+
+    state: the entry for the state after the last page, without which no page is read; `LAST_STATE`: a lookup counts
+    the pages up to the last one with a state; `NO_STATE`: only pages.
+    """
 
     id: int
     keys: list[bytes]
     pages: list[int]
+    state: int = NO_STATE
 
 
 @dataclass(frozen=True, slots=True)
 class KVBackup:
-    """Writes these pages of the connector's memory to the storage under `keys`."""
+    """Writes these pages of the connector's memory to the storage under `keys`, or the state of an entry (`state`)
+    under the one key of the page that it follows."""
 
     id: int
     keys: list[bytes]
     pages: list[int]
+    state: int = NO_STATE
 
 
 class KVReport(NamedTuple):
@@ -64,6 +75,8 @@ class KVOps:
     serial: int = 0
     """Number of the stores, if a transfer between servers waits for some of them (`scheduler.prefill_tier`,
     `scheduler.decode_tier`); 0: no transfer waits."""
+    state_stores: list[tuple[int, int]] = field(default_factory=list)
+    """Copies of snapshots to entries of the connector, (snapshot, entry) each, before the step's own `StateOps`."""
 
 
 @dataclass(frozen=True, slots=True)

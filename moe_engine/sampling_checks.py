@@ -139,6 +139,9 @@ def build_sampling(
     values["custom_logit_processor"] = values.get("custom_logit_processor") or None
     values["logit_bias"] = tuple(values.get("logit_bias", {}).items())
     constraint = find_constraint(request, where) or values.pop("constraint", None)
+    if constraint is not None:
+        _check_constrained(values.get("min_new_tokens"), values["allowed_token_ids"], constraint, where, names)
+        values |= {"constraint": constraint, "ignore_eos": False}
     params = SamplingParams(**values)
     for stop in params.stop:
         check_unicode(stop, f"{where}.stop".lstrip("."))
@@ -152,19 +155,29 @@ def build_sampling(
         most = names.get("max_new_tokens", "max_new_tokens")
         words = f"{params.min_new_tokens} is above {most} ({params.max_new_tokens}); lower it"
         raise refuse("min_new_tokens", words)
-    return params if constraint is None else constrained(params, constraint, where, names)
+    return params
 
 
 def constrained(
     params: SamplingParams, constraint: Constraint, where: str = "", names: Mapping[str, str] = {}
 ) -> SamplingParams:
-    """The parameters with a constraint. Arguments as of `build_sampling`.
+    """The parameters with a constraint: the output ends where the grammar ends. Arguments as of `build_sampling`.
 
     Raises:
         InputError: a parameter cannot be combined with constraints.
     """
-    for name in ("min_new_tokens", "allowed_token_ids"):
-        if getattr(params, name):
+    _check_constrained(params.min_new_tokens, params.allowed_token_ids, constraint, where, names)
+    return replace(params, constraint=constraint, ignore_eos=False)
+
+
+def _check_constrained(
+    min_new_tokens: int | None,
+    allowed_token_ids: tuple[int, ...],
+    constraint: Constraint,
+    where: str,
+    names: Mapping[str, str],
+) -> None:
+    for name, value in (("min_new_tokens", min_new_tokens), ("allowed_token_ids", allowed_token_ids)):
+        if value:
             field = f"{where}.{names.get(name, name)}".lstrip(".")
             raise InputError(f"{field}: cannot be combined with {constraint.where}; leave one out", field=field)
-    return replace(params, constraint=constraint, ignore_eos=False)  # the output ends where the grammar ends

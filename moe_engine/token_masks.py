@@ -12,6 +12,7 @@ from __future__ import annotations
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from moe_engine.errors import StepNotRun
 from moe_engine.types import StepResult
@@ -53,7 +54,8 @@ class LaunchedStep:
     """A step whose sampling waits for its masks.
 
     `result`: of the whole step. `drafts`: draft trees of the masked rows by row, known before the forward; empty in a
-    step without speculation, and on ranks that do not report them. `masks`: set by `StepWorker.sample`.
+    step without speculation, and on ranks that do not report them. `masks`: set by `StepWorker.sample`. `prepared`: the
+    form in which the worker applies them, set before `masks` by the thread that brings them.
     """
 
     def __init__(self, number: int, *, reports_drafts: bool = True) -> None:
@@ -62,6 +64,7 @@ class LaunchedStep:
         self.result: Future[StepResult] = Future()
         self.drafts: Future[dict[int, DraftTree]] = Future()
         self.masks: Future[StepMasks] = Future()
+        self.prepared: Any = None
 
     def follow(self, result: Future[StepResult]) -> None:
         """Forwards a result, or its error."""

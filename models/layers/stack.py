@@ -44,7 +44,8 @@ class LayerStack:
         return None if fused is None else cls(fused, [layer.feed_forward for layer in layers])
 
     def takes(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> bool:
-        return len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= MAX_TOKENS
+        few = len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= MAX_TOKENS
+        return few and batch.images is None
 
     def forward(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> Tensor:
         """`Model.forward` of a supported step."""

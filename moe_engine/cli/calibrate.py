@@ -158,7 +158,8 @@ def _summary(costs: CostFile) -> str:
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns; an answer outside "
         f"the steps: {costs.answer_seconds * 1e3:.2f} ms; delay of a step by a new request: "
         f"{costs.arrival_seconds * 1e3:.2f} ms; the front end takes {costs.request_seconds * 1e3:.2f} ms for a request "
-        f"and {costs.token_seconds * 1e6:.0f} us for a token, of several",
+        f"and {costs.token_seconds * 1e6:.0f} us for a token, of several; a request waits "
+        f"{costs.idle_seconds * 1e3:.2f} ms more for an idle engine, {costs.busy_seconds * 1e3:.2f} ms for a busy one",
     ]
     for name, sizes in costs.ledger.items():
         lines.append(f"{name}: predicted {sizes['predicted']} bytes, allocated {sizes['allocated']}")

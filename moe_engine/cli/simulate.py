@@ -167,12 +167,21 @@ class _Source:
     arrival_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
     @classmethod
     def measured(cls, file: CostFile) -> _Source:
         beside = max(file.answer_seconds - file.request_seconds - file.token_seconds, 0.0)
         return cls(
-            MeasuredCosts(file), beside, file.acceptance, file.arrival_seconds, file.request_seconds, file.token_seconds
+            MeasuredCosts(file),
+            beside,
+            file.acceptance,
+            file.arrival_seconds,
+            file.request_seconds,
+            file.token_seconds,
+            file.idle_seconds,
+            file.busy_seconds,
         )
 
 
@@ -218,6 +227,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         experts=_experts(own, config),
         exact=own.exact,
         arrival_seconds=source.arrival_seconds,
+        idle_seconds=source.idle_seconds,
     )
     return FleetSpec(
         replica,
@@ -226,6 +236,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         faults=tuple(Fault.parse(text, num_ranks) for text in own.fail),
         request_seconds=source.request_seconds,
         token_seconds=source.token_seconds,
+        busy_seconds=source.busy_seconds,
         recovery_seconds=own.recovery_seconds,
         restart_seconds=own.restart_seconds,
         elastic=parallel.elastic_ep,

@@ -27,15 +27,21 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Raises InputError: the engine compiles no grammars."""
+    def add(self, request: Request) -> CompiledGrammar | None:
+        """The grammar if it is ready: the request then does not wait here.
+
+        Raises:
+            InputError: the engine compiles no grammars, or not this one.
+        """
         assert request.sampling.constraint is not None
         if self._compiler is None:
             raise InputError("constraints are not available: this engine runs with --grammar-backend none")
         future = self._compiler.get(request.sampling.constraint)
+        if future.done():
+            return grammar_of(request, future)
         self._waiting.append((request, future))
-        if not future.done():
-            future.add_done_callback(lambda _: self._wake())
+        future.add_done_callback(lambda _: self._wake())
+        return None
 
     def take(self) -> list[Ready]:
         """Removes and returns the requests whose grammars are ready, or have failed, in order of arrival."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,13 +50,7 @@ class PositionMasks(Protocol):
     def rollback(self, count: int) -> None:
         """Takes back the last `count` accepted tokens."""
 
-
-@runtime_checkable
-class KnowsForced(Protocol):
-    """`PositionMasks` that can list the tokens that must follow."""
-
-    def forced(self) -> list[int]:
-        """Tokens of the next positions whose masks allow one token each."""
+    # Optional: `forced() -> list[int]`, tokens of the next positions whose masks allow one token each.
 
 
 class AllMasks(FilledAtOnce):
@@ -83,8 +77,8 @@ class MaskState:
 
     def __init__(self, masks: PositionMasks) -> None:
         self._masks = masks
-        # once: a test of a protocol takes longer than a mask
-        self._forced = masks.forced if isinstance(masks, KnowsForced) else None
+        # a test of a runtime-checkable protocol would take longer than a mask
+        self._forced: Callable[[], list[int]] | None = getattr(masks, "forced", None)
         self._num_seen = 0
 
     def advance(self, outputs: list[int], forced: list[int]) -> None:

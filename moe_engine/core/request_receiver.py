@@ -58,9 +58,12 @@ class RequestReceiver:
             self._enter(request)
             return
         try:
-            self._grammars.add(request)
+            grammar = self._grammars.add(request)
         except InputError as error:
             self._refuse(message.rid, error)
+            return
+        if grammar is not None:
+            self._enter(request, grammar)
 
     def abort(self, rids: list[str] | None, reason: FinishReason) -> None:
         """Ends these requests (None: all), in the scheduler or before it."""

@@ -64,6 +64,7 @@ def fingerprint(config: ResolvedConfig) -> str:
         config.context_len,
         config.page_size,
         config.host_tier_tokens,
+        config.host_snapshots,
         config.limits,
         config.speculation,
         replace(config.experts, directory=Path()),

@@ -17,7 +17,7 @@ from moe_engine.frontend.session_params import SessionParams
 from moe_engine.frontend.session_turns import Joined
 from moe_engine.media.settings import ImageSource
 from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
-from moe_engine.structured_output.constraint import FreeReasoning
+from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.types import ImageTokens, SamplingParams
 from moe_engine.validation import OffOnly, check_unicode
 
@@ -145,6 +145,8 @@ class Prompt:
     """With a session: the beginning of `ids`, once its earlier tokens are put before them."""
     length_asked: bool = True
     """The client chose `max_new_tokens`; a default is reduced to the free space."""
+    prepared: Constraint | None = None
+    """The constraint in the form that the engine gets, once its grammar is checked."""
     max_new_tokens: int = field(default=0)
     """Resolved against the context length."""
 

@@ -9,14 +9,14 @@ import asyncio
 import pickle
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
-from threading import Lock
 
 import msgspec
 
 from moe_engine.errors import GenerationError, InputError
 from moe_engine.processes.background import yield_session_to_steps
-from moe_engine.processes.frame_child import FrameChild
+from moe_engine.processes.frame_child import FrameChild, FrameChildren
 from moe_engine.structured_output.check_process import CheckSpec, Verdict
 from moe_engine.structured_output.constraint import Constraint
 
@@ -37,11 +37,8 @@ class GrammarChecks:
     """
 
     def __init__(self, spec: CheckSpec | None) -> None:
-        self._spec = spec
         self._threads: ThreadPoolExecutor | None = None
-        self._idle: list[CheckChild] = []
-        self._children: set[CheckChild] = set()
-        self._lock = Lock()
+        self._children = None if spec is None else FrameChildren(lambda: CheckChild(spec))
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_chars = 0
         self._running: dict[bytes, asyncio.Future[Verdict]] = {}
@@ -52,7 +49,7 @@ class GrammarChecks:
         Raises:
             InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`.
         """
-        if self._spec is None:
+        if self._children is None:
             return constraint
         key = blake2b("\0".join(constraint.key).encode(), digest_size=16).digest()
         if key not in self._verdicts:
@@ -67,9 +64,8 @@ class GrammarChecks:
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            for child in self._children:
-                child.kill()
+        if self._children is not None:
+            self._children.close()
 
     def _begin(self, key: bytes, constraint: Constraint) -> asyncio.Future[Verdict]:
         if len(self._running) >= MAX_WAITING:
@@ -90,19 +86,9 @@ class GrammarChecks:
 
     def _ask(self, constraint: Constraint) -> Verdict:
         """Sends a grammar to a child process; blocks until its answer."""
-        assert self._spec is not None
-        with self._lock:
-            child = self._idle.pop() if self._idle else None
-        if child is None or not child.is_alive:
-            child = CheckChild(self._spec)
-            with self._lock:
-                self._children = {some for some in self._children if some.is_alive} | {child}
-            child.wait_ready()
-        verdict = child.ask(constraint)
-        if child.is_alive:
-            with self._lock:
-                self._idle.append(child)
-        return verdict
+        assert self._children is not None
+        with self._children.borrow() as child:
+            return child.ask(constraint)
 
 
 def _chars(verdict: Verdict) -> int:
@@ -117,14 +103,11 @@ class CheckChild(FrameChild):
         yield_session_to_steps(self.pid)
         self._spec = spec
 
-    def wait_ready(self) -> None:
+    def begin(self) -> None:
         """Raises GenerationError if the process does not start."""
-        try:
+        with suppress(EOFError):
             if self.exchange(pickle.dumps(self._spec), START_SECONDS) is not None:
                 return
-        except EOFError:
-            pass
-        self.kill()
         raise GenerationError("the process that checks grammars failed to start; see the server's log")
 
     def ask(self, constraint: Constraint) -> Verdict:

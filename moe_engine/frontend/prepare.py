@@ -236,7 +236,7 @@ class Preparer:
             if checked is not given:
                 if (checked.where, checked.reasoning) != (given.where, given.reasoning):
                     checked = replace(given, kind=checked.kind, source=checked.source)
-                prompt.sampling = replace(prompt.sampling, constraint=checked)
+                prompt.prepared = checked
 
     def _add_reasoning(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         reasoning, name = inp.reasoning, self._settings.reasoning_parser
@@ -396,6 +396,8 @@ class Preparer:
             routed_dp_rank=inp.dp_rank,
             bootstrap=prompt.bootstrap if copy == 0 else None,
         )
+        if prompt.prepared is not None:
+            request.sampling["constraint"] = msgspec.to_builtins(prompt.prepared)
         if options is not None:
             request.return_logprob = True
             request.logprob_start = options.start

@@ -15,10 +15,12 @@ import sys
 import warnings
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 
 MAX_MEMORY_BYTES = 8 << 30
@@ -60,7 +62,11 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def load_processor(folder: str) -> Any:
-    """The image processor of a checkpoint, in transformers' form for Pillow."""
+    """The image processor of a checkpoint, in transformers' form for Pillow, or this project's."""
+    file = Path(folder) / "preprocessor_config.json"
+    own = KimiProcessor.of(msgspec.json.decode(file.read_bytes())) if file.is_file() else None
+    if own is not None:
+        return own
     from transformers import AutoImageProcessor
     from transformers.utils import logging
 

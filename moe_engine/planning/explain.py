@@ -69,9 +69,11 @@ def _text(value: Any) -> str:
 def facts_of(config: ResolvedConfig) -> dict[str, int]:
     """Limits of a request that follow from the configuration."""
     tier = {"host_tier_tokens": config.host_tier_tokens} if config.host_tier_tokens else {}
+    states = {"host_snapshots": config.host_snapshots} if config.host_snapshots else {}
     windows = {"swa_max_total_num_tokens": config.num_window_slots} if config.num_window_slots else {}
     return {
         **tier,
+        **states,
         **windows,
         "max_total_num_tokens": config.max_total_num_tokens,
         "max_req_len": config.max_req_len,

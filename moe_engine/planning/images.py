@@ -14,6 +14,7 @@ from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
+from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.step_limits import StepLimits
@@ -50,7 +51,10 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
     if args.multimodal.language_model_only:
         return dataclasses.replace(model, vision=None)
     file = folder / PROCESSOR_FILE
-    fields = Fields(read_json(file) if file.is_file() else {}, str(file))
+    raw = read_json(file) if file.is_file() else {}
+    fields = Fields(raw, str(file))
+    if (processor := KimiProcessor.of(raw)) is not None:
+        return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=processor.max_patches))
     token = (vision.patch_size * vision.merge) ** 2
     size = fields.section("size")
     asked = None if size is None else size.integer("longest_edge", None) or size.integer("max_pixels", None)

@@ -60,6 +60,8 @@ class MemoryLedger:
     """Tokens of the pool of windowed layers; 0: these layers have no pool of their own. Its memory is a row."""
     host_tier_tokens: int = 0
     """Tokens of the host-RAM tier of the KV cache; on a CPU its memory is a row."""
+    host_snapshots: int = 0
+    """States of cached prefixes that the tier can hold."""
     host_rows: tuple[LedgerRow, ...] = ()
     """Memory of the host beside that of a GPU; not part of the sum."""
 

@@ -18,12 +18,12 @@ from moe_engine.planning.memory_limit import (
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH, SMALLER_STEPS
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.planning.tier_memory import tier_rows, tier_tokens
+from moe_engine.planning.tier_memory import tier_rows, tier_size
 
 
 def refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_reason: str, fits: int) -> ConfigError:
     per_token = given.bytes_per_token
-    rows = (*rows, *tier_rows(given, tier_tokens(given, given.min_tokens)))
+    rows = (*rows, *tier_rows(given, tier_size(given, given.min_tokens)))
     ledger = MemoryLedger(rows, limit, limit_reason, per_token, given.min_tokens, given.page_size)
     if fits > 0 and given.max_total_tokens is not None:
         return ConfigError(
@@ -102,7 +102,7 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
 
 def _sufficient_fraction(given: SizingInput) -> float | None:
     """The least --mem-fraction-static that fits the launch into 97% of the available memory, or None."""
-    tier = tier_rows(given, tier_tokens(given, given.min_tokens))
+    tier = tier_rows(given, tier_size(given, given.min_tokens))
     rows = (*fixed_rows(given), *tier)
     ledger = MemoryLedger(rows, 0, "", given.bytes_per_token, given.min_tokens, given.page_size)
     if ledger.total_bytes > 0.97 * given.machine.available_bytes:

@@ -15,7 +15,7 @@ from moe_engine.config.memory import MemoryArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.resolution_log import Record
 from moe_engine.step_settings import StorageSettings
-from moe_engine.storage.backends import BACKENDS, class_at
+from moe_engine.storage.backends import BACKENDS, users_class
 from moe_engine.storage.mooncake_storage import settings_in, settings_of
 
 STORAGE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
@@ -38,7 +38,7 @@ def storage_problems(args: EngineArgs) -> Iterator[str]:
     if memory.hicache_storage_size < 0:
         yield f"--hicache-storage-size {memory.hicache_storage_size:g}: must not be negative"
     if memory.hicache_storage_backend not in BACKENDS:
-        class_at(memory.hicache_storage_backend)
+        users_class(memory.hicache_storage_backend)
     extra = read_extra(memory)
     for name in NUMBERS:
         value = extra.get(name, NUMBERS[name])

@@ -125,6 +125,11 @@ class ResolvedConfig:
         return self.ledger.host_tier_tokens
 
     @property
+    def host_snapshots(self) -> int:
+        """States of cached prefixes in the host-RAM tier; 0: none."""
+        return self.ledger.host_snapshots
+
+    @property
     def kv_connector(self) -> str:
         """Name or path of the tier's class."""
         mode = self.args.disaggregation.disaggregation_mode

@@ -1,8 +1,8 @@
 """Layers with a state for each request: memory of the states, the flags that they exclude, and the flag that they set.
 
 A state belongs to the request's last computed token. States at earlier tokens exist only in snapshots, if the layers
-store them: without snapshots no prefix is cached. A verification keeps a state for each draft position. KV outside the
-pool is not available.
+store them: without snapshots no prefix is cached. A verification keeps a state for each draft position. The host-RAM
+tier has states of its own (`tier_memory`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import STATE_BYTES, ModelConfig
@@ -40,12 +41,17 @@ def state_rows(given: StateInput) -> list[LedgerRow]:
     model = given.local_model
     if not model.state_groups:
         return []
-    each, snapshots = sum(group.num_bytes(given.dtype) for group in model.state_groups), given.limits.num_snapshots
+    each, snapshots = state_bytes(model, given.dtype), given.limits.num_snapshots
     running, layers = given.limits.running, len(model.state_layers)
     positions = running * given.limits.request_tokens if given.limits.drafts else 0
     kept = f", {snapshots} snapshots" * bool(snapshots) + f", {positions} draft positions" * bool(positions)
     detail = f"{running} requests{kept} x {each} B in {layers} layers, and a row for padding"
     return [LedgerRow(STATES_ROW, (running + PADDING_ROWS + snapshots + positions) * each, detail)]
+
+
+def state_bytes(model: ModelConfig, dtype: str) -> int:
+    """Bytes of the states of one request in all layers."""
+    return sum(group.num_bytes(dtype) for group in model.state_groups)
 
 
 def stores_any(model: ModelConfig) -> bool:
@@ -123,10 +129,15 @@ def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:
             f"--speculative-algorithm {algorithm}: not available: rejected drafts cannot be taken out of a state: the "
             "layers do not store those of draft positions (StateGroup.stores_any); leave it out"
         )
-    if args.memory.enable_hierarchical_cache:
+    mode, memory = args.disaggregation.disaggregation_mode, args.memory
+    if mode != OFF:
+        yield f"--disaggregation-mode {mode}: not available yet: states are not transferred with KV; leave it out"
+    elif memory.enable_hierarchical_cache and not caches_prefixes(model):
+        yield "--enable-hierarchical-cache: keeps cached prefixes, and no prefix is cached; leave it out"
+    elif memory.enable_hierarchical_cache and memory.kv_connector != "host":
         yield (
-            f"--enable-hierarchical-cache (--kv-connector {args.memory.kv_connector}): not available yet: a state is "
-            "not stored with the KV of a prefix; leave it out"
+            f"--kv-connector {memory.kv_connector}: only the connector host stores states with the KV of a prefix; use "
+            "it, or leave --enable-hierarchical-cache out"
         )
     if args.parallel.enable_two_batch_overlap:
         yield (

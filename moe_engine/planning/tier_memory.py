@@ -3,16 +3,21 @@ only the rows of one copy."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.machine import Machine
+from moe_engine.planning.state_memory import state_bytes
+from moe_engine.planning.step_limits import StepLimits
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
 """Row buffers on a GPU: rows that leave the pool, in parts and whole, and rows that arrive
 (`worker.kv_cache.kv_copies`)."""
+
+COPIED_STATES = 3
+"""States on a GPU at once: one that leaves the device, in parts and whole, and one that arrives."""
 
 
 class TierInput(Protocol):
@@ -36,6 +41,10 @@ class TierInput(Protocol):
     def page_size(self) -> int: ...
     @property
     def local_model(self) -> ModelConfig: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def limits(self) -> StepLimits: ...
 
 
 def tier_bytes_per_token(given: TierInput) -> int:
@@ -44,26 +53,56 @@ def tier_bytes_per_token(given: TierInput) -> int:
     return own + (given.draft.kv_bytes_per_token(given.kv_dtype) if given.head is not None and given.draft else 0)
 
 
-def tier_tokens(given: TierInput, num_slots: int) -> int:
-    """Size of the tier in tokens, whole pages, beside a KV cache of `num_slots`."""
-    tokens = given.tier_bytes // tier_bytes_per_token(given) if given.tier_bytes else int(given.tier_ratio * num_slots)
-    return tokens - tokens % given.page_size
+class TierSize(NamedTuple):
+    """Size of the tier on each rank: tokens, in whole pages, and states of prefixes."""
+
+    tokens: int = 0
+    states: int = 0
+
+
+def tier_size(given: TierInput, num_slots: int) -> TierSize:
+    """Size of the tier beside a KV cache of `num_slots`: a multiple of the KV cache and of its snapshots."""
+    if not (given.tier_bytes or given.tier_ratio):
+        return TierSize()
+    snapshots, ratio = given.limits.num_snapshots, given.tier_ratio
+    each, of_state = tier_bytes_per_token(given), _state_bytes(given)
+    if not snapshots:
+        tokens = given.tier_bytes // each if given.tier_bytes else int(ratio * num_slots)
+        return TierSize(tokens - tokens % given.page_size)
+    if given.tier_bytes:
+        ratio = given.tier_bytes / (num_slots * each + snapshots * of_state)
+    tokens = int(ratio * num_slots)
+    return TierSize(tokens - tokens % given.page_size, max(1, int(ratio * snapshots)))
+
+
+def _state_bytes(given: TierInput) -> int:
+    """Bytes of the state of a prefix; 0 if no states are cached."""
+    return state_bytes(given.local_model, given.dtype) if given.limits.num_snapshots else 0
 
 
 def tier_reserve(given: TierInput) -> tuple[int, float]:
     """Memory of the ledger that the tier takes: (bytes, tier tokens for each token of the KV cache)."""
     if not (given.tier_bytes or given.tier_ratio):
         return 0, 0.0
+    of_state = _state_bytes(given)
     if given.machine.device != "cpu":
-        return COPY_ROWS_BYTES, 0.0
-    return given.tier_bytes, 0.0 if given.tier_bytes else given.tier_ratio
+        return COPY_ROWS_BYTES + COPIED_STATES * of_state, 0.0
+    if given.tier_bytes:
+        return given.tier_bytes, 0.0
+    return max(1, int(given.tier_ratio * given.limits.num_snapshots)) * of_state, given.tier_ratio
 
 
-def tier_rows(given: TierInput, tokens: int) -> list[LedgerRow]:
-    """The tier's row of the ledger, if there is a tier."""
-    if not tokens:
+def tier_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
+    """The tier's rows of the ledger, if there is a tier."""
+    if not size.tokens:
         return []
+    of_state = _state_bytes(given)
     if given.machine.device != "cpu":
-        return [LedgerRow("KV copies", COPY_ROWS_BYTES, f"from and to a host tier of {tokens} tokens")]
+        states = f" and {size.states} states" if size.states else ""
+        detail = f"from and to a host tier of {size.tokens} tokens{states}"
+        return [LedgerRow("KV copies", COPY_ROWS_BYTES + COPIED_STATES * of_state, detail)]
     each = tier_bytes_per_token(given)
-    return [LedgerRow("host KV tier", tokens * each, f"{tokens} tokens x {each} B")]
+    rows = [LedgerRow("host KV tier", size.tokens * each, f"{size.tokens} tokens x {each} B")]
+    if size.states:
+        rows.append(LedgerRow("host tier of states", size.states * of_state, f"{size.states} states x {of_state} B"))
+    return rows

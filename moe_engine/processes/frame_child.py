@@ -1,10 +1,14 @@
-"""A child process that answers frames on its pipes (`pipe_frames`)."""
+"""Child processes that answer frames on their pipes (`pipe_frames`)."""
 
 from __future__ import annotations
 
 import select
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Generic, TypeVar
 
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 
@@ -20,6 +24,9 @@ class FrameChild:
         self._popen = subprocess.Popen(
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
+
+    def begin(self) -> None:
+        """Waits until the process can answer. It is killed if this raises."""
 
     @property
     def pid(self) -> int:
@@ -43,3 +50,53 @@ class FrameChild:
         if not select.select([self._popen.stdout], [], [], seconds)[0]:
             return None
         return read_frame(self._popen.stdout)
+
+
+Child = TypeVar("Child", bound=FrameChild)
+
+
+class FrameChildren(Generic[Child]):
+    """Processes that start on demand and are used again.
+
+    Args:
+        make: a new process, before its `begin`.
+    """
+
+    def __init__(self, make: Callable[[], Child]) -> None:
+        self._make = make
+        self._idle: list[Child] = []
+        self._all: set[Child] = set()
+        self._lock = Lock()
+
+    @contextmanager
+    def borrow(self) -> Iterator[Child]:
+        """A process for the calling thread alone; blocks until it has started. It is killed if the block raises."""
+        child = self._take()
+        try:
+            yield child
+        except BaseException:
+            child.kill()
+            raise
+        if child.is_alive:
+            with self._lock:
+                self._idle.append(child)
+
+    def close(self) -> None:
+        with self._lock:
+            for child in self._all:
+                child.kill()
+
+    def _take(self) -> Child:
+        with self._lock:
+            while self._idle:
+                if (child := self._idle.pop()).is_alive:
+                    return child
+        child = self._make()
+        with self._lock:
+            self._all = {some for some in self._all if some.is_alive} | {child}
+        try:
+            child.begin()
+        except BaseException:
+            child.kill()
+            raise
+        return child

@@ -65,6 +65,8 @@ class SchedulerConfig:
     """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
     num_snapshots: int = 0
     """Snapshots of states in the prefix cache (``--max-mamba-cache-size``); 0: none, or a model without states."""
+    host_snapshots: int = 0
+    """States that the host-RAM tier can hold."""
     mamba_track_interval: int = 256
     """Tokens between two snapshots of a decoding request."""
     lora_slots: int = 0
@@ -126,8 +128,10 @@ class SchedulerConfig:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
         if self.window and (self.host_tier_tokens or self.num_window_slots % self.page_size):
             raise ConfigError("a bounded window needs a pool of whole pages and no --enable-hierarchical-cache")
-        if self.num_snapshots and (self.host_tier_tokens or self.window or self.disable_radix_cache):
-            raise ConfigError("snapshots of states need the radix cache, without bounded windows and host tier")
+        if self.num_snapshots and (self.window or self.disable_radix_cache):
+            raise ConfigError("snapshots of states need the radix cache, without bounded windows")
+        if self.num_snapshots and self.host_tier_tokens and (not self.host_snapshots or self.kv_connector != "host"):
+            raise ConfigError("snapshots of states need the host-RAM tier as KV connector, with states of its own")
         for flag, value in (
             ("--max-queued-requests", self.max_queued_requests),
             ("--prefill-max-requests", self.prefill_max_requests),

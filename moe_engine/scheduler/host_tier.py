@@ -39,6 +39,11 @@ class Load:
     path: list[TierNode]
     waiting: list[Request] = field(default_factory=list)
 
+    @property
+    def last(self) -> TierNode:
+        """The node whose path is locked."""
+        return self.path[-1]
+
 
 class HostTier:
     """Implements `KVConnector`.
@@ -55,7 +60,7 @@ class HostTier:
         self.num_places = num_places
         self.storage: StorageTier | None = None
         self._size = slots.page_size
-        self.tree = TieredCache(slots.page_size, slots.free, self._store, self._release)
+        self.tree = self._new_tree(slots)
         self.num_loaded_tokens = 0
         self.num_loaded_from_storage = 0
         self._slots = slots
@@ -71,6 +76,9 @@ class HostTier:
         self._arrived: list[int] = []
         self._prepare()
 
+    def _new_tree(self, slots: SlotAllocator) -> TieredCache:
+        return TieredCache(slots.page_size, slots.free, self._store, self._release)
+
     def _prepare(self) -> None:
         """Further state of a subclass."""
 
@@ -81,9 +89,11 @@ class HostTier:
         """
         self.tree.write_through = WRITE_THROUGH[write_policy]
         if storage is not None:
-            num_pages = self.num_places // self._size
-            self.storage = StorageTier(storage, self.tree, self._alloc, self._give, num_pages, bigrams)
+            self.storage = self._new_storage(storage, bigrams)
             self.tree.on_stored = self._back_up
+
+    def _new_storage(self, settings: StorageSettings, bigrams: bool) -> StorageTier:
+        return StorageTier(settings, self.tree, self._alloc, self._give, self.num_places // self._size, bigrams)
 
     def _all_pages(self) -> list[int]:
         return list(range(self.num_places // self._size - 1, -1, -1))
@@ -196,7 +206,7 @@ class HostTier:
         return number
 
     def build_connector_meta(self) -> KVOps | None:
-        if self.tree.due:
+        if self.tree.has_due:
             self.tree.store_due(WRITE_TOKENS)
         ops = None
         if self._new_stores or self._new_loads or self._arrived:
@@ -210,13 +220,25 @@ class HostTier:
             load = self._loads.pop(number, None)
             if load is not None:
                 self._count(load)
-                self.tree.end_load(load.path, step)
+                self._end(load, step)
                 _wait_no_longer(load)
             elif number in self._abandoned:
-                self._slots.free(self._abandoned.pop(number), step)
+                self._end_abandoned(number, step)
             else:
                 continue  # of a failed step
             self._arrived.append(number)
+
+    def _end(self, load: Load, step: int) -> None:
+        """The KV of a load is readable."""
+        self.tree.end_load(load.path, step)
+
+    def _cancel(self, load: Load, step: int) -> list[int]:
+        """Takes the slots from the nodes of a load."""
+        return self.tree.cancel_load(load.path, step)
+
+    def _end_abandoned(self, number: int, step: int) -> None:
+        """The copy of an abandoned load has ended."""
+        self._slots.free(self._abandoned.pop(number), step)
 
     def _count(self, load: Load) -> None:
         """Counts loaded tokens by origin, in total and for the waiting requests."""
@@ -238,15 +260,11 @@ class HostTier:
         self._arrived = [*(number for part in ops for number in part.arrived), *self._arrived]
         self._new_loads = []
         for load in self._loads.values():
-            slots = self.tree.cancel_load(load.path, step)
+            self._abandoned[load.id] = self._cancel(load, step)
             _wait_no_longer(load)
-            if load.id in ended:  # a worker ends the copies of a failed step before it reports the failure
-                self._slots.free(slots, step)
-            else:
-                self._abandoned[load.id] = slots
         self._loads = {}
-        for number in ended & self._abandoned.keys():
-            self._slots.free(self._abandoned.pop(number), step)
+        for number in ended & self._abandoned.keys():  # a worker ends the copies of a failed step before it reports it
+            self._end_abandoned(number, step)
         self.tree.forget_places(doubtful)
         self._new_stores = {}
         if self.storage is not None:
@@ -267,7 +285,7 @@ class HostTier:
     # -- integrity
 
     def held_nodes(self) -> list[Node]:
-        return [load.path[-1] for load in self._loads.values()]
+        return [load.last for load in self._loads.values()]
 
     def held_slots(self) -> list[int]:
         return [slot for slots in self._abandoned.values() for slot in slots]

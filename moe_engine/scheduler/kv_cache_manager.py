@@ -48,8 +48,7 @@ class KVCacheManager:
         self.window_room: WindowRoom | None = None
         """Room for the KV of windowed layers, if it is bounded."""
         if config.host_tier_tokens:
-            made = connector_class(config.kv_connector)
-            self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
+            self.connector = self._new_connector(config)
             if (transfers := self.transfers) is not None:
                 transfers.uses_bigrams = config.bigram_prefixes
             configure = getattr(self.connector, "configure", None)
@@ -61,6 +60,10 @@ class KVCacheManager:
         if config.kv_events:
             self.tree.events = KVEventLog(config.page_size, config.bigram_prefixes)
         self.step = 0
+
+    def _new_connector(self, config: SchedulerConfig) -> KVConnector:
+        made: KVConnector = connector_class(config.kv_connector)(config.host_tier_tokens, self.slots, self.make_room)
+        return made
 
     def _new_slots(self, config: SchedulerConfig) -> SlotAllocator:
         return SlotAllocator(config.num_slots, config.page_size)

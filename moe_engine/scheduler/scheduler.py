@@ -260,8 +260,9 @@ class Scheduler:
         table, kv_cache = self.table, self.kv_cache
         kv_cache.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
-        kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
         state_ops = kv_cache.take_state_ops(batch.jobs, zip(draft.sampled[: draft.num_decodes], draft.starts))
+        # behind the snapshots of this plan: those that they replace are copied to the host first
+        kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
         more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads(), state_ops
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
         table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()

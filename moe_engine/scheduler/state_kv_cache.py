@@ -17,8 +17,10 @@ from typing import NamedTuple, Protocol
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.state_snapshots import NONE, SnapshotTree, snapshot_of
+from moe_engine.scheduler.state_tier import StateHostTier
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request, RowWrite, StateOps
 
@@ -53,6 +55,11 @@ class StateKVCacheManager(KVCacheManager):
         """Positions at which prompts in prefill diverge from cached KV."""
         super().__init__(config)
 
+    def _new_connector(self, config: SchedulerConfig) -> KVConnector:
+        return StateHostTier(
+            config.host_tier_tokens, self.slots, self.make_room, config.num_snapshots, config.host_snapshots
+        )
+
     def _new_tree(self, config: SchedulerConfig) -> RadixCache:
         return SnapshotTree(config.page_size, self.slots.free, config.num_snapshots)
 
@@ -61,6 +68,7 @@ class StateKVCacheManager(KVCacheManager):
     def attach(self, request: Request, node: Node) -> None:
         super().attach(request, node)
         request.state_from = snapshot_of(node)
+        self.tree.reading.add(request.state_from)
 
     def cache_unfinished(self, request: Request) -> RowWrite | None:
         write = super().cache_unfinished(request)
@@ -95,6 +103,7 @@ class StateKVCacheManager(KVCacheManager):
     def take_state_ops(self, jobs: Sequence[Chunk], decodes: Iterable[tuple[Request, int]]) -> StateOps | None:
         decodes = [] if self._reserves else decodes  # with drafts the lengths are not known here
         read = {job.entry.request.state_from for job in jobs if job.is_new}
+        self.tree.reading.clear()
         saves = [save for request, length in decodes if (save := self._save(request, length, read)) is not None]
         cuts = [cut for job in jobs for cut in self._cuts(job)]
         return StateOps(saves, cuts) if saves or cuts else None
@@ -152,4 +161,5 @@ class StateKVCacheManager(KVCacheManager):
 
     def check_snapshots(self) -> list[str]:
         pending = [item.slot for items in self._pending.values() for item in items]
-        return self.tree.check_snapshots(pending)
+        held = self.connector.held_snapshots() if isinstance(self.connector, StateHostTier) else []
+        return self.tree.check_snapshots([*pending, *held])

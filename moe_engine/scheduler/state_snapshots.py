@@ -34,6 +34,8 @@ class SnapshotTree(RadixCache):
     def __init__(self, page_size: int, free: Callable[[list[int], int], None], num_snapshots: int) -> None:
         self.num_snapshots = num_snapshots
         self._free_slots = list(range(num_snapshots))
+        self.reading: set[int] = set()
+        """Slots that new rows of the next plan read."""
         self.holders: dict[int, SnapshotNode] = {}
         """By slot: the node that owns it."""
         self.made_in: dict[int, int] = {}
@@ -60,7 +62,7 @@ class SnapshotTree(RadixCache):
             nodes = [node for slot, node in self.holders.items() if slot not in but]
             if not nodes:
                 return NONE
-            self._give_up(min(nodes, key=_usefulness))
+            self._evict_snapshot(min(nodes, key=usefulness), step)
         slot = self._free_slots.pop()
         self.made_in[slot] = step
         return slot
@@ -107,6 +109,11 @@ class SnapshotTree(RadixCache):
     def reset_slots(self) -> None:
         """Frees all slots; only without requests."""
         self._free_slots, self.holders, self.made_in = list(range(self.num_snapshots)), {}, {}
+        self.reading.clear()
+
+    def _evict_snapshot(self, node: SnapshotNode, step: int) -> None:
+        """Frees a slot for a snapshot that step `step` stores."""
+        self._give_up(node)
 
     def _give_up(self, node: SnapshotNode) -> None:
         slot, node.snapshot = node.snapshot, NONE
@@ -132,7 +139,7 @@ def snapshot_of(node: Node) -> int:
     return node.snapshot if isinstance(node, SnapshotNode) else NONE
 
 
-def _usefulness(node: SnapshotNode) -> tuple[int, bool, int]:
+def usefulness(node: SnapshotNode) -> tuple[int, bool, int]:
     """Sort key; the smallest is dropped first. Among the nodes of one path, which are used together, nodes that neither
     end it nor are shared by several continuations come first."""
     return node.last_access, len(node.children) != 1, node.end

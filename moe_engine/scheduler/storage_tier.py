@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from moe_engine.kv_ops import NO_STATE
 from moe_engine.scheduler.page_keys import page_keys, root_key
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
@@ -52,6 +53,8 @@ class Prefetch:
     op: int = 0
     pages: list[int] = field(default_factory=list)
     """Host pages that are being read into and belong to no node."""
+    state: int = NO_STATE
+    """Host entry for the state after the last page, if the model has states (`state_storage_tier`)."""
 
 
 class StorageTier:
@@ -236,7 +239,7 @@ class StorageTier:
                     self._end_backup(self._backups.pop(report.id), report.num_pages)
             elif report.id in self._orphans:
                 if report.ended:
-                    self._give(self._orphans.pop(report.id))
+                    self._end_orphan(report.id)
             elif (prefetch := self._prefetches.get(report.id)) is not None:
                 self._progressed(prefetch, report)
 
@@ -249,23 +252,33 @@ class StorageTier:
                 self._stop(prefetch)
             return
         count = min(report.num_pages, len(prefetch.keys))
-        least = max(1, self.settings.threshold // self._tree.page_size)
-        count = min(count, self._most - self._num_fetching)
-        pages = self._alloc(count) if prefetch.entry.is_queued and count >= least else None
+        pages = self._memory_for(prefetch, count) if prefetch.entry.is_queued else None
         self._prefetches.pop(prefetch.op)
         if pages is None:
             prefetch.stage = Stage.ENDED
             return
         prefetch.stage, prefetch.pages = Stage.FETCH, pages
-        prefetch.keys = prefetch.keys[:count]
-        self._num_fetching += count
+        prefetch.keys = prefetch.keys[: len(pages)]
+        self._num_fetching += len(pages)
         self._send(prefetch, pages)
+
+    def _memory_for(self, prefetch: Prefetch, count: int) -> list[int] | None:
+        """Host pages for the first of `count` stored pages; None if they are too few, or there is no room."""
+        count = min(count, self._most - self._num_fetching)
+        least = max(1, self.settings.threshold // self._tree.page_size)
+        return self._alloc(count) if count >= least else None
+
+    def _end_orphan(self, number: int) -> None:
+        self._give(self._orphans.pop(number))
 
     def _send(self, prefetch: Prefetch, pages: list[int]) -> None:
         self._num_ops += 1
         prefetch.op = self._num_ops
         self._prefetches[prefetch.op] = prefetch
-        self._new_fetches.append(KVFetch(prefetch.op, prefetch.keys, list(pages)))
+        self._new_fetches.append(self._fetch_of(prefetch, pages))
+
+    def _fetch_of(self, prefetch: Prefetch, pages: list[int]) -> KVFetch:
+        return KVFetch(prefetch.op, prefetch.keys, list(pages))
 
     def _keep(self, prefetch: Prefetch, count: int) -> None:
         """Adds the first `count` pages of the fetch, which are read, to the tree."""

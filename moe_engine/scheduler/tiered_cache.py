@@ -14,9 +14,10 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache
+from moe_engine.scheduler.state_snapshots import SnapshotNode
 
 
-class TierNode(Node):
+class TierNode(SnapshotNode):
     """A run of tokens. `alive` is true only on the device; `places` is None if the KV is not elsewhere."""
 
     __slots__ = ("absent", "digest", "from_storage", "in_tier_heap", "is_due", "load", "places")
@@ -161,7 +162,7 @@ class TieredCache(RadixCache):
     def add_absent(self, tokens: list[int], start: int, pages: list[int], namespace: Hashable) -> list[int]:
         """Adds pages with the KV of tokens[start:], which was not computed here. Returns the pages that are not used:
         the tree has their tokens, or lost the prefix before them."""
-        found = self.peek(tokens, len(tokens), namespace)
+        found = RadixCache.peek(self, tokens, len(tokens), namespace)
         node, pos = found.node if found.node is not None else self._root(namespace), found.length
         if found.partial is not None:
             node = self._split(found.partial, pos - node.end) if pos < len(tokens) else found.partial
@@ -183,8 +184,7 @@ class TieredCache(RadixCache):
             self._offer(node)
             return pages
         used = pages[(pos - start) // size :]
-        self._serial += 1
-        added = TierNode(node, tokens[pos:], [], self._serial)
+        added = self._make(node, tokens[pos:])
         added.alive, added.from_storage = False, True
         added.places = [place for page in used for place in range(page * size, page * size + size)]
         self._clock += 1
@@ -425,9 +425,8 @@ class TieredCache(RadixCache):
     def _split_absent(self, node: TierNode, count: int) -> TierNode:
         """`_split` of an absent node that is not being loaded."""
         assert node.places is not None and not node.load
-        self._serial += 1
         parent = _parent(node)
-        upper = TierNode(parent, node.tokens[:count], [], self._serial)
+        upper = self._make(parent, node.tokens[:count])
         upper.alive, upper.last_access, upper.from_storage = False, node.last_access, node.from_storage
         upper.places, node.places = node.places[:count], node.places[count:]
         parent.absent[self.child_key(node.tokens, 0)] = upper
@@ -435,6 +434,13 @@ class TieredCache(RadixCache):
         node.parent = upper
         upper.absent[self.child_key(node.tokens, 0)] = node
         return upper
+
+    def _make(self, parent: TierNode, tokens: list[int]) -> TierNode:
+        """A node without slots."""
+        self._serial += 1
+        made = self.make_node(parent, tokens, [], self._serial)
+        assert isinstance(made, TierNode)
+        return made
 
 
 def _parent(node: Node) -> TierNode:

@@ -23,6 +23,7 @@ from moe_engine.server.openai_common import matched_stop
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {
@@ -54,7 +55,7 @@ class AnthropicApi:
         """`Plan.options`: as of `ChatApi.read`."""
         asked = decode_body(body, MessagesRequest)
         with named(NAMES):
-            return self._chat.plan(*chat_request(asked))
+            return self._chat.plan(*chat_request(asked, limits_thinking=limits_thinking(self._state)))
 
     async def count_tokens(self, request: Request) -> Response:
         """Tokens of the prompt of messages."""
@@ -69,6 +70,15 @@ class AnthropicApi:
             prompt = render_prompt(self._state, messages, req, [] if req.tool_choice == "none" else tools)
         count: TokenCount = {"input_tokens": sum(len(ids) for _, ids in tokenizer.encode_parts([prompt], False))}
         yield encode_json(count)
+
+
+def limits_thinking(state: ServerState) -> bool:
+    """Whether the server can end a reasoning: it has a reasoning parser whose tags are tokens of the vocabulary."""
+    name, tokenizer = state.flags.reasoning_parser, state.frontend.tokenizer
+    if name is None or tokenizer is None:
+        return False
+    form = REASONING_FORMATS[name]
+    return all(tokenizer.token_id(tag) is not None for tag in (form.start, form.free_end))
 
 
 class _Events:

@@ -16,14 +16,21 @@ NAMES = (
     (r"^tool_choice\.function", "tool_choice"),
     (r"^tool_choice: required", "tool_choice: any"),
     (r"^stop\b", "stop_sequences"),
+    (r"^max_thinking_tokens\b", "thinking.budget_tokens"),
+    (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "messages.content.source"),
     (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
 )
 """For errors: fields of chat requests, and Anthropic's names of them."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_request(req: CountRequest) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+def chat_request(
+    req: CountRequest, *, limits_thinking: bool = False
+) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
     """The request, its messages and its tools, in OpenAI's form.
+
+    Args:
+        limits_thinking: the server can enforce the budget of a reasoning; otherwise the budget has no effect.
 
     Raises:
         InputError: names the field of Anthropic's request.
@@ -34,6 +41,8 @@ def chat_request(req: CountRequest) -> tuple[ChatRequest, list[dict[str, Any]], 
     if req.thinking is not None:
         on = req.thinking["type"] != "disabled"
         body["chat_template_kwargs"] = {"thinking": on, "enable_thinking": on}
+        if limits_thinking and req.thinking["type"] == "enabled":
+            body["max_thinking_tokens"] = req.thinking.get("budget_tokens")
     last = messages[-1]
     if last["role"] == "assistant" and last["content"] and last.keys() == {"role", "content"}:
         body["continue_final_message"] = True
@@ -82,7 +91,7 @@ def _messages(req: CountRequest) -> list[dict[str, Any]]:
         elif message["role"] == "assistant":
             out.append(_assistant(content, field))
         else:
-            out += _user(content, message["role"], field)
+            out += _user(content, message["role"], field, images=isinstance(req, MessagesRequest))
     return out
 
 
@@ -108,14 +117,19 @@ def _assistant(blocks: list[Any], field: str) -> dict[str, Any]:
     return message
 
 
-def _user(blocks: list[Any], role: str, field: str) -> list[dict[str, Any]]:
-    """Results of tools become messages of their own, before the text."""
+def _user(blocks: list[Any], role: str, field: str, *, images: bool) -> list[dict[str, Any]]:
+    """Results of tools become messages of their own, before the text. `images`: whether they are available."""
     out: list[dict[str, Any]] = []
-    texts = []
+    parts: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         place = f"{field}[{i}]"
         if block["type"] == "text":
-            texts.append(_field(block, "text", place))
+            parts.append({"type": "text", "text": _field(block, "text", place)})
+        elif block["type"] == "image":
+            if not images:
+                words = "an image's number of tokens is known only once it is read; count the text alone"
+                raise InputError(f"{place}: {words}", field=place)
+            parts.append({"type": "image_url", "image_url": {"url": _image_address(block, place)}})
         elif block["type"] == "tool_result":
             content = _text(block.get("content") or "", f"{place}.content")
             if block.get("is_error"):
@@ -123,9 +137,25 @@ def _user(blocks: list[Any], role: str, field: str) -> list[dict[str, Any]]:
             out.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
         else:
             raise _unavailable(block, place)
-    if texts or not out:
-        out.append({"role": role, "content": "\n".join(texts)})
+    if any(part["type"] != "text" for part in parts):
+        out.append({"role": role, "content": parts})
+    elif parts or not out:
+        out.append({"role": role, "content": "\n".join(part["text"] for part in parts)})
     return out
+
+
+def _image_address(block: Any, place: str) -> str:
+    """The address of an image, a data address for base64."""
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise InputError(f"{place}.source: is required", field=f"{place}.source")
+    if source["type"] == "url":
+        return _field(source, "url", f"{place}.source")
+    kind, data = _field(source, "media_type", f"{place}.source"), _field(source, "data", f"{place}.source")
+    if not kind.startswith("image/"):
+        words = f"expected a type of images such as image/png, got {kind!r:.60}"
+        raise InputError(f"{place}.source.media_type: {words}", field=f"{place}.source.media_type")
+    return f"data:{kind};base64,{data}"
 
 
 def _text(content: Any, field: str) -> str:

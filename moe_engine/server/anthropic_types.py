@@ -9,7 +9,16 @@ from msgspec import Meta
 
 from moe_engine.sampling_checks import MAX_COUNT
 
-BLOCKS = "text, tool_use, tool_result, thinking or redacted_thinking; other kinds are refused"
+BLOCKS = "text, image, tool_use, tool_result, thinking or redacted_thinking; other kinds are refused"
+
+
+class ImageBytes(TypedDict, total=False):
+    """`type` base64: `media_type` and `data`; url: `url`."""
+
+    type: Required[Annotated[str, Meta(pattern="^(base64|url)$")]]
+    media_type: str
+    data: str
+    url: str
 
 
 class Block(TypedDict, total=False):
@@ -22,6 +31,7 @@ class Block(TypedDict, total=False):
     name: str
     input: Any
     tool_use_id: str
+    source: ImageBytes
     content: str | list[Any] | None
     is_error: bool | None
 
@@ -67,7 +77,10 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Annotated[
         Thinking | None,
-        Meta(description="sets thinking and enable_thinking of the chat template; the budget has no effect"),
+        Meta(
+            description="sets thinking and enable_thinking of the chat template; the budget is enforced with a "
+            "reasoning parser whose tags are tokens"
+        ),
     ] = None
 
 

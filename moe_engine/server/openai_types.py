@@ -200,6 +200,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[Count | None, Meta(description="vLLM's name of max_thinking_tokens")] = None
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
     continue_final_message: bool | None = False
@@ -229,6 +230,8 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         InputError: names the field as the client spelled it.
     """
     names = {"max_new_tokens": length_field, "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+    if getattr(req, "thinking_token_budget", None) is not None:
+        names["max_thinking_tokens"] = "thinking_token_budget"
     if req.return_hidden_states and req.stream:
         raise InputError("return_hidden_states: not in a stream; leave out stream", field="return_hidden_states")
     return GenerateInput(

@@ -19,6 +19,7 @@ NAMES = (
     (r"^(tools\[\d+\])\.function", r"\1"),
     (r"^tool_choice\.function", "tool_choice"),
     (r"^max_tokens\b", "max_output_tokens"),
+    (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "input.content.image_url"),
     (r"^messages\b", "input"),
     (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
 )
@@ -97,7 +98,10 @@ def _message(item: Any, field: str) -> dict[str, Any]:
     if kind == "message":
         if "role" not in item:
             raise InputError(f"{field}.role: is required", field=f"{field}.role")
-        return {"role": item["role"], "content": _text(item.get("content"), f"{field}.content")}
+        content = item.get("content")
+        if item["role"] != "assistant" and isinstance(content, list) and any(map(_is_image, content)):
+            return {"role": item["role"], "content": _parts(content, f"{field}.content")}
+        return {"role": item["role"], "content": _text(content, f"{field}.content")}
     if kind == "function_call":
         function = {name: _string(item, name, field) for name in ("name", "arguments")}
         call = {"id": _string(item, "call_id", field), "type": "function", "function": function}
@@ -109,6 +113,24 @@ def _message(item: Any, field: str) -> dict[str, Any]:
         thoughts = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "content": None, "reasoning_content": _text(thoughts, f"{field}.content")}
     raise InputError(f"{field}.type: {kind!r:.60} is not available here", field=f"{field}.type")
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _parts(content: list[Any], field: str) -> list[dict[str, Any]]:
+    """Texts and images as parts of a chat message."""
+    found: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        place = f"{field}[{i}]"
+        if not _is_image(part):
+            found.append({"type": "text", "text": _text([part], field)})
+        elif part.get("file_id") is not None:
+            raise InputError(f"{place}.file_id: files are not stored; send image_url", field=f"{place}.file_id")
+        else:
+            found.append({"type": "image_url", "image_url": {"url": _string(part, "image_url", place)}})
+    return found
 
 
 def _text(content: Any, field: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
+from moe_engine.class_path import class_at
 from moe_engine.errors import ConfigError
 from moe_engine.step_settings import StorageSettings
 from moe_engine.storage.protocol import METHODS, PageStorage
@@ -44,7 +44,7 @@ def open_storage(settings: StorageSettings, rank: int = 0) -> PageStorage:
     Raises:
         ConfigError: unknown backend, its package is missing, or it cannot be opened.
     """
-    made = BACKENDS.get(settings.backend) or class_at(settings.backend)
+    made = BACKENDS.get(settings.backend) or users_class(settings.backend)
     try:
         storage = made(settings, rank)
     except ConfigError:
@@ -67,20 +67,7 @@ def extra_of(settings: StorageSettings) -> dict[str, Any]:
     return found
 
 
-def class_at(path: str) -> Maker:
-    """A user's class, ``package.module:Class`` or ``package.module.Class``. Raises ConfigError."""
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module or not name:
-        raise ConfigError(
-            f"--hicache-storage-backend {path!r:.100}: unknown; use {', '.join(BACKENDS)}, or the path of a class as "
-            "package.module:Class"
-        )
-    try:
-        found = getattr(import_module(module), name)
-    except Exception as error:  # of any code in the module
-        raise ConfigError(
-            f"--hicache-storage-backend {path}: cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"--hicache-storage-backend {path}: not a class")
-    return found  # type: ignore[no-any-return]
+def users_class(path: str) -> Maker:
+    """Raises ConfigError."""
+    maker: Maker = class_at(path, "--hicache-storage-backend", BACKENDS)
+    return maker

@@ -203,22 +203,34 @@ class LLGrammar:
         self._masks = masks
 
     def matcher(self, reasoning: FreeReasoning | None = None) -> Matcher:
-        state = LLState(self._matcher.deep_copy(), self._first, self._eos_ids, self._masks)
+        state = LLState(self._matcher, self._first, self._eos_ids, self._masks)
         return state if reasoning is None else ReasoningMatcher(reasoning, self._end_tags, state)
 
 
 class LLState:
-    """Implements `PositionMasks`. An end token, after which no token is sampled, is not passed to llguidance."""
+    """Implements `PositionMasks`. An end token, after which no token is sampled, is not passed to llguidance.
+
+    Args:
+        initial: a state before the first token, which is not changed. It is copied for the first accepted token: the
+            first mask of a request, which is known, then waits for no copy.
+    """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, first: np.ndarray, eos_ids: frozenset[int], masks: _Masks
+        self, initial: llguidance.LLMatcher, first: np.ndarray, eos_ids: frozenset[int], masks: _Masks
     ) -> None:
-        self._matcher = matcher
+        self._initial = initial
+        self._copy: llguidance.LLMatcher | None = None
         self._first = first
         self._eos_ids = eos_ids
         self._accepted = 0
         self._past_end = 0
         self._masks = masks
+
+    @property
+    def _matcher(self) -> llguidance.LLMatcher:
+        if self._copy is None:
+            self._copy = self._initial.deep_copy()
+        return self._copy
 
     def accept(self, token: int) -> None:
         if self._past_end or token in self._eos_ids:
@@ -248,8 +260,8 @@ class LLState:
         return [] if self._past_end else self._matcher.compute_ff_tokens()
 
     def check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(readable(self._matcher.get_error()))
+        if self._copy is not None and self._copy.is_error():
+            raise GrammarError(readable(self._copy.get_error()))
 
     def rollback(self, count: int) -> None:
         ended = min(count, self._past_end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -41,8 +42,13 @@ IN_STRUCTURED_OUTPUTS = {
 """Fields of vLLM's `structured_outputs`."""
 ANY_OBJECT = '{"type":"object"}'
 
+MAX_KEPT, MAX_KEPT_BYTES = 256, 64 << 10
+"""Number of values whose JSON is kept, and the largest one: requests repeat their schemas."""
+
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
 
 Found = tuple[str, str, Any]
 """Client's name, kind, value."""
@@ -133,7 +139,9 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
             if (plain := _plain_json(value, types)) is not None:
                 return plain
             value = json.loads(value)
-        source = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        elif (kept := _kept_json(value, types)) is not None:
+            return kept
+        source = _dumps(value)
         source.encode()
         if source.count("{") + source.count("[") > MAX_DEPTH:
             _check_depth(field, value)
@@ -160,6 +168,25 @@ def _plain_json(text: str, types: tuple[type, ...]) -> str | None:
         return _encode(value).decode() if isinstance(value, types) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+
+
+def _kept_json(value: Any, types: tuple[type, ...]) -> str | None:
+    """The compact JSON of an object without deep nesting, which is kept. None: use the standard library."""
+    try:
+        packed = _pack(value)  # unlike JSON, distinguishes NaN from null
+        return _json_of(packed) if isinstance(value, types) and len(packed) <= MAX_KEPT_BYTES else None
+    except Exception:  # not JSON: the standard library's error has the reason
+        return None
+
+
+@lru_cache(MAX_KEPT)
+def _json_of(packed: bytes) -> str | None:
+    source = _dumps(_unpack(packed))
+    return source if source.count("{") + source.count("[") <= MAX_DEPTH else None
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _check_depth(field: str, value: Any) -> None:

@@ -1,7 +1,8 @@
-"""Measures the step costs of a running server from outside, through its clients.
+"""Measures the step costs of a running server from outside, through the client of `bench serving`.
 
-Decode: concurrent streams, whose chunks come once a step. Prefill: prompts with one answer token. Both include the
-slowdown of steps by the front end on a machine where they share cores.
+Decode: concurrent streams, whose chunks come once a step. Prefill: the first token of short answers, which is sent
+while the next step runs, as in longer answers. Both include the slowdown of steps by the front end and the client on
+a machine where they share cores.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import msgspec
+from typing import Any
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.tuning import event_stream
+from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, Curve
-from moe_engine.tuning.stats import median
+from moe_engine.tuning.datasets import BenchRequest
+from moe_engine.tuning.native_client import CallOptions, ask_native
+from moe_engine.tuning.stats import mean, median
 
 REPEATS = 5
 ROUNDS = 3
@@ -26,11 +28,15 @@ ROUND_SECONDS = 1.0, 4.0
 """Rounds of a measurement are repeated for at least the first time; no further round begins after the second time."""
 PREFIX_SECONDS = 1.5
 """Max time of prompts that only fill the cache."""
+FIRST_TOKENS = 4
+"""Tokens of an answer of which only the first is measured."""
 DECODE_TOKENS = 96
 STAGGER_TOKENS = 6
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
 """Requests that arrive at once, and tokens of the answers meanwhile."""
+LONE_TOKENS, LONE_REPEATS, LONE_PAUSE = 64, 24, 0.03
+"""Prompt tokens, number and mean pause of requests that find the server idle for a while."""
 LEAST_ANSWERS = 8
 """Concurrent answers from which the time between the tokens of a step is measured."""
 SKIPPED = 6
@@ -62,19 +68,24 @@ class Decode:
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer: seconds from its request to each chunk, and the time of its beginning. `received`: Unix time at which
-    the server had read the request."""
+    """An answer: seconds from its request to each chunk, and the time of its beginning. `received`: time at which the
+    server had read the request, on the same clock."""
 
     chunks: list[float]
     started: float
     received: float
+
+    @property
+    def entry(self) -> float:
+        """Seconds until the server had read the request."""
+        return self.received - self.started
 
 
 class Probes:
     """All measurements of a server."""
 
     def __init__(self, base_url: str, limits: Limits, seed: int = 0) -> None:
-        self._url, self._limits = base_url, limits
+        self._options, self._limits = CallOptions(base_url), limits
         self._rng = random.Random(seed)
         self._steps, self._accepted = 0, 0.0
 
@@ -87,6 +98,7 @@ class Probes:
             progress(f"prefill, {length} tokens")
             counts.append(float(length))
             totals.append(await self._first_token(self._prompt, length))
+        totals = ascending(totals)
         prefill = Curve(tuple(counts), tuple(totals))
         short = min(32, self._limits.max_input // 4)
         decodes: dict[int, Decode] = {}
@@ -97,14 +109,17 @@ class Probes:
         per_context = await self._context_second(decodes, prefill)
         progress("prefill behind a cached prefix")
         per_cached, per_pair = await self._cached_seconds(prefill)
+        progress("requests after a pause")
+        idle, entry = await self._after_pauses()
         progress("new requests during a decode")
         first = decodes[min(decodes)]
-        answer = max(totals[0] - first.seconds * (0.5 if self._limits.drafts else 1), 0.0)
         base = first.context
         of_group = {max(count // self._limits.num_groups, 1): decode for count, decode in decodes.items()}
-        seconds = tuple(d.seconds - n * (d.context - base) * per_context for n, d in of_group.items())
+        seconds = ascending([d.seconds - n * (d.context - base) * per_context for n, d in of_group.items()])
+        answer = max(totals[0] - seconds[0] * (0.5 if self._limits.drafts else 1), 0.0)
         steps = Curve(prefill.counts, tuple(max(total - answer, 1e-6) for total in totals))
         delay, between = await self._arrivals(steps, short)
+        busy = max(await self._entry_beside_decodes(short) - entry, 0.0)
         most = decodes[max(decodes)]
         return CostFile(
             {self._limits.drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
@@ -115,6 +130,8 @@ class Probes:
             pair_second=per_pair,
             answer_seconds=answer,
             arrival_seconds=delay,
+            idle_seconds=idle,
+            busy_seconds=busy,
             request_seconds=min(between, answer),
             token_seconds=min(most.token_seconds, answer),
             acceptance=self._acceptance(),
@@ -172,15 +189,45 @@ class Probes:
         pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
         return max(more[1] - pair * tails[1], 0.0), pair
 
+    async def _after_pauses(self) -> tuple[float, float]:
+        """Additional seconds of a first token if the server was idle for a while (its processes sleep, its caches are
+        cold), and seconds until the server has read a request without a pause. Both kinds in turn."""
+        length = min(LONE_TOKENS, self._limits.chunk, self._limits.max_input // 2)
+        at_once, paused = [], []
+        for _ in range(LONE_REPEATS):
+            at_once.append(await self._ask(self._prompt(length), FIRST_TOKENS))
+            await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
+            paused.append(await self._ask(self._prompt(length), FIRST_TOKENS))
+        first, later = (median([stream.chunks[0] for stream in streams]) for streams in (at_once, paused))
+        return max(later - first, 0.0), median([stream.entry for stream in at_once])
+
+    async def _entry_beside_decodes(self, length: int) -> float:
+        """Seconds until the server has read a request while steps take the cores."""
+        count, tokens = self._beside(length)
+        if count < 1:
+            return 0.0
+        streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
+        entries = []
+        while not streams.done():
+            await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
+            if not streams.done():
+                entries.append((await self._ask(self._prompt(1), 1)).entry)
+        await streams
+        return median(entries) if entries else 0.0
+
+    def _beside(self, length: int) -> tuple[int, int]:
+        """Number of answers beside which other requests arrive, and their tokens."""
+        groups = self._limits.num_groups
+        count = min(4 * groups, self._limits.max_running - groups)
+        tokens = ARRIVAL_TOKENS * (1 + self._limits.drafts)
+        return count, min(tokens, self._limits.max_input - length, self._limits.pool // (max(count, 0) + 1) - length)
+
     async def _arrivals(self, prefill: Curve, length: int) -> tuple[float, float]:
         """Delay of a step by an arriving request, and the time that the front end takes for it: while some requests
         decode, several others arrive at once, and then none for the same time."""
-        groups = self._limits.num_groups
-        count = min(4 * groups, self._limits.max_running - groups)
+        count, tokens = self._beside(length)
         if count < 1:
             return 0.0, 0.0
-        tokens = ARRIVAL_TOKENS * (1 + self._limits.drafts)
-        tokens = min(tokens, self._limits.max_input - length, self._limits.pool // (count + 1) - length)
         streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
         phases: list[tuple[float, float, float]] = []
         between: list[float] = []
@@ -209,7 +256,7 @@ class Probes:
         taken: list[float] = []
         began = time.perf_counter()
         while _goes_on(len(taken), REPEATS, time.perf_counter() - began):
-            taken.append((await self._ask(prompt(length), 1)).chunks[0])
+            taken.append((await self._ask(prompt(length), FIRST_TOKENS)).chunks[0])
         return median(taken)
 
     async def _streams(self, count: int, length: int) -> Decode:
@@ -227,24 +274,26 @@ class Probes:
         return self._rng.choices(self._limits.vocab, k=length)
 
     async def _ask(self, ids: list[int], tokens: int) -> Stream:
-        body = {
-            "input_ids": ids,
-            "stream": True,
-            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
-        }
-        chunks: list[float] = []
-        started = time.perf_counter()
-        last = b"{}"
-        async for moment, data in event_stream.events(f"{self._url}/generate", body):
-            chunks.append(moment - started)
-            last = data
-        meta = msgspec.json.decode(last).get("meta_info") or {}
-        if not chunks:
-            raise MoeEngineError("the server ended a stream without any token")
-        if steps := meta.get("spec_verify_ct"):
+        counts: list[int] = []
+        last: dict[str, Any] = {}
+
+        def seen(meta: dict[str, Any], count: int) -> None:
+            nonlocal last
+            counts.append(count)
+            last = meta
+
+        to_unix = time.time() - time.perf_counter()
+        answer = await ask_native(BenchRequest(ids, len(ids), tokens), self._options, seen)
+        if not answer.success:
+            raise MoeEngineError(f"a request of the measurement failed: {answer.error}")
+        if steps := last.get("spec_verify_ct"):
             self._steps += steps
-            self._accepted += steps * (meta["spec_accept_length"] - 1)
-        return Stream(chunks, started, meta.get("request_received_ts", 0.0))
+            self._accepted += steps * (last["spec_accept_length"] - 1)
+        return Stream(
+            _chunks(answer, [count for count in counts if count > 0]),
+            answer.started,
+            last.get("request_received_ts", 0.0) - to_unix,
+        )
 
     def _acceptance(self) -> tuple[float, ...]:
         """The acceptance rate, assumed equal at all positions, that gives the measured number of accepted drafts a
@@ -260,6 +309,27 @@ class Probes:
         return (round(low, 6),) * drafts
 
 
+def ascending(values: Sequence[float]) -> list[float]:
+    """The nearest values (least squares) that never fall: a step with more work takes no less time, whatever else
+    the machine did during a measurement."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (high, more), (low, count) = blocks[-2:]
+            blocks[-2:] = [((high * more + low * count) / (more + count), more + count)]
+    return [value for value, count in blocks for _ in range(count)]
+
+
+def _chunks(answer: Answer, counts: Sequence[int]) -> list[float]:
+    """Seconds from the request to each chunk, of `counts` tokens."""
+    chunks, gap = [answer.ttft], 0
+    for count in counts[1:]:
+        chunks.append(chunks[-1] + sum(answer.itl[gap : gap + count]))
+        gap += count
+    return chunks
+
+
 def _goes_on(done: int, rounds: int, seconds: float) -> bool:
     """Whether a measurement that took `seconds` so far gets a further round."""
     least, most = ROUND_SECONDS
@@ -272,15 +342,16 @@ def _length_of(prefill: Curve, seconds: float) -> int:
 
 
 def _between_tokens(answers: Sequence[Stream]) -> float:
-    """Median seconds between two chunks of different answers while all of them ran: most are of one step. 0: too few
-    answers."""
+    """Mean seconds between two chunks of one step, while all answers ran. The longest gaps, one a step, are those
+    between steps. 0: too few answers."""
     if len(answers) < LEAST_ANSWERS:
         return 0.0
     begin = max(answer.chunks[0] + answer.started for answer in answers)
     end = min(answer.chunks[-1] + answer.started for answer in answers)
     moments = sorted(answer.started + at for answer in answers for at in answer.chunks)
-    gaps = [later - before for before, later in pairwise(moments) if begin <= before and later <= end]
-    return median(gaps) if gaps else 0.0
+    gaps = sorted(later - before for before, later in pairwise(moments) if begin <= before and later <= end)
+    of_steps = gaps[: len(gaps) - -(-len(gaps) // len(answers))]
+    return mean(of_steps) if of_steps else 0.0
 
 
 def _common_steps(answers: Sequence[Stream]) -> list[tuple[float, float]]:

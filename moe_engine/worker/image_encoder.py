@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_engine.image_tokens import ImageTokens
 from moe_engine.models.batch import ImageRows
-from moe_engine.models.image_text import ImageTextModel
+from moe_engine.models.image_text import ImageInputs
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.device_stream import DeviceStream
 
@@ -24,7 +24,7 @@ class ImageEncoder:
         max_bytes: limit of the results kept between steps; results of the current step may exceed it.
     """
 
-    def __init__(self, model: ImageTextModel, max_bytes: int, stream: DeviceStream) -> None:
+    def __init__(self, model: ImageInputs, max_bytes: int, stream: DeviceStream) -> None:
         self._model, self._max_bytes, self._stream = model, max_bytes, stream
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()  # [N, VisionConfig.row_width] each
         self.num_bytes = 0

@@ -153,6 +153,7 @@ class Worker:
         """Passes the masks to the launched step. Masks of a step that has been abandoned are ignored."""
         launched = self._launched
         if launched is not None and launched.number == masks.number:
+            launched.prepared = self.runner.rows.edits.masks.prepare(masks)
             launched.sample(masks)
 
     def abandon(self) -> None:
@@ -201,16 +202,14 @@ class Worker:
             self._collector.shutdown()
 
     def _execute(self, plan: StepPlan, masks: LaunchedStep | None) -> StepResult:
-        if masks is not None:
-            self.runner.rows.edits.masks.begin(masks)
+        self.runner.rows.edits.masks.begin(masks)
         return self.runner.execute(plan)
 
     def _launch(
         self, plan: StepPlan, masks: LaunchedStep | None, future: Future[StepResult], collector: ThreadPoolExecutor
     ) -> None:
         try:
-            if masks is not None:
-                self.runner.rows.edits.masks.begin(masks)
+            self.runner.rows.edits.masks.begin(masks)
             pending = self.runner.launch(plan)
         except Exception as error:
             future.set_exception(error)
@@ -280,7 +279,7 @@ def _prepare(
         passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip
     if options.host_tier_tokens:
-        runner.kv_copies = make_copies(options, pool, parallel, stream)
+        runner.kv_copies = make_copies(options, pool, parallel, stream, rows.states)
     if options.lora is not None:
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)

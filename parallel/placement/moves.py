@@ -124,7 +124,7 @@ class _LayerMoves:
         while any(self._missing):
             self._start_chunk()
             for rank in range(len(self._missing)):
-                while any(self._add_chain(self._chain(rank, expert)) for expert in list(self._missing[rank])):
+                while self._received[rank] < self._chunk_size and self._add_first(rank):
                     pass
             if not self._copies:
                 self._add_chain(self._trade())
@@ -138,6 +138,10 @@ class _LayerMoves:
             for slot in leftover:
                 self._table[slot] = EMPTY
             yield (), tuple(self._table)
+
+    def _add_first(self, rank: int) -> bool:
+        """Adds the chain of the first missing expert of the rank that fits into the chunk; False if none does."""
+        return any(self._add_chain(self._chain(rank, expert)) for expert in list(self._missing[rank]))
 
     def _add_chain(self, chain: list[Copy]) -> bool:
         """Adds copies to the chunk; False if there are none."""
@@ -160,13 +164,13 @@ class _LayerMoves:
     def _chain(self, rank: int, expert: int) -> list[Copy]:
         """Copies that bring the expert to the rank, and every last copy they overwrite to its target rank.
 
-        Empty if they do not fit into the chunk.
+        Empty if they do not fit into the chunk. The counters hold what the chain adds to those of the chunk.
         """
         chain: list[Copy] = []
-        sent, received, left = self._sent.copy(), self._received.copy(), self._left.copy()
+        sent, received, left = Counter[int](), Counter[int](), Counter[int]()
         used: set[int] = set()
         while True:
-            if received[rank] >= self._chunk_size:
+            if self._received[rank] + received[rank] >= self._chunk_size:
                 return []
             source, found = self._source(expert, rank, sent)
             if not found:
@@ -184,27 +188,32 @@ class _LayerMoves:
             if not displaced:
                 return chain
             target_ranks = [other for other, want in enumerate(self._missing) if want[victim]]
-            rank = next((home for home in target_ranks if received[home] < self._chunk_size), target_ranks[0])
+            rank = next(
+                (home for home in target_ranks if self._received[home] + received[home] < self._chunk_size),
+                target_ranks[0],
+            )
             expert = victim
 
     def _may_overwrite(self, expert: int, left: Counter[int]) -> bool:
-        """True if a slot with this expert may be overwritten: it is empty, not the last copy, or not in the target."""
-        return expert == EMPTY or left[expert] > 1 or expert not in self._kept
+        """True if a slot with this expert may be overwritten: it is empty, not the last copy, or not in the target.
+        `left`: change of the number of copies by a chain."""
+        return expert == EMPTY or self._left[expert] + left[expert] > 1 or expert not in self._kept
 
     def _source(self, expert: int, rank: int, sent: Counter[int]) -> tuple[int | None, bool]:
-        """The best source slot, and whether there is one: own rank, own node, then the rank that has sent least."""
+        """The best source slot, and whether there is one: own rank, own node, then the rank that has sent least, with
+        those of the chain."""
         if expert not in self._holders:
             return None, True
         node = rank // self._ranks_per_node
 
         def far(slot: int) -> tuple[bool, bool, int]:
             holder = slot // self._per_rank
-            return holder != rank, holder // self._ranks_per_node != node, sent[holder]
+            return holder != rank, holder // self._ranks_per_node != node, self._sent[holder] + sent[holder]
 
         able = [
             slot
             for slot in self._holders[expert]
-            if slot // self._per_rank == rank or sent[slot // self._per_rank] < self._chunk_size
+            if (holder := slot // self._per_rank) == rank or self._sent[holder] + sent[holder] < self._chunk_size
         ]
         return (min(able, key=far), True) if able else (None, False)
 

@@ -75,6 +75,8 @@ def test_chat_options_with_and_without_a_stream(client: openai.OpenAI, options: 
         assert reasoning == [getattr(c.message, "reasoning_content", None) or "" for c in answer.choices]
         assert usage.completion_tokens == answer.usage.completion_tokens
         assert bool(calls) == bool(answer.choices[0].message.tool_calls)
+    if "stop" in options:
+        assert answer.choices[0].finish_reason == "stop" and "Paris" not in answer.choices[0].message.content
     if options.get("logprobs"):
         for entry in answer.choices[0].logprobs.content:
             assert entry.logprob <= 0 and len(entry.top_logprobs) == 3 and math.isfinite(entry.logprob)
@@ -129,6 +131,11 @@ def test_responses(client: openai.OpenAI) -> None:
     assert "Paris" in first.output_text and first.status == "completed"
     with client.responses.stream(model="default", input="What is the capital of France?", temperature=0) as stream:
         assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == first.output_text
+    more: Any = {"previous_response_id": first.id, "text": {"format": {"type": "json_object"}}}
+    with client.responses.stream(model="default", input="And of Italy?", max_output_tokens=40, **more) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text and final.previous_response_id == first.id
     tools: Any = [{"type": "function", **WEATHER["function"]}]
     called = client.responses.create(
         model="default", input="What is the weather in Paris?", tools=tools, tool_choice="required", temperature=0

@@ -89,7 +89,8 @@ def test_a_model_without_attention(with_states) -> None:
     [
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*rejected drafts.*leave it out"),
         ({"speculative_algorithm": "NEXTN"}, "--speculative-algorithm NEXTN"),
-        ({"enable_hierarchical_cache": True}, r"--enable-hierarchical-cache \(--kv-connector host\): .*leave it out"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: .*no prefix is cached.*leave it out"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill: .*not transferred.*leave it out"),
         ({"enable_two_batch_overlap": True, "tp_size": 2, "moe_a2a_backend": "all_to_all", "ep_size": 2},
          "--enable-two-batch-overlap: .*leave it out"),
         ({"enable_torch_compile": True}, "--enable-torch-compile: .*leave it out"),
@@ -121,6 +122,20 @@ def test_snapshots_for_cached_prefixes(with_states) -> None:
     assert without.num_snapshots == 0 and any("--max-mamba-cache-size: no effect" in note for note in without.notes)
     with pytest.raises(ConfigError, match=r"--max-mamba-cache-size 7: 7 requests run.*give 8 or more"):
         with_states(CACHED, max_running_requests=7, max_mamba_cache_size=7)
+
+
+def test_the_host_tier_has_states_in_proportion(with_states) -> None:
+    tier = {"enable_hierarchical_cache": True, "max_running_requests": 7, "max_total_tokens": 800}
+    config = with_states(CACHED, hicache_ratio=3, **tier)
+    assert (config.host_tier_tokens, config.host_snapshots) == (2400, 21)
+    assert config.ledger.bytes_of("host tier of states") == 21 * 2 * BYTES
+    assert "host_snapshots" in explain_text(config)
+    each = config.ledger.bytes_per_token
+    sized = with_states(CACHED, hicache_size=1, **tier)
+    used = sized.host_tier_tokens * each + sized.host_snapshots * 2 * BYTES
+    assert 0.999e9 < used <= 1e9 and sized.host_tier_tokens / sized.host_snapshots == pytest.approx(800 / 7, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"--kv-connector .*only the connector host stores states"):
+        with_states(CACHED, kv_connector="tests.engine.test_host_tier:OwnTier", **tier)
 
 
 def test_drafts_have_a_state_for_each_position(with_states) -> None:

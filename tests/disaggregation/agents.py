@@ -6,8 +6,6 @@ Every rank of a side has a thread and rows. The test acts as the scheduler: it s
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,6 +18,7 @@ from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.scheduler.transfer_link import TransferLink
 from tests.disaggregation.faulty import Cable
+from tests.waiting import until
 
 SCHEMA = {"cache": "made up"}
 SECONDS = 30.0
@@ -66,14 +65,6 @@ class Side:
     def wait(self, room: int, *names: str) -> tuple[Any, ...]:
         """The first report of one of these names."""
         return until(lambda: next((report for report in self.of(room) if report[0] in names), None))
-
-
-def until(found: Callable[[], Any]) -> Any:
-    end = time.monotonic() + SECONDS
-    while not (value := found()):
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.001)
-    return value
 
 
 def nothing_is_held(pair: AgentPair) -> None:

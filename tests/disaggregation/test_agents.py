@@ -11,8 +11,9 @@ import pytest
 from moe_engine.core.kv_transfer.open import with_transfers
 from moe_engine.errors import EngineDeadError
 from moe_engine.scheduler.transfer_link import TransferLink
-from tests.disaggregation.agents import AgentPair, nothing_is_held, until
+from tests.disaggregation.agents import AgentPair, nothing_is_held
 from tests.disaggregation.transport_names import each_transport
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("transport", each_transport())

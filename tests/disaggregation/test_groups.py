@@ -18,8 +18,9 @@ from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
 from moe_engine.core.kv_transfer.joint import JointTransfers
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts, sources_of
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
-from tests.disaggregation.agents import SCHEMA, Rows, Side, until
+from tests.disaggregation.agents import SCHEMA, Rows, Side
 from tests.examples import examples
+from tests.waiting import until
 
 SIZES = (1, 2, 4, 8)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 from tests.e2e.server_process import ServerProcess
+from tests.waiting import until
 
 LENGTH = 2000  # a second or more of a tiny model: all requests run before the first one ends
 LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
@@ -26,14 +25,4 @@ def in_background(server: ServerProcess, count: int) -> tuple[list[threading.Thr
 
 
 def wait_running(server: ServerProcess, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while server.state()["num_running"] < count:
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.01)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: server.state()["num_running"] >= count, "the requests do not run")

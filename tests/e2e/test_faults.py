@@ -8,9 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.running_requests import in_background, wait_for, wait_running
+from tests.e2e.running_requests import in_background, wait_running
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -53,10 +54,10 @@ def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: 
             return bool(errors)
 
         with server.client() as client:
-            wait_for(is_sick)
+            until(is_sick)
         assert server.process.wait(60) == 1
         assert "no heartbeat" in server.log and all("no heartbeat" in text for text in errors)
         for thread in threads:
             thread.join(60)
         assert all(a.status_code == 503 and "no heartbeat" in a.text for a in answers)  # type: ignore[attr-defined]
-        wait_for(lambda: not core.is_running())
+        until(lambda: not core.is_running())

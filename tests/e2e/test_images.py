@@ -113,6 +113,30 @@ def test_generate(served: Served) -> None:
     assert batch[1]["output_ids"][: len(wanted)] == wanted
 
 
+def test_the_other_forms_of_chats(served: Served) -> None:
+    """/v1/messages and /v1/responses answer as the same chat."""
+    data = base64.b64encode(encoded(random_picture(60, 80, random.randrange(1000)))).decode()
+    address = f"data:image/png;base64,{data}"
+    text = {"type": "text", "text": "see"}
+    ours, theirs = {"type": "base64", "media_type": "image/png", "data": data}, {"type": "input_text", "text": "see"}
+    chat, message, response = (
+        httpx.post(f"{served.server.url}/v1/{path}", json={**body, "temperature": 0}, timeout=60).json()
+        for path, body in (
+            ("chat/completions", {"max_tokens": 5, "messages": [{"role": "user", "content": [
+                text, {"type": "image_url", "image_url": {"url": address}}]}]}),
+            ("messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [
+                text, {"type": "image", "source": ours}]}]}),
+            ("responses", {"max_output_tokens": 5, "input": [{"role": "user", "content": [
+                theirs, {"type": "input_image", "image_url": address}]}]}),
+        )
+    )  # fmt: skip
+    expected = chat["choices"][0]["message"]["content"]
+    assert "".join(block["text"] for block in message["content"]) == expected
+    assert "".join(part["text"] for item in response["output"] for part in item["content"]) == expected
+    used = message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    assert used == response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"] > 10
+
+
 def test_chat(served: Served) -> None:
     pictures = [random_picture(random.randint(40, 120), random.randint(40, 120), seed) for seed in range(2)]
     content: list[Any] = [{"type": "text", "text": "first "}]

@@ -7,9 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.running_requests import LENGTH, in_background, wait_for, wait_running
+from tests.e2e.running_requests import LENGTH, in_background, wait_running
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_sigterm_while_starting(checkpoint: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = ServerProcess(tmp_path, "--model-path", str(checkpoint))
     try:
-        wait_for(server.children)
+        until(server.children)
         assert server.terminate(60) == 0
         assert "READY" not in server.log and "Traceback" not in server.log
         assert not list(tmp_path.glob("moe-engine-*"))

@@ -36,7 +36,8 @@ OFTEN = ("n-grams", "tree of a head")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose next token depends mostly on the last one, so that answers repeat and drafts are right."""
+    """A checkpoint whose next token depends mostly on the last one, in cycles of four, so that drafts are right; images
+    change the log-probabilities."""
     folder = make_checkpoint(
         random.choice(("qwen2_5_vl", "qwen3_vl")),
         tmp_path_factory.mktemp("model"),
@@ -47,7 +48,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if ".visual." not in name and name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor *= 0.3
+            tensor *= 0.1
+    (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    embedding *= 2
+    last = torch.arange(256)
+    tensors["lm_head.weight"][last // 4 * 4 + (last + 1) % 4] = embedding[last] * 2
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
 

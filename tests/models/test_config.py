@@ -17,35 +17,11 @@ from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConf
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
+from tests.config.conftest import V3 as V3_OF_PLANS
 from tests.models.checkpoints import KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
 
-V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "rope_theta": 10000,
+V3: dict[str, Any] = V3_OF_PLANS | {
     "rope_scaling": {
         "type": "yarn",
         "factor": 40,
@@ -54,19 +30,6 @@ V3: dict[str, Any] = {
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096,
-    },
-    "max_position_embeddings": 163840,
-    "vocab_size": 129280,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "rms_norm_eps": 1e-6,
-    "num_nextn_predict_layers": 1,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
     },
 }
 V2_LITE: dict[str, Any] = V3 | {

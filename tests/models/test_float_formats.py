@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
-from moe_engine.models.formats.table import parse_format
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.loader import load_model
-from moe_engine.models.weights import WeightReader
-from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.checkpoints import make_checkpoint
+from tests.models.format_checks import check_slices, logits_of, write_pair
 from tests.models.quantised_floats import FLOATS, quantise_floats
-from tests.models.stepper import Chunk, Stepper, make_backends
 
 WIDE = {"kv_lora_rank": 32, "v_head_dim": 16, "q_lora_rank": 32}
 KEPT = [name for name in FLOATS if "fp4" in name]
@@ -30,22 +24,7 @@ def write_both(folder: Path, kind: str, name: str) -> tuple[Path, Path]:
     """A quantised checkpoint, and one with its values."""
     path = make_checkpoint(kind, folder / "q", seed=4, tokenizer=False, **(WIDE if "deepseek" in kind else {}))
     stored, plain = quantise_floats(load_file(path / "model.safetensors"), name)
-    fields = json.loads((path / "config.json").read_text())
-    write_tensors(path, stored)
-    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": FLOATS[name][1]}))
-    other = folder / "plain"
-    other.mkdir()
-    write_tensors(other, plain)
-    (other / "config.json").write_text(json.dumps(fields))
-    return path, other
-
-
-def logits_of(path: Path, row: str = "torch") -> Tensor:
-    config = load_model_config(path)
-    backends = make_backends(config, row)
-    model = Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
-    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
-    return torch.cat(found + model.step([Chunk(0, [9], True)]))
+    return write_pair(path, stored, plain, {"quantization_config": FLOATS[name][1]})
 
 
 @pytest.mark.each_value
@@ -69,13 +48,7 @@ def test_kernels_multiply_fp4_codes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FLOATS)
 def test_slices_are_those_of_the_whole_matrix(tmp_path: Path, name: str) -> None:
     stored, plain = quantise_floats({"x_proj.weight": torch.randn(48, 128)}, name)
-    save_file(stored, tmp_path / "model.safetensors")
-    format = parse_format(Fields({"quantization_config": FLOATS[name][1]}, "config.json"))
-    reader = WeightReader(tmp_path, torch.float32, format=format)
-    for rows, cols in ((slice(12, 36), None), (None, slice(32, 96)), (slice(3, 21), slice(20, 51))):
-        cut = Cut(rows, cols)
-        torch.testing.assert_close(reader.linear("x_proj", (48, 128), cut), cut.of(plain["x_proj.weight"]))
-    reader.finish()
+    check_slices(tmp_path, stored, plain["x_proj.weight"], FLOATS[name][1])
 
 
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:

@@ -14,19 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
-from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.gguf_blocks import values_of
-from moe_engine.models.formats.table import kept_format
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.format_checks import ledger_fits, loaded, logits_of
 from tests.models.gguf import BLOCK, UNKNOWN_THERE, dequantize, gguf_name, quantize, write_container, write_gguf
-from tests.models.test_integer_formats import loaded, logits_of
 
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -103,7 +100,7 @@ def test_mixed_types_of_256_numbers_a_block(tmp_path: Path, kind: str) -> None:
     want = logits_of(plain)
     torch.testing.assert_close(logits_of(path), want, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
-    ledger_fits(path)
+    ledger_fits(loaded(path, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -128,18 +125,8 @@ def test_kernels_multiply_the_blocks_and_the_ledger_counts_them(
     path, plain = write_both(tmp_path, kind, lambda name: type, **wide)
     want = logits_of(plain, "cpu")
     torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
-    assert ledger_fits(path) < most
+    assert ledger_fits(loaded(path, "cpu")) < most
     assert logits_of(path, "cpu", load_format="dummy").isfinite().all()
-
-
-def ledger_fits(path: Path) -> float:
-    """Checks the ledger's bytes of the loaded weights; returns them relative to float32."""
-    stepper = loaded(path, "cpu")
-    coded = kept_format(stepper.config.weight_format, "cpu", frozenset(("linear", "experts")))
-    counted = sizes.weight_bytes(stepper.config, 4, format=coded)
-    held = held_bytes(stepper.model)
-    assert abs(held - counted) <= 0.02 * counted, (held, counted)
-    return counted / sizes.weight_bytes(stepper.config, 4)
 
 
 def test_slices_are_those_of_the_whole_matrix(tmp_path: Path) -> None:

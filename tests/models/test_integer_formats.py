@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
-from moe_engine.models.footprint import held_bytes
-from moe_engine.models.formats.table import kept_format, parse_format
+from moe_engine.models.formats.table import parse_format
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.loader import load_model
-from moe_engine.models.weights import WeightReader
-from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.checkpoints import make_checkpoint
+from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, write_pair
 from tests.models.fp8 import is_quantised
 from tests.models.quantised import quantise, section
-from tests.models.stepper import Chunk, Stepper, make_backends
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "compressed int4": {"layout": "pack-quantized"},
@@ -52,30 +45,8 @@ def write_both(
     overrides = (EIGHTHS if kind.startswith("deepseek") else {}) | sizes
     path = make_checkpoint(kind, folder / "quantised", seed=4, tokenizer=False, **overrides)
     stored, plain = quantise(load_file(path / "model.safetensors"), seed=3, chosen=chosen, **options)
-    fields = json.loads((path / "config.json").read_text())
-    write_tensors(path, stored)
-    dtype = {"torch_dtype": "float16" if options["layout"] in ("awq", "gptq") else "bfloat16"}
-    (path / "config.json").write_text(json.dumps(fields | dtype | {"quantization_config": section(**options)}))
-    other = folder / "plain"
-    other.mkdir()
-    write_tensors(other, plain)
-    (other / "config.json").write_text(json.dumps(fields))
-    return path, other
-
-
-def loaded(path: Path, row: str = "torch", **options: Any) -> Stepper:
-    config = load_model_config(path)
-    backends = make_backends(config, row)
-    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
-
-
-def logits_of(path: Path, row: str = "torch", **options: Any) -> Tensor:
-    """A prompt and three greedy tokens."""
-    model = loaded(path, row, **options)
-    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
-    for _ in range(3):
-        found += model.step([Chunk(0, [int(found[-1][-1].argmax())], True)])
-    return torch.cat(found)
+    dtype = "float16" if options["layout"] in ("awq", "gptq") else "bfloat16"
+    return write_pair(path, stored, plain, {"torch_dtype": dtype, "quantization_config": section(**options)})
 
 
 @pytest.mark.each_value
@@ -113,12 +84,7 @@ def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, l
     layer: Any = stepper.model.layers[1]  # type: ignore[attr-defined]
     moe = layer.feed_forward
     assert moe.weights.data.form is not None and layer.attention.fused is not None and moe.fused is not None
-    config = stepper.config
-    coded = kept_format(config.weight_format, "cpu", frozenset(("linear", "experts")))
-    counted = sizes.weight_bytes(config, 4, format=coded)
-    held = held_bytes(stepper.model)
-    assert abs(held - counted) <= 0.02 * counted, (held, counted)
-    assert counted < 0.75 * sizes.weight_bytes(config, 4)
+    assert ledger_fits(stepper) < 0.75
     logits = logits_of(path, "cpu", load_format="dummy")
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
 
@@ -127,13 +93,7 @@ def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, l
 def test_slices_are_those_of_the_whole_matrix(tmp_path: Path, layout: str) -> None:
     options = LAYOUTS[layout]
     stored, plain = quantise({"x_proj.weight": torch.randn(48, 128)}, **options)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
-    format = parse_format(Fields({"quantization_config": section(**options)}, "config.json"))
-    reader = WeightReader(tmp_path, torch.float32, format=format)
-    for rows, cols in ((slice(12, 36), None), (None, slice(32, 96)), (slice(3, 21), slice(20, 51))):
-        cut = Cut(rows, cols)
-        assert torch.equal(reader.linear("x_proj", (48, 128), cut), cut.of(plain["x_proj.weight"]))
-    reader.finish()
+    check_slices(tmp_path, stored, plain["x_proj.weight"], section(**options), rtol=0, atol=0)
 
 
 def test_the_header_check_names_what_is_missing(tmp_path: Path) -> None:

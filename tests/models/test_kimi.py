@@ -1,31 +1,90 @@
-"""Kimi K2.5: the language model of a checkpoint for images and text, as transformers saves it."""
+"""Kimi K2.5 against transformers: tower, logits, requests with images in an engine; names, config, pixels."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_engine.errors import CheckpointError
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.media.image_process import load_processor
+from moe_engine.models.batch import ImageRows
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.kimi import KimiModel
+from moe_engine.models.vision.kimi_pixels import KimiProcessor
+from moe_engine.planning.prepare import prepare
+from tests.engine.harness import InProcessEngine
+from tests.engine.test_image_requests import COUNT, assert_equal, scripted
 from tests.models import stepper
 from tests.models.checkpoints import hub_fields, write_tensors
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
 from tests.models.test_parity import assert_close
+from tests.models.vision_checkpoints import TIE, Pixels
 
+IMAGE, PATCH = 271, 2
 VISION = {
-    "patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 1,
-    "hidden_size": 16, "intermediate_size": 16,
+    "patch_size": PATCH, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 2,
+    "hidden_size": 16, "intermediate_size": 24,
 }  # fmt: skip
 LAYERS = "language_model.model.layers"
-Made = tuple[Path, list[int], Tensor]
+PUBLISHED = {
+    "vision_tower.encoder.patch_embed": "vision_tower.patch_embed",
+    "model.mm_projector.pre_norm": "mm_projector.pre_norm",
+    "language_model.model.blocks": LAYERS,
+}
+"""Names that transformers does not undo when it saves."""
+
+
+class Made(NamedTuple):
+    path: Path
+    model: Any
+
+    def logits(self, tokens: list[int], images: list[Pixels]) -> Tensor:
+        given: dict[str, Any] = {}
+        if images:
+            given["pixel_values"] = torch.cat([image.values for image in images]).view(-1, 3, PATCH, PATCH)
+            given["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        with torch.no_grad():
+            return self.model(torch.tensor([tokens]), **given).logits[0]
+
+    def greedy(self, tokens: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
+        """Up to a token whose rank is doubtful."""
+        answer: list[tuple[int, float]] = []
+        while len(answer) < count:
+            scores = self.logits([*tokens, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < TIE:
+                break
+            answer.append((int(best.indices[0]), float(best.values[0])))
+        return answer
+
+
+def picture(rows: int, columns: int) -> Pixels:
+    """Of rows x columns tokens, patches by row."""
+    grid = (1, 2 * rows, 2 * columns)
+    return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
+
+
+def around(images: list[Pixels], count: int = 6) -> tuple[list[int], list[int]]:
+    """A prompt with text before and behind each image, and the places of the images."""
+    tokens, places = torch.randint(0, 250, (count,)).tolist(), []
+    for image in images:
+        places.append(len(tokens))
+        tokens += [IMAGE] * image.num_tokens + torch.randint(0, 250, (count,)).tolist()
+    return tokens, places
 
 
 @pytest.fixture(scope="module")
@@ -39,44 +98,123 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     fields |= {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827}
     text = transformers.DeepseekV3Config(**fields).to_dict()
     config = transformers.Kimi_K25Config(
-        text_config=text, vision_config=VISION, projection_hidden_size=16, tie_word_embeddings=False
-    )
+        text_config=text, vision_config=VISION, projection_hidden_size=16, tie_word_embeddings=False,
+        image_token_id=IMAGE, video_token_id=272,
+    )  # fmt: skip
     torch.manual_seed(random_seed := int(torch.randint(0, 1 << 30, ())))
     model = transformers.Kimi_K25ForConditionalGeneration(config).float().eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "language_model" in name and "norm" in name:
-            tensor.data = 1 + 0.2 * torch.randn_like(tensor)
+        if "norm" in name:
+            tensor.data = (not name.endswith("bias")) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("e_score_correction_bias"):
             tensor.data = 0.1 * torch.randn_like(tensor)
+        elif "language_model" not in name and "inv_freq" not in name and "time_" not in name:
+            tensor.data = 0.2 * torch.randn_like(tensor)
+    model.lm_head.weight.data[IMAGE : IMAGE + 2] = 0  # no answer has a placeholder of an image or video
     path = tmp_path_factory.mktemp(f"kimi{random_seed}")
     model.save_pretrained(path)
-    # transformers undoes the vision tower's renaming of blocks in the language model too
     saved = load_file(path / "model.safetensors")
-    write_tensors(path, {name.replace("language_model.model.blocks", LAYERS): saved[name] for name in saved})
-    tokens = torch.randint(0, 256, (90,)).tolist()
-    with torch.no_grad():
-        return path, tokens, model(torch.tensor([tokens])).logits[0]
+    write_tensors(path, {published_name(name): tensor for name, tensor in saved.items()})
+    return Made(path, model)
+
+
+def published_name(name: str) -> str:
+    for saved, published in PUBLISHED.items():
+        name = name.replace(saved, published)
+    return name
 
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits_equal_transformers(made: Made, row: str) -> None:
-    path, tokens, want = made
-    model = stepper.load(path, row)
-    got = [model.step([Chunk(0, tokens[:70], False)])[0], model.step([Chunk(0, tokens[70:], True)])[0]]
-    assert_close(torch.cat(got), want)
+    """An image in two chunks, and text behind it; then text alone."""
+    image = picture(3, 5)
+    tokens, (place,) = around([image], count=30)
+    loaded = stepper.load(made.path, row)
+    model = loaded.model
+    assert isinstance(model, KimiModel)
+    rows = model.encode(image.values, image.grid)
+    with torch.no_grad():
+        grid = torch.tensor([image.grid])
+        found = made.model.model.get_image_features(image.values.view(-1, 3, PATCH, PATCH), grid, return_dict=True)
+    assert_close(rows, found.pooler_output[0])
+    got, cut = [], place + 4
+    for begin, end in ((0, cut), (cut, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
+        batch = loaded.batch([Chunk(0, tokens[begin:end], decode=end == begin + 1)])
+        inside = (torch.tensor(tokens[begin:end]) == IMAGE).nonzero().flatten()
+        if len(inside):
+            own = rows[inside + begin - place]
+            batch = replace(batch, images=ImageRows(inside, own, (inside + begin).expand(3, -1)))
+        got.append(model.logits(model.forward(batch)))
+    assert_close(torch.cat(got), made.logits(tokens, [image]))
+    text = torch.randint(0, 250, (20,)).tolist()
+    assert_close(stepper.load(made.path, row).step([Chunk(0, text, False)])[0], made.logits(text, []))
+
+
+def test_requests(made: Made, tmp_path: Path) -> None:
+    """Tokens and log-probabilities: together, from a cached prefix, in chunks that end inside an image."""
+    first, second = picture(2, 3), picture(4, 1)
+    asked = [(*around(images), images) for images in ([first], [first, second], [])]
+    flags = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
+    engine = InProcessEngine(made.path, tmp_path / "status", **flags)
+    for form in ({}, {"chunked_prefill_size": 5}):
+        script = []
+        for i, (tokens, places, images) in enumerate(asked):
+            script += [scripted(f"{name}{i}", tokens, images, places, arrives=at) for name, at in (("a", i), ("b", 30))]
+        answers = engine.run(script, **form)
+        for i, (tokens, _, images) in enumerate(asked):
+            expected = made.greedy(tokens, images, COUNT)
+            assert_equal(answers[f"a{i}"], expected)
+            assert_equal(answers[f"b{i}"], expected)
+    engine.close()
+    with pytest.raises(ConfigError, match="--disaggregation-mode prefill: not available yet with images"):
+        prepare(EngineArgs.from_kwargs(model_path=str(made.path), disaggregation_mode="prefill"))
+    alone = prepare(EngineArgs.from_kwargs(model_path=str(made.path), language_model_only=True, max_total_tokens=64))
+    assert alone.model.vision is None
+
+
+def test_pixels(made: Made) -> None:
+    """An image that fits keeps its pixels and is padded to whole tokens; others are resized to a number of patches."""
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    own = {"media_proc_cfg": {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 60}}
+    (made.path / "preprocessor_config.json").write_text(json.dumps(own))
+    found = load_processor(str(made.path))
+    config = prepare(EngineArgs.from_kwargs(model_path=str(made.path), max_total_tokens=64))
+    assert config.model.vision is not None and config.model.vision.max_patches == found.max_patches
+    assert KimiProcessor.of({"image_processor_type": "Qwen2VLImageProcessor"}) is None
+    height, width = random.randint(30, 80), random.randint(30, 80)
+    values = np.random.default_rng(random.randrange(1000)).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    made = found([image_module.fromarray(values)])
+    grid = made["image_grid_thw"][0].tolist()
+    assert grid == [1, -(-height // 28) * 2, -(-width // 28) * 2]
+    padded = torch.zeros(3, grid[1] * 14, grid[2] * 14)
+    padded[:, :height, :width] = torch.from_numpy(values).permute(2, 0, 1)
+    patches = torch.nn.functional.unfold((padded / 127.5 - 1)[None], 14, stride=14)[0].T
+    assert np.allclose(made["pixel_values"], patches, atol=1e-5)
+    for width, height in ((1000, 30), (1, 1), (517, 333), (9000, 40), (200, 201)):
+        (resized, whole) = replace(found, side=16).sizes(width, height)
+        rows, columns = max(1.0, height // 14), max(1.0, width // 14)
+        scale = min(1.0, math.sqrt(60 / (rows * columns)), 16 * 14 / height, 16 * 14 / width)
+        assert resized == (max(1, int(width * scale)), max(1, int(height * scale)))
+        assert all(a <= b < a + 28 and b % 28 == 0 for a, b in zip(resized, whole))
+        assert whole[0] * whole[1] // 14**2 <= replace(found, side=16).max_patches
 
 
 @pytest.mark.parametrize("architecture", ["KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration", None])
 def test_names_and_config(made: Made, tmp_path: Path, architecture: str | None) -> None:
-    path = made[0]
+    path = made.path
     raw = json.loads((path / "config.json").read_text())
-    raw["architectures"] = None if architecture is None else [architecture]
+    raw["architectures"] = [architecture or "KimiK25ForConditionalGeneration"]
     if architecture is None:  # as published: the text's own architecture
         raw["text_config"] |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+        raw["media_placeholder_token_id"] = raw.pop("image_token_id")
+        own, names = raw["vision_config"], ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        own |= {f"vt_{name}": own.pop(name) for name in (*names, "intermediate_size")}
+        own |= {f"init_{name}": own.pop(name) for name in ("pos_emb_height", "pos_emb_width")}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config, files = load_model_config(tmp_path), read_checkpoint(path)
     assert config.moe is not None and config.moe.scale == 2.827 and config.num_layers == 3
-    assert "model.layers.0.self_attn.o_proj.weight" in files and not any("vision" in name for name in files)
+    assert config.vision is not None and (config.vision.width, config.vision.image_token) == (16, IMAGE)
+    assert "model.layers.0.self_attn.o_proj.weight" in files and "visual.encoder.blocks.1.wqkv.weight" in files
     check_headers(path, files, config)
     del files["lm_head.weight"]
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* is missing"):

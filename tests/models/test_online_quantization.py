@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
@@ -22,7 +21,8 @@ from moe_engine.models.formats.table import kept_format
 from moe_engine.models.loader import load_model
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
-from tests.models.stepper import Chunk, Stepper, make_backends
+from tests.models.format_checks import step_logits
+from tests.models.stepper import Stepper, make_backends
 
 ROWS = frozenset(("linear", "experts"))
 
@@ -41,20 +41,13 @@ def loaded(path: Path, name: str, row: str = "cpu") -> Stepper:
     return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
 
 
-def logits_of(model: Stepper) -> Tensor:
-    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
-    for token in (7, 11):
-        found += model.step([Chunk(0, [token], True)])
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("name", ["int4", "int4wo-64", "int8", "fp8"])
 def test_kernels_keep_what_others_dequantize(plain: Path, name: str) -> None:
     """The same values in every row; near the unquantized model; bytes as the ledger counts them."""
     model = loaded(plain, name)
-    found, want = logits_of(model), logits_of(loaded(plain, name, "torch"))
+    found, want = step_logits(model), step_logits(loaded(plain, name, "torch"))
     torch.testing.assert_close(found, want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
-    exact = logits_of(loaded(plain, ""))
+    exact = step_logits(loaded(plain, ""))
     error = float((found - exact).norm() / exact.norm())
     assert 0 < error < (0.2 if name == "int8" else 1.0)
     counted = sizes.weight_bytes(model.config, 4, format=kept_format(model.config.weight_format, "cpu", ROWS))

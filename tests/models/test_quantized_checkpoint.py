@@ -8,26 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.loader import load_model
 from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 from tests.models.checkpoints import make_checkpoint
-from tests.models.stepper import Chunk, Stepper, make_backends
+from tests.models.format_checks import logits_of
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
-
-
-def logits_of(path: Path) -> Tensor:
-    config = load_model_config(path)
-    backends = make_backends(config)
-    model = Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
-    return torch.cat(model.step([Chunk(0, [3, 141, 59, 26, 5], False)]))
 
 
 def quiet(_: int) -> None: ...

@@ -35,8 +35,9 @@ from moe_engine.models.loader import load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.checkpoint import sums
 from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.format_checks import step_logits
 from tests.models.fp8 import is_quantised
-from tests.models.stepper import Chunk, Stepper, make_backends
+from tests.models.stepper import Stepper, make_backends
 
 
 @dataclass(frozen=True)
@@ -188,25 +189,17 @@ def loaded(path: Path, kept: bool = False, **options: Any) -> Stepper:
     return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
 
 
-def logits_of(model: Stepper) -> Tensor:
-    """A prompt and four greedy tokens."""
-    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
-    for _ in range(4):
-        found += model.step([Chunk(0, [int(found[-1][-1].argmax())], True)])
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_third_format_gives_the_tokens_of_its_dequantized_weights(checkpoints: tuple[Path, Path], kept: bool) -> None:
     path, plain = checkpoints
     model = loaded(path, kept)
-    assert torch.equal(logits_of(model), logits_of(loaded(plain)))
+    assert torch.equal(step_logits(model), step_logits(loaded(plain)))
     layer: Any = model.model.layers[0]  # type: ignore[attr-defined]
     assert isinstance(layer.attention._o.weight.data, Int8Weight) is kept
 
 
 def test_random_weights_of_a_third_format(checkpoints: tuple[Path, Path]) -> None:
-    logits = logits_of(loaded(checkpoints[0], kept=True, load_format="dummy"))
+    logits = step_logits(loaded(checkpoints[0], kept=True, load_format="dummy"))
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.disaggregation.pair import Pair
 from tests.router.router_process import RouterProcess, needs_router
-from tests.router.test_router import wait_for
+from tests.waiting import until
 
 pytestmark = [
     needs_router, pytest.mark.usefixtures("forked_processes"), pytest.mark.exhaustive, pytest.mark.timeout(300)
@@ -42,14 +42,14 @@ def test_a_server_is_killed_and_another_one_added_under_load(victim: str, tmp_pa
         for thread in threads:
             thread.start()
         try:
-            wait_for(lambda: codes.count(200) > 20)
+            until(lambda: codes.count(200) > 20)
             assert set(codes) == {200}
             lost = pairs[0].prefill if victim == "prefill" else pairs[0].decode
             for process in [*lost.children(), lost.process]:
                 process.kill()
             router.wait_healthy(3)
             before = codes.count(200)
-            wait_for(lambda: codes.count(200) > before + 20)
+            until(lambda: codes.count(200) > before + 20)
             more = stack.enter_context(Pair(tmp_path))
             added = more.prefill if victim == "prefill" else more.decode
             body = {"url": added.url, "worker_type": victim}
@@ -58,9 +58,9 @@ def test_a_server_is_killed_and_another_one_added_under_load(victim: str, tmp_pa
             with router.client() as client:
                 assert client.post("/workers", json=body).status_code in (200, 202)
             router.wait_healthy(4)
-            wait_for(lambda: "POST /generate" in added.log)
+            until(lambda: "POST /generate" in added.log)
             good, bad = codes.count(200), len(codes) - codes.count(200)
-            wait_for(lambda: codes.count(200) > good + 20)
+            until(lambda: codes.count(200) > good + 20)
             assert len(codes) - codes.count(200) == bad, "a request failed although nothing was lost"
             assert bad < 30
         finally:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from openai import OpenAI
 from tests.disaggregation.pair import Pair
 from tests.e2e.server_process import ServerProcess
 from tests.router.router_process import RouterProcess, needs_router
+from tests.waiting import until
 
 pytestmark = [needs_router, pytest.mark.usefixtures("forked_processes")]
 
@@ -140,7 +140,7 @@ def test_a_server_is_killed_and_another_one_added_under_load(tmp_path: Path) -> 
         for thread in threads:
             thread.start()
         try:
-            wait_for(lambda: len(done) > 20)
+            until(lambda: len(done) > 20)
             for process in [*first.children(), first.process]:
                 process.kill()
             router.wait_healthy(1)
@@ -149,7 +149,7 @@ def test_a_server_is_killed_and_another_one_added_under_load(tmp_path: Path) -> 
                     assert client.post("/workers", json={"url": third.url}).status_code in (200, 202)
                 router.wait_healthy(2)
                 before = len(done)
-                wait_for(lambda: len(done) > before + 20)
+                until(lambda: len(done) > before + 20)
                 assert "POST /generate" in third.log
                 stop.set()
                 for thread in threads:
@@ -157,13 +157,6 @@ def test_a_server_is_killed_and_another_one_added_under_load(tmp_path: Path) -> 
         finally:
             stop.set()
     assert not failed, failed
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("pairs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])

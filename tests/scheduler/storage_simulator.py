@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moe_engine.kv_ops import LAST_STATE, NO_STATE
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.types import KVBackup, KVFetch, KVReport, StepPlan
 from tests.scheduler.tier_simulator import TierSimulation
@@ -38,6 +40,8 @@ class FakeStorage:
         self.reports: list[KVReport] = []
         self.last = 0
         self.num_read = 0
+        self.states: Callable[[], dict[int, Any]] = dict
+        """States by host entry."""
         self.num_compared: int | None = None
         """Pools with equal KV for a key. While drafting is disabled a drafter computes no KV, so with an automatic
         depth only the model's KV is equal."""
@@ -56,7 +60,7 @@ class FakeStorage:
         for op in sorted((*ops.fetches, *ops.backups), key=lambda op: op.id):
             if op.id > self.last:
                 self.last = op.id
-                copy = type(op)(op.id, list(op.keys), list(op.pages))
+                copy = type(op)(op.id, list(op.keys), list(op.pages), op.state)
                 self.open[op.id] = _Op(copy, self._rng.random() < self._faults.hangs)
         written = {place // self._size for place in ops.store_places}
         fetches = [each for each in self.open.values() if isinstance(each.op, KVFetch)]
@@ -84,8 +88,15 @@ class FakeStorage:
         if isinstance(op, KVFetch) and not op.pages:
             while each.done < len(op.keys) and op.keys[each.done] in self.pages:
                 each.done += 1
+            while op.state == LAST_STATE and each.done and state_key(op.keys[each.done - 1]) not in self.pages:
+                each.done -= 1
             return True
         if each.done >= len(op.keys):
+            return True
+        if op.state != NO_STATE and not each.done and not self._copy_state(op, self.states()):
+            return True
+        if isinstance(op, KVBackup) and op.state != NO_STATE:
+            each.done = 1
             return True
         key, page = op.keys[each.done], op.pages[each.done]
         places = range(page * self._size, (page + 1) * self._size)
@@ -104,6 +115,23 @@ class FakeStorage:
         each.done += 1
         return each.done >= len(op.keys)
 
+    def _copy_state(self, op: KVFetch | KVBackup, states: dict[int, Any]) -> bool:
+        """Reads or writes the state of an operation; False if a read fails."""
+        key = state_key(op.keys[-1])
+        if isinstance(op, KVBackup):
+            if self._rng.random() >= self._faults.unstored:
+                assert self.pages.setdefault(key, [states[op.state]]) == [states[op.state]], "another state"
+            return True
+        states[op.state] = None  # possibly overwritten
+        if key not in self.pages or self._rng.random() < self._faults.unreadable:
+            return False
+        states[op.state] = self.pages[key][0]
+        return True
+
+
+def state_key(key: bytes) -> bytes:
+    return key + b" state"
+
 
 class StorageSimulation(TierSimulation):
     """`TierSimulation` with storage."""
@@ -117,6 +145,7 @@ class StorageSimulation(TierSimulation):
         self.storage = FakeStorage(rng, faults, pages, config.page_size)
         if config.speculation is not None and config.speculation.auto_depth:
             self.storage.num_compared = 1
+        self.storage.states = lambda: self.worker.host_states
         storage_tier = self.scheduler.kv_cache.storage
         assert storage_tier is not None
         self.storage_tier = storage_tier

@@ -9,8 +9,9 @@ from typing import Any
 
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.types import KVLoad, StepPlan, StepResult
-from tests.scheduler.drafting_worker import DraftingWorker
+from tests.scheduler.drafting_worker import RUBBISH, DraftingWorker
 from tests.scheduler.simulator import FakeWorker, Simulation
+from tests.scheduler.state_worker import StateWorker
 
 
 class _Copying:
@@ -25,8 +26,10 @@ class _Copying:
 
     def _begin(self, rng: random.Random, late: float) -> None:
         self.pools: list[dict[int, Any]] = [self.pool]
+        self.snapshots: dict[int, Any] = getattr(self, "snapshots", {})
+        self.host_states: dict[int, Any] = {}
         self.host: dict[int, list[Any]] = {}
-        self.loading: dict[int, tuple[KVLoad, list[list[Any]]]] = {}
+        self.loading: dict[int, tuple[KVLoad, list[list[Any]], list[Any]]] = {}
         self.unreported: list[int] = []
         self.num_stored = 0
         self.abandoned: set[int] = set()
@@ -40,11 +43,13 @@ class _Copying:
         assert not self.slots_loading(arrived) & written_slots(plan), "slots were reused during a load"
 
     def slots_loading(self, but: set[int]) -> set[int]:
-        return {slot for number, (load, _) in self.loading.items() if number not in but for slot in load.slots}
+        return {slot for number, (load, *_) in self.loading.items() if number not in but for slot in load.slots}
 
     def execute(self) -> StepResult:
         self.copy(self.queue[0])
         assert not self.slots_loading(set()) & written_slots(self.queue[0]), "a step writes slots during a load"
+        targets = {snapshot for load, *_ in self.loading.values() for _, snapshot in load.states}
+        assert targets.isdisjoint(used_snapshots(self.queue[0])), "a step uses a snapshot during a load"
         result: StepResult = super().execute()  # type: ignore[misc]
         for number in list(self.loading):
             if self._rng.random() >= self._late:
@@ -58,18 +63,26 @@ class _Copying:
             return
         assert len(set(ops.store_places)) == len(ops.store_places) == len(ops.store_slots)
         assert not self.loading.keys() & set(ops.arrived), "used before it arrived"
-        sources = {p for n, (load, _) in self.loading.items() if n not in self.abandoned for p in load.places}
+        sources = {p for n, (load, *_) in self.loading.items() if n not in self.abandoned for p in load.places}
         assert not sources & set(ops.store_places), "a place was reused during a load from it"
         for slot, place in zip(ops.store_slots, ops.store_places):
             self.host[place] = [pool.get(slot) for pool in self.pools]
             self.num_stored += 1
+        assert len({entry for _, entry in ops.state_stores}) == len(ops.state_stores)
+        entries = {e for n, (load, *_) in self.loading.items() if n not in self.abandoned for e, _ in load.states}
+        assert entries.isdisjoint(entry for _, entry in ops.state_stores), "an entry was reused during a load from it"
+        for snapshot, entry in ops.state_stores:
+            self.host_states[entry] = self.snapshots[snapshot]
         for load in ops.loads:
-            self.loading[load.id] = (load, [self.host[place] for place in load.places])
+            states = [self.host_states[entry] for entry, _ in load.states]
+            self.loading[load.id] = (load, [self.host[place] for place in load.places], states)
+            self.snapshots.update((snapshot, RUBBISH) for _, snapshot in load.states)
             for slot, pool in product(load.slots, self.pools):
                 pool.pop(slot, None)
 
     def end(self, number: int) -> None:
-        load, values = self.loading.pop(number)
+        load, values, states = self.loading.pop(number)
+        self.snapshots.update((snapshot, state) for (_, snapshot), state in zip(load.states, states))
         for slot, each in zip(load.slots, values):
             for pool, value in zip(self.pools, each):
                 if value is not None:
@@ -109,6 +122,16 @@ class CopyingWorker(_Copying, FakeWorker):
         super()._update_rows(replace(plan, finished_rows=[]))
 
 
+class CopyingStateWorker(CopyingWorker, StateWorker):
+    """A copying worker of a model with states, whose snapshots are copied too."""
+
+    def fail(self) -> StepPlan:
+        failed = super().fail()
+        stored = [slot for *_, slot in (*failed.state_ops.cuts, *failed.state_ops.saves)] if failed.state_ops else []
+        self.snapshots.update(dict.fromkeys(stored, RUBBISH))
+        return failed
+
+
 class CopyingDrafter(_Copying, DraftingWorker):
     """A copying worker with speculation: the drafter's KV is copied too."""
 
@@ -124,6 +147,13 @@ def written_slots(plan: StepPlan) -> set[int]:
     return set(plan.slots).union(*(write.slots for write in reserved))
 
 
+def used_snapshots(plan: StepPlan) -> set[int]:
+    """Snapshots that a plan writes or reads."""
+    ops = plan.state_ops
+    written = {slot for *_, slot in (*ops.cuts, *ops.saves)} if ops is not None else set()
+    return written | {new.snapshot for new in plan.new_rows}
+
+
 class TierSimulation(Simulation):
     """`Simulation` with a host tier. Arrivals wake an idle core."""
 
@@ -132,8 +162,10 @@ class TierSimulation(Simulation):
     def __init__(
         self, config: SchedulerConfig, rng: random.Random, *, overlap: bool, late: float, luck: float = 0.0
     ) -> None:
-        worker: Any = CopyingWorker(config, rng, late) if config.speculation is None else None
-        worker = worker or CopyingDrafter(config, rng, late, rng.randrange(10**6), luck)
+        if config.speculation is not None:
+            worker: Any = CopyingDrafter(config, rng, late, rng.randrange(10**6), luck)
+        else:
+            worker = (CopyingStateWorker if config.num_snapshots else CopyingWorker)(config, rng, late)
         super().__init__(config, overlap=overlap, worker=worker)
 
     def take_arrivals(self) -> bool:

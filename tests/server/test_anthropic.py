@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from moe_engine.core.messages import AddRequest
+from moe_engine.server.anthropic_prompt import chat_request
+from moe_engine.server.anthropic_types import MessagesRequest
 from moe_engine.structured_output.backend import PREPARED
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from moe_engine.validation import checked
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, in_process, named_events, post
 
@@ -215,6 +218,34 @@ def test_count_tokens_is_the_usage(body: dict[str, Any]):
     assert counted["input_tokens"] == len(client.requests[0].prompt_ids)
 
 
+PNG = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+
+
+def test_images_in_the_form_of_chats():
+    """A text and two images; only texts are counted."""
+    link = {"type": "image", "source": {"type": "url", "url": "https://e.org/a.png"}}
+    asked = blocks({"type": "text", "text": "See"}, {"type": "image", "source": PNG}, link)
+    request = checked({**asked, "system": "Brief."}, MessagesRequest)
+    urls = "data:image/png;base64,aGk=", "https://e.org/a.png"
+    parts = [{"type": "text", "text": "See"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+    _, messages, _ = chat_request(request)
+    assert messages == [{"role": "system", "content": "Brief."}, {"role": "user", "content": parts}]
+    response = post(fake(), "/v1/messages/count_tokens", {"messages": asked["messages"]})
+    assert response.status_code == 400 and "content[0]" not in response.text and "content[1]" in response.text
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("enabled", 9), ("adaptive", None), ("disabled", None)])
+def test_the_budget_of_thinking(kind: str, limit: int | None):
+    """Enforced with a reasoning parser; without one it has no effect."""
+    client = fake()
+    body = {**ASK, "thinking": {"type": kind, "budget_tokens": 9}}
+    for settings in (PARSERS, {}):
+        assert post(client, "/v1/messages", body, **settings).status_code == 200
+    assert [request.sampling["max_thinking_tokens"] for request in client.requests] == [limit, None]
+    wrong = post(client, "/v1/messages", {**ASK, "thinking": {"type": "enabled", "budget_tokens": -1}}, **PARSERS)
+    assert wrong.status_code == 400 and "thinking.budget_tokens: expected" in wrong.text
+
+
 def blocks(*parts: Any) -> dict[str, Any]:
     return {"max_tokens": 5, "messages": [{"role": "user", "content": list(parts)}]}
 
@@ -226,7 +257,11 @@ def blocks(*parts: Any) -> dict[str, Any]:
         ({**ASK, "max_tokens": 0}, "max_tokens"),
         ({**ASK, "messages": []}, "messages"),
         ({**ASK, "messages": [{"role": "wizard", "content": "hi"}]}, "role"),
-        (blocks({"type": "image", "source": {}}), "messages[0].content[0].type: 'image' is not available"),
+        (blocks({"type": "image"}), "messages[0].content[0].source: is required"),
+        (blocks({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source.type"),
+        (blocks({"type": "image", "source": {"type": "base64", "media_type": "image/png"}}), "source.data: expected a"),
+        (blocks({"type": "image", "source": {**PNG, "media_type": "text/html"}}), "source.media_type: expected a type"),
+        (blocks({"type": "image", "source": PNG}), "messages.content.source: "),  # the model takes text alone
         (blocks({"type": "document"}), "messages[0].content[0].type"),
         (blocks({"type": "text"}), "messages[0].content[0].text: expected a string"),
         (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),

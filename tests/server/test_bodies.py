@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import threading
-import time
 from array import array
 from typing import Any
 
@@ -39,6 +38,7 @@ from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_engine import POOLING, FakeClient
 from tests.server.harness import in_process, make_app, post, real_server
+from tests.waiting import until
 
 ONE_SCORE = dataclasses.replace(POOLING, head="linear", width=1, labels=("LABEL_0",))
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -231,13 +231,6 @@ def _decodes_bodies(process: psutil.Process) -> bool:
 
 def has_memory(size: int) -> bool:
     return any(p.memory_info().rss > size for p in children())
-
-
-def until(true: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 LONG = json.dumps({"prompt": "a b " * 2**22}).encode()

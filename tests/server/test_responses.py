@@ -23,6 +23,7 @@ from tests.server.test_schema import conforms
 ASK: dict[str, Any] = {"input": "hi", "max_output_tokens": 200}
 WEATHER = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}}
 TIME = {"type": "function", "name": "time", "parameters": {"type": "object"}}
+SEEN = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -191,7 +192,10 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({"input": []}, "input"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "content[0].file_id"),
+        ({"input": [{"role": "user", "content": [SEEN]}]}, "input.content.image_url"),  # the model takes text alone
+        ({"input": [{"role": "assistant", "content": [SEEN]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({**ASK, "tools": [{"type": "web_search"}]}, "tools[0].type"),

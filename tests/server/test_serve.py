@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch
 from moe_engine.server.listen import bind
 from tests.server.fake_engine import FakeClient
+from tests.waiting import until
 
 PROGRAM = """
 import asyncio, sys
@@ -67,13 +67,6 @@ def ask_in_background(address):
     thread.start()
     until(lambda: answers or httpx.get(address + "/get_load", timeout=10).json()[0]["num_reqs"])
     return thread, answers
-
-
-def until(true, seconds=30):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def refuses(address):

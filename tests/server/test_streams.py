@@ -240,6 +240,8 @@ def test_a_thinking_budget_reaches_the_engine_with_the_tags():
     tags = client.tokenizer.token_id("<think>"), client.tokenizer.token_id("</think>")
     thinking = {"chat_template_kwargs": {"thinking": True}}
     assert post(client, "/v1/chat/completions", {**body, **thinking}, **settings).status_code == 200
+    vllm = {**CHAT, "thinking_token_budget": 5, **thinking}
+    assert post(client, "/v1/chat/completions", vllm, **settings).status_code == 200
     native = {"text": "x", "require_reasoning": True, "sampling_params": {"max_thinking_tokens": 5}}
     assert post(client, "/generate", native, **settings).status_code == 200
     for request in client.requests:

@@ -111,21 +111,24 @@ def test_what_is_not_enforced_is_refused(backend: GrammarBackend, schema: dict[s
 
 
 def test_rollback_restores_every_mask(backend: GrammarBackend) -> None:
-    rng = random.Random(5)
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}
-    state = backend.compile(Constraint("json_schema", json.dumps(schema))).matcher(
-        FreeReasoning("<think>", "</think>", True)
-    )
+    check_rollback(backend, schema)
+
+
+def check_rollback(backend: GrammarBackend, schema: dict[str, Any]) -> None:
+    """Masks after reasoning and random tokens are those of before, whatever is rolled back."""
+    constraint = Constraint("json_schema", json.dumps(schema))
+    state = backend.compile(constraint).matcher(FreeReasoning("<think>", "</think>", True))
     masks = [allowed(state)]
     for token in [40, 41, 6]:
         state.accept(token)
         masks.append(allowed(state))
     while len(masks) < 40 and masks[-1] != {EOS}:
-        state.accept(rng.choice(sorted(masks[-1] - {EOS})))
+        state.accept(random.choice(sorted(masks[-1] - {EOS})))
         masks.append(allowed(state))
     back = len(masks) - 1
     while back:
-        count = rng.randint(1, back)
+        count = random.randint(1, back)
         state.rollback(count)
         back -= count
         assert allowed(state) == masks[back]

@@ -15,11 +15,11 @@ from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.planning.prepare import prepare
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.structured_output.xgrammar_limits import check_regex, check_schema
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from tests.structured_output.test_llguidance_backend import EOS, SIZE, allowed
+from tests.structured_output.test_llguidance_backend import EOS, SIZE, check_rollback
 from tests.structured_output.test_tool_calls import spells
 
 installed = pytest.mark.skipif(find_spec("xgrammar") is None, reason="needs xgrammar")
@@ -108,23 +108,7 @@ def test_errors_of_the_library(backend: GrammarBackend) -> None:
 
 
 def test_rollback_restores_every_mask(backend: GrammarBackend) -> None:
-    rng = random.Random(random.randrange(1 << 30))
-    state = backend.compile(Constraint("json_schema", json.dumps(PLACE))).matcher(
-        FreeReasoning("<think>", "</think>", True)
-    )
-    masks = [allowed(state)]
-    for token in [40, 41, 6]:
-        state.accept(token)
-        masks.append(allowed(state))
-    while len(masks) < 30 and masks[-1] != {EOS}:
-        state.accept(rng.choice(sorted(masks[-1] - {EOS})))
-        masks.append(allowed(state))
-    back = len(masks) - 1
-    while back:
-        count = rng.randint(1, back)
-        state.rollback(count)
-        back -= count
-        assert allowed(state) == masks[back]
+    check_rollback(backend, PLACE)
 
 
 @installed

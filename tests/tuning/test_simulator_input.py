@@ -11,7 +11,8 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.calibration import Limits, Probes, Stream, _between_tokens, _common_steps
+from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.calibration import Limits, Probes, Stream, _between_tokens, _chunks, _common_steps, ascending
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
@@ -148,6 +149,26 @@ def test_time_between_the_tokens_of_a_step():
     answers = [Stream([0.01 * step + between * place for step in range(9)], 5.0, 0.0) for place in range(10)]
     assert _between_tokens(answers) == pytest.approx(between)
     assert _between_tokens(answers[:7]) == 0.0
+
+
+def test_measured_curves_never_fall():
+    """Against the formula of isotonic regression: the largest of the smallest means of all ranges around a value."""
+    values = [random.gauss(i, 2.0) for i in range(random.randint(1, 12))]
+    found, places = ascending(values), range(len(values))
+    for i in places:
+        least = [min(sum(values[j : k + 1]) / (k + 1 - j) for k in places if k >= i) for j in range(i + 1)]
+        assert found[i] == pytest.approx(max(least))
+
+
+def test_chunks_of_several_tokens():
+    counts = [random.randint(1, 4) for _ in range(random.randint(1, 9))]
+    moments = [0.1]
+    answer = Answer(3, ttft=0.1)
+    for count in counts[1:]:
+        gap = random.uniform(0.001, 0.01)
+        moments.append(moments[-1] + gap)
+        answer.itl += [gap / count] * count
+    assert _chunks(answer, counts) == pytest.approx(moments)
 
 
 def test_acceptance_that_explains_the_accepted_drafts():

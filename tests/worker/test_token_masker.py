@@ -30,8 +30,9 @@ def packed(allowed: set[int], vocab_size: int) -> bytes:
 def test_masks_of_rows_and_positions(
     vocab_size: int, scratch: int, statics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without static masks the late masks are used directly if they have the order of the rows."""
+    """Without static masks the late masks are used directly if they have the order of the rows, prepared or not."""
     monkeypatch.setattr(token_masker, "EDIT_BYTES", scratch)
+    monkeypatch.setattr(token_masker, "PREPARED_BYTES", random.choice([scratch // 2, 1 << 24]))
     pick = random.Random(random.getrandbits(64))
     vocabulary = range(vocab_size)
     masker = TokenMasker(MAX_ROWS, vocab_size, DeviceStream("cpu"))
@@ -49,14 +50,18 @@ def test_masks_of_rows_and_positions(
             masker.enter(NewRow(row, "r", [1], 1, [], sampling, 0, frozenset()))
         static[row] = set(allowed or vocabulary) - {banned}
     rows = pick.sample(range(MAX_ROWS), MAX_ROWS)
-    counts = [pick.randint(0, 4) if row in late else 1 for row in rows]
+    most = pick.choice([0, 1, 4])  # 0: all requests have ended
+    counts = [pick.randint(0, most) if row in late else 1 for row in rows]
     positions = {
         row: [set(pick.sample(vocabulary, vocab_size // 2 + 1)) for _ in range(n)] for row, n in zip(rows, counts)
     }
     masked = [row for row in rows if row in late]
     launched = LaunchedStep(7)
     bits = b"".join(packed(some, vocab_size) for row in masked for some in positions[row])
-    launched.sample(StepMasks(7, masked, [len(positions[row]) for row in masked], bits))
+    masks = StepMasks(7, masked, [len(positions[row]) for row in masked], bits)
+    if pick.random() < 0.5:  # as Worker.sample does
+        launched.prepared = masker.prepare(masks)
+    launched.sample(masks)
     masker.begin(launched)
     lines = [(row, i) for row in rows for i in range(max(1, len(positions[row])))]
     logits = torch.randn(len(lines), vocab_size)

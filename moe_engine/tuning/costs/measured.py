@@ -46,6 +46,8 @@ class CostFile:
         several to process. `answer_seconds` contains one of each.
         arrival_seconds: delay of the running step by an arriving request: the part of that work that takes cores from
         the steps.
+        idle_seconds: additional time of an answer to a request that finds the engine idle.
+        busy_seconds: additional time until a request is read while steps take the cores of the front end.
         acceptance: chance that a draft at each position is accepted if those before it are.
         launch: flags of the server that was measured.
         ledger: bytes by row: predicted and allocated.
@@ -61,6 +63,8 @@ class CostFile:
     arrival_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    busy_seconds: float = 0.0
     acceptance: tuple[float, ...] = ()
     launch: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)

@@ -31,6 +31,8 @@ class FleetSpec:
     faults: tuple[Fault, ...] = ()
     request_seconds: float = 0.0
     token_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    """Time until the front end has a core for a request that arrives while steps run."""
     recovery_seconds: float = 3.0
     """Pause of a replica after one of its ranks is lost, with `--elastic-ep`."""
     restart_seconds: float = 120.0
@@ -82,7 +84,7 @@ class Fleet:
         self._numbers = Numbers()
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, Arrival]] = []
-        works = spec.request_seconds or spec.token_seconds
+        works = spec.request_seconds or spec.token_seconds or spec.busy_seconds
         self._front = FrontEnd(spec.request_seconds, spec.token_seconds) if works else None
         self._source = workload.first()
         self._faults = sorted(spec.faults, key=lambda fault: fault.seconds)
@@ -196,7 +198,8 @@ class Fleet:
         if self._front is None:
             self._enter(arrival.seconds, arrival)
         else:
-            self._front.add(arrival)
+            busy = self.spec.busy_seconds and any(replica.runs_at(arrival.seconds) for replica in self.replicas)
+            self._front.add(arrival, self.spec.busy_seconds if busy else 0.0)
 
     def _enter(self, moment: float, arrival: Arrival) -> None:
         """The front end routes a request to a scheduler."""

@@ -24,7 +24,8 @@ class FrontEnd:
 
     def __init__(self, request_seconds: float, token_seconds: float) -> None:
         self._request, self._token = request_seconds, token_seconds
-        self._waiting: deque[Arrival] = deque()
+        self._waiting: deque[tuple[float, Arrival]] = deque()
+        """With the moment from which on it can be read."""
         self._free = 0.0
         """End of the work that has begun, and of the newest batch."""
         self._in_service = math.inf
@@ -34,16 +35,16 @@ class FrontEnd:
         """`_free` without the newest batch, which may come later than a request that is added after it: replicas
         advance by whole steps."""
 
-    def add(self, arrival: Arrival) -> None:
-        """A request arrives. Arrivals are added in order of time."""
-        self._waiting.append(arrival)
+    def add(self, arrival: Arrival, wait: float = 0.0) -> None:
+        """A request arrives. Arrivals are added in order of time. `wait`: seconds without a core."""
+        self._waiting.append((arrival.seconds + wait, arrival))
 
     @property
     def next_read(self) -> float:
         """The moment at which the scheduler receives the first waiting request, unless a batch comes before it."""
         if not self._waiting or self._in_service < math.inf:
             return self._in_service
-        begin = max(self._before, self._waiting[0].seconds)
+        begin = max(self._before, self._waiting[0][0])
         return (begin if begin < self._batch_at else max(self._free, begin)) + self._request
 
     def read(self) -> Arrival:
@@ -58,7 +59,7 @@ class FrontEnd:
             self._batch_begins = begins
         else:
             self._free = end
-        return self._waiting.popleft()
+        return self._waiting.popleft()[1]
 
     def tokens(self, moment: float, count: int) -> None:
         """Results of a step, or a part of them."""

@@ -38,7 +38,7 @@ class ReplicaSpec:
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
     every step, even if nothing can change. `arrival_seconds`: delay of the running step by an arriving request, if the
-    front end shares the step's cores.
+    front end shares the step's cores. `idle_seconds`: additional time of the first step after an idle time.
     """
 
     scheduler: SchedulerConfig
@@ -51,6 +51,7 @@ class ReplicaSpec:
     experts: ExpertLoad | None = None
     exact: bool = False
     arrival_seconds: float = 0.0
+    idle_seconds: float = 0.0
 
 
 @dataclass
@@ -101,6 +102,10 @@ class Replica:
         """Whether there is a step in flight or a request."""
         return self._flight is not None or self._num_live > 0
 
+    def runs_at(self, moment: float) -> bool:
+        """Whether a step runs at a moment up to which it has been simulated."""
+        return self.is_active or self.now > moment
+
     def read_loads(self, loads: Sequence[Load]) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
         step = self._runs.step
@@ -121,7 +126,7 @@ class Replica:
     def add(self, index: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
         """Gives a request to a scheduler. Returns the reason if it is refused, or None."""
         if not self.is_active:
-            self.now = max(self.now, running.entered)
+            self.now = max(self.now, running.entered + self.spec.idle_seconds * (running.entered > self.now))
         group = self.groups[index]
         if index in self._runs.members and (self._turns.open or not group.queues_in_run):
             self._leave_run(index)

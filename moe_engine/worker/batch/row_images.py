@@ -44,7 +44,8 @@ class RowImages:
     """
 
     def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool, keeps: bool = False) -> None:
-        self._vision, self._has_axes, self._keeps = vision, has_axes, keeps
+        self._vision, self._keeps = vision, keeps
+        self.has_axes = has_axes
         self._shifts = np.zeros(max_rows, dtype=np.int64)
         self._prompts: dict[int, _Prompt] = {}
 
@@ -61,7 +62,7 @@ class RowImages:
         length, spans = new.num_prompt, [(image.start, image.grid) for image in new.images]
         places = np.arange(length)
         axes, shift = np.broadcast_to(places, (3, length)), 0
-        if self._has_axes:
+        if self.has_axes:
             axes, shift = axis_positions(length, spans, self._vision.merge)
         number = np.full(length, -1, dtype=np.int64)
         for i, image in enumerate(new.images):

@@ -1,6 +1,7 @@
 """The worker side of the KV connector (`scheduler.kv_connector`): copies between the KV pool and host memory.
 
-A place is a row of the host pool: the KV of one token in all layers of this rank, MTP layers included. On the CPU a
+A place is a row of the host pool: the KV of one token in all layers of this rank, MTP layers included. States of
+requests have entries of their own (`host_states`). On the CPU a
 copy is done in the step. On an accelerator a thread with its own stream copies, in plan order. Slots that are stored
 are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores more than
 `COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
@@ -19,6 +20,7 @@ from torch import Tensor
 from moe_engine.types import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream, make_copy_stream
 from moe_engine.worker.kv_cache.host_pool import HostPool
+from moe_engine.worker.kv_cache.host_states import HostStates
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.kv_cache.storage_io import StorageIO
 
@@ -41,6 +43,7 @@ class KVCopies:
         layout: of the host pool (`host_pool.LAYOUTS`).
         staged: on an accelerator a copy is one transfer between the device and a staging buffer, whose rows the CPU
             scatters and gathers (`--hicache-io-backend kernel`); else a transfer for each run of neighbouring places.
+        states: host memory for the states of prefixes, if the model has states.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class KVCopies:
         *,
         layout: str = "page_first",
         staged: bool = False,
+        states: HostStates | None = None,
     ) -> None:
         self._pool = pool
         self._stream = stream
@@ -61,14 +65,16 @@ class KVCopies:
         self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._copies is not None else None
         self.storage: StorageIO | None = None
         """Set if the tier has storage below it."""
+        self._states = states
         self._storing: Future[None] | None = None
+        self._storing_states: Future[None] | None = None
         self._loading: dict[int, Future[None]] = {}
         self._done: list[int] = []
         self.listener: Listener | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.host.num_bytes
+        return self.host.num_bytes + (self._states.num_bytes if self._states is not None else 0)
 
     def start(self, ops: KVOps) -> None:
         """Runs, or begins to run, the copies of a plan, before its forward; on the thread of the steps."""
@@ -79,6 +85,8 @@ class KVCopies:
         for begin in range(0, len(ops.store_slots), self._at_once):
             part = slice(begin, begin + self._at_once)
             self._store(ops.store_slots[part], ops.store_places[part])
+        if ops.state_stores:
+            self._store_states(ops.state_stores)
         for load in ops.loads:
             if self._copies is None:
                 self._load(load)
@@ -87,8 +95,7 @@ class KVCopies:
             copy = self._loading[load.id] = self._copies.run(self._load, load)
             copy.add_done_callback(partial(self._report, load.id))
         if self.storage is not None and (ops.fetches or ops.backups or ops.stops):
-            copies = [*self._loading.values()] if self._storing is None else [self._storing, *self._loading.values()]
-            self.storage.start(ops, copies)
+            self.storage.start(ops, self._in_progress())
 
     def take_done(self) -> tuple[int, ...]:
         """Loads that were completed in their step."""
@@ -98,10 +105,10 @@ class KVCopies:
     def end_all(self) -> None:
         """After a failed step: waits for all copies. The scheduler drops the copies of the step."""
         self._done = []
-        for copy in (self._storing, *self._loading.values()):
-            if copy is not None and (error := copy.exception()) is not None:
+        for copy in self._in_progress():
+            if (error := copy.exception()) is not None:
                 logger.error("A copy of KV failed: %s", error)
-        self._storing = None
+        self._storing = self._storing_states = None
         self._loading = {}
 
     def close(self) -> None:
@@ -109,6 +116,24 @@ class KVCopies:
             self._copies.close()
         if self.storage is not None:
             self.storage.close()
+
+    def _in_progress(self) -> list[Future[None]]:
+        """The last stores, and all loads."""
+        return [copy for copy in (self._storing, self._storing_states, *self._loading.values()) if copy is not None]
+
+    def _store_states(self, pairs: list[tuple[int, int]]) -> None:
+        assert self._states is not None
+        at_once = max(1, COPY_BYTES // self._states.each_bytes)
+        for begin in range(0, len(pairs), at_once):
+            if self._storing_states is not None:
+                self._storing_states.result()  # its states are still in memory
+            part = pairs[begin : begin + at_once]
+            rows, entries = [self._states.pool.read_snapshot(s) for s, _ in part], [entry for _, entry in part]
+            if self._copies is None:
+                self._states.download(rows, entries)
+            else:
+                self._storing_states = self._copies.run(self._states.download, rows, entries)
+                self._storing_states.add_done_callback(self._stored)
 
     def _store(self, slots: list[int], places: list[int]) -> None:
         if self._storing is not None:
@@ -139,6 +164,9 @@ class KVCopies:
                 rows = torch.empty(len(places), self.host.width, dtype=torch.uint8, device=self._stream.device)
                 self._upload(places, rows)
             self._pool.write_rows(slots, rows)
+        if load.states:
+            assert self._states is not None
+            self._states.upload(load.states)
 
     def _upload(self, places: list[int], rows: Tensor) -> None:
         if self._staging is None:

@@ -16,7 +16,9 @@ from moe_engine.storage.backends import open_storage
 from moe_engine.storage.fingerprint import fingerprint_of
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.host_states import HostStates
 from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.storage_io import StorageIO
 from moe_engine.worker.options import WorkerOptions
 
@@ -88,7 +90,13 @@ def _weights(options: WorkerOptions) -> tuple[str, ...]:
         raise ConfigError(f"--hicache-storage-backend: the checkpoint cannot be read: {error}") from error
 
 
-def make_copies(options: WorkerOptions, pool: KVPool, parallel: ParallelContext, stream: DeviceStream) -> Any:
+def make_copies(
+    options: WorkerOptions,
+    pool: KVPool,
+    parallel: ParallelContext,
+    stream: DeviceStream,
+    states: StatePool | None = None,
+) -> Any:
     """An instance of `copies_class`.
 
     Raises:
@@ -100,6 +108,9 @@ def make_copies(options: WorkerOptions, pool: KVPool, parallel: ParallelContext,
         more["layout"] = options.hicache_mem_layout
     if options.hicache_io_backend == "kernel":
         more["staged"] = True
+    host_states = None
+    if states is not None:
+        more["states"] = host_states = HostStates(options.host_snapshots, states, stream)
     copies = made(pool, options.host_tier_tokens, stream, **more)
     if options.storage is None:
         return copies
@@ -108,6 +119,11 @@ def make_copies(options: WorkerOptions, pool: KVPool, parallel: ParallelContext,
     share = share_of(options, parallel)
     storage = open_storage(options.storage, parallel.world_rank)
     page_bytes = pool.page_size * copies.host.width
-    pages = SealedPages(storage, schema_of(options, pool, share), page_bytes)
-    copies.storage = StorageIO(copies.host, pages, pool.page_size, writes=share.writes)
+    schema = schema_of(options, pool, share)
+    pages, stored_states = SealedPages(storage, schema, page_bytes), None
+    if host_states is not None:
+        # another name than that of the page: every rank has states of its own, also where it shares KV heads
+        own = f"{schema}-state-{parallel.attn_tp_rank}of{parallel.attn_tp_size}"
+        stored_states = host_states, SealedPages(storage, own, host_states.each_bytes)
+    copies.storage = StorageIO(copies.host, pages, pool.page_size, writes=share.writes, states=stored_states)
     return copies

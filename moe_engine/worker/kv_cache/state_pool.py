@@ -77,6 +77,25 @@ class StatePool:
         """Stores the states of rows in snapshots, (row, snapshot) each."""
         self._copy([(row, self.first_snapshot + snapshot) for row, snapshot in saves])
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one state in all layers."""
+        return sum(part[:, 0].nbytes for part in self._parts)
+
+    def read_snapshot(self, snapshot: int) -> Tensor:
+        """The bytes [B] of a snapshot; new memory."""
+        row = self.first_snapshot + snapshot
+        return torch.cat([part[:, row].contiguous().flatten().view(torch.uint8) for part in self._parts])
+
+    def write_snapshot(self, snapshot: int, state: Tensor) -> None:
+        """The inverse of `read_snapshot`."""
+        row, begin = self.first_snapshot + snapshot, 0
+        for part in self._parts:
+            target = part[:, row]
+            piece = state[begin : begin + target.nbytes].clone()  # at the beginning of memory: aligned for any dtype
+            target.copy_(piece.view(part.dtype).view(target.shape))
+            begin += target.nbytes
+
     def save_ends(self, plan: StepPlan) -> None:
         """Stores the snapshots of a plan whose state is that after its chunk, which has run."""
         if plan.state_ops is None or not plan.state_ops.cuts:

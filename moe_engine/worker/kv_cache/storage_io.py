@@ -15,9 +15,11 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from moe_engine.kv_ops import NO_STATE
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVOps, KVReport
 from moe_engine.worker.kv_cache.host_pool import HostPool
+from moe_engine.worker.kv_cache.host_states import HostStates
 from moe_engine.worker.kv_cache.io_threads import IOThreads
 
 logger = logging.getLogger("moe_engine")
@@ -53,10 +55,15 @@ class StorageIO:
     """
     Args:
         writes: whether this rank stores its share.
+        states: host memory of states and where they are stored, if the model has states. Every rank stores its own.
     """
 
-    def __init__(self, host: HostPool, pages: SealedPages, page_size: int, *, writes: bool) -> None:
+    def __init__(
+        self, host: HostPool, pages: SealedPages, page_size: int, *, writes: bool,
+        states: tuple[HostStates, SealedPages] | None = None,
+    ) -> None:  # fmt: skip
         self.pages = pages
+        self._states = states
         self._host = host
         self._page_size = page_size
         self._writes = writes
@@ -96,7 +103,7 @@ class StorageIO:
                 continue
             if isinstance(op, KVFetch):
                 self._readers.submit(self._guard, partial(self._fetch, op), op.id, before)
-            elif self._writes:
+            elif self._writes or op.state != NO_STATE:
                 self._writer.submit(self._guard, partial(self._backup, op), op.id, before)
             else:
                 self._report(op.id, len(op.keys), True)  # another rank stores these pages
@@ -144,13 +151,28 @@ class StorageIO:
 
     def _fetch(self, op: KVFetch) -> None:
         if not op.pages:
-            self._report(op.id, self.pages.exists(op.keys), True)
+            count = self.pages.exists(op.keys)
+            self._report(op.id, count if op.state == NO_STATE else self._last_state(op.keys[:count]), True)
+            return
+        if op.state != NO_STATE and not self._read_state(op.keys[-1], op.state):
+            self._report(op.id, 0, True)
             return
         state = _Fetch(op)
         state.num_open = -(-len(op.keys) // PAGES_AT_ONCE)
         for begin in range(PAGES_AT_ONCE, len(op.keys), PAGES_AT_ONCE):
             self._readers.submit(self._read_part, state, begin)
         self._read_part(state, 0)
+
+    def _last_state(self, keys: Sequence[bytes]) -> int:
+        """Number of leading pages up to the last one with a state."""
+        assert self._states is not None
+        stored = self._states[1]
+        return next((count for count in range(len(keys), 0, -1) if stored.exists([keys[count - 1]])), 0)
+
+    def _read_state(self, key: bytes, entry: int) -> bool:
+        assert self._states is not None
+        host, stored = self._states
+        return stored.get([key], [host.page(entry)]) == 1
 
     def _read_part(self, state: _Fetch, begin: int) -> None:
         op, read = state.op, 0
@@ -177,6 +199,12 @@ class StorageIO:
 
     def _backup(self, op: KVBackup) -> None:
         size, stored = self._page_size, 0
+        if op.state != NO_STATE:
+            assert self._states is not None
+            host, states = self._states
+            stopped = op.id in self._stopped or self._closed
+            self._report(op.id, 0 if stopped else states.put(op.keys, [host.page(op.state)]), True)
+            return
         for key, page in zip(op.keys, op.pages):
             if op.id in self._stopped or self._closed:
                 break

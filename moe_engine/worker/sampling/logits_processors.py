@@ -61,6 +61,7 @@ class LogitsProcessors:
         self.reads_tokens = np.zeros(max_rows, dtype=bool)
         """Rows whose tokens are read by penalties or custom processors."""
         self._num_reading = 0
+        self._num_changed = 0
 
     @property
     def keeps_tokens(self) -> bool:
@@ -100,10 +101,13 @@ class LogitsProcessors:
             new.num_prompt + sampling.min_new_tokens,
         )
         self.wanted[new.row] = True
-        self._changed[new.row] = bool(sampling.logit_bias or ends)
+        if sampling.logit_bias or ends:
+            self._changed[new.row] = True
+            self._num_changed += 1
 
     def forget(self, row: int) -> None:
         if self._edits.pop(row, None) is not None:
+            self._num_changed -= int(self._changed[row])
             self.wanted[row] = self._changed[row] = False
             self.penalties.forget(row)
             self.masks.forget(row)
@@ -127,6 +131,13 @@ class LogitsProcessors:
         """
         if self._num_reading:
             self.penalties.apply(logits, rows, lengths, tokens, trees)
+        if self._num_changed:
+            self._bias(logits, rows, lengths)
+        self.masks.apply(logits, rows)
+        self.custom.apply(logits, rows, lengths, tokens, trees)
+
+    def _bias(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Adds logit_bias, and forbids the end tokens of outputs below min_new_tokens."""
         biased: list[tuple[int, np.ndarray, np.ndarray]] = []
         banned: list[tuple[int, np.ndarray, np.ndarray]] = []
         for index in np.nonzero(self._changed[rows])[0].tolist():
@@ -140,8 +151,6 @@ class LogitsProcessors:
             logits.index_put_(self._indices(places, ids), added, accumulate=True)
         for places, ids, _ in _pieces(banned):
             logits.index_put_(self._indices(places, ids), logits.new_full((), -torch.inf))
-        self.masks.apply(logits, rows)
-        self.custom.apply(logits, rows, lengths, tokens, trees)
 
     def take_errors(self) -> dict[int, FinishReason] | None:
         """Reasons why tokens are invalid, by row, since the last call."""

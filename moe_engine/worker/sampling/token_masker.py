@@ -22,6 +22,9 @@ from moe_engine.worker.device_stream import DeviceStream
 NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=400)
 MASK_BYTES = 13
 """Scratch memory for one masked logit: an eighth of an index of four bytes, its bound, and two copies of it."""
+BOUND_BYTES = 4
+PREPARED_BYTES = EDIT_BYTES // 2
+"""Max memory of the bounds of a step that are computed before its logits; as much is left to apply them."""
 BOUNDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32("inf"),
@@ -39,14 +42,15 @@ class _LateMasks:
 
     tables: np.ndarray  # [P, B] uint8
     masks: StepMasks
+    bounds: Tensor | None = None
+    """[P, V] float32, the largest value of each logit; None: not computed, or a position allows no token."""
     used: dict[int, int] = field(default_factory=dict)
     in_order: int = 0
     """Positions that `next_of` has returned."""
 
-    @classmethod
-    def of(cls, launched: LaunchedStep, num_bytes: int) -> _LateMasks:
-        masks = launched.masks.result()
-        return cls(np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes), masks)
+    def is_step_of(self, rows: list[int]) -> bool:
+        """Whether these are the rows with masks, in order and with a position each."""
+        return len(self.tables) == len(rows) and self.masks.rows == rows and self.masks.counts.count(1) == len(rows)
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -59,17 +63,16 @@ class _LateMasks:
         firsts = [0, *accumulate(self.masks.counts)]
         return {row: (first, count) for row, first, count in zip(self.masks.rows, firsts, self.masks.counts)}
 
-    def next_of(self, rows: np.ndarray) -> np.ndarray | None:
-        """The next masks [Q, B] of rows [Q]; None if the masks have another order, or if some were taken one by one."""
-        masks, fresh = self.masks, not self.in_order and not self.used
-        if fresh and masks.counts.count(1) == len(rows) == len(masks.counts) and masks.rows == rows.tolist():
+    def next_of(self, rows: np.ndarray) -> slice | None:
+        """The next positions of rows [Q]; None if the masks have another order, or if some were taken one by one."""
+        if not self.in_order and not self.used and self.is_step_of(rows.tolist()):
             self.in_order = len(rows)
-            return self.tables
+            return slice(0, len(rows))
         end = self.in_order + len(rows)
         if self.used or not np.array_equal(self.rows[self.in_order : end], rows):
             return None
         self.in_order = end
-        return self.tables[end - len(rows) : end]
+        return slice(end - len(rows), end)
 
     def take(self, row: int) -> np.ndarray | None:
         """The mask of the row's next position; None if the row needs none."""
@@ -115,9 +118,20 @@ class TokenMasker:
         self._static.pop(row, None)
         self._late_rows.discard(row)
 
-    def begin(self, launched: LaunchedStep) -> None:
-        """Begins a step whose masks come from this object."""
+    def begin(self, launched: LaunchedStep | None) -> None:
+        """Begins a step whose late masks come from this object; None: it has none."""
         self._launched, self._late = launched, None
+
+    def prepare(self, masks: StepMasks) -> _LateMasks:
+        """The masks of a step in the form that `apply` reads. May run in any thread: on the CPU it computes the bounds
+        of small steps, while the step's forward runs."""
+        tables = np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, self._num_bytes)
+        prepared = _LateMasks(tables, masks)
+        fits = len(tables) * self._vocab_size * BOUND_BYTES <= PREPARED_BYTES
+        if not self._stream.asynchronous and fits and tables.view(np.uint32).any(axis=1).all():
+            found = BOUNDS.take(tables, axis=0).reshape(len(tables), 8 * self._num_bytes)
+            prepared.bounds = torch.from_numpy(found)[:, : self._vocab_size]
+        return prepared
 
     @property
     def launched(self) -> LaunchedStep | None:
@@ -128,10 +142,22 @@ class TokenMasker:
         """Masks logits [S, V] in place, in passes over the step's rows in order. Waits for late masks."""
         if not self._late_rows and not self._static:
             return
+        if not self._static and self._launched is not None and self._apply_whole(logits, rows.tolist()):
+            return
         masked = np.flatnonzero(self.rows[rows])
         if not len(masked):
             return
-        places, found = self._found(rows, masked)
+        late, span = None, None
+        if not self._static:
+            late = self._late_masks(int(rows[masked[0]]))
+            span = late.next_of(rows if len(masked) == len(rows) else rows[masked])
+        if late is None or span is None:
+            places, found = self._found(rows, masked)
+        elif late.bounds is None:
+            places, found = masked, late.tables[span]
+        else:
+            self._apply_bounds(logits, masked, late.bounds[span])
+            return
         if not len(places):
             return
         empty = ~found.view(np.uint32).any(axis=1)
@@ -142,14 +168,31 @@ class TokenMasker:
             places, found = places[~empty], found[~empty]
         at_once = max(1, EDIT_BYTES // (MASK_BYTES * self._vocab_size))
         for begin in range(0, len(places), at_once):
-            self._mask(logits, places[begin : begin + at_once].tolist(), found[begin : begin + at_once])
+            end = begin + at_once
+            self._minimum(logits, places[begin:end], self._bounds(found[begin:end]))
+
+    def _apply_whole(self, logits: Tensor, rows: list[int]) -> bool:
+        """Masks all rows of a step at once, if each has one late mask that is prepared: the usual step."""
+        assert self._launched is not None
+        late = self._late_masks(rows[0])
+        if late.bounds is None or late.in_order or late.used or not late.is_step_of(rows):
+            return False
+        late.in_order = len(rows)
+        torch.minimum(logits, late.bounds, out=logits)
+        return True
+
+    def _apply_bounds(self, logits: Tensor, places: np.ndarray, bounds: Tensor) -> None:
+        """Masks the rows `places` [Q] of logits by prepared bounds [Q, V]."""
+        if len(places) == len(logits):
+            self._minimum(logits, places, bounds)
+            return
+        at_once = max(1, PREPARED_BYTES // (2 * BOUND_BYTES * self._vocab_size))  # two copies of the logits
+        for begin in range(0, len(places), at_once):
+            end = begin + at_once
+            self._minimum(logits, places[begin:end], bounds[begin:end])
 
     def _found(self, rows: np.ndarray, masked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows of `masked` that have a mask at their next position, and the masks [Q, B]."""
-        if not self._static:
-            at_once = self._late_masks(int(rows[masked[0]])).next_of(rows[masked])
-            if at_once is not None:
-                return masked, at_once
         tables = self._tables(rows[masked].tolist())
         allows = np.array([table is not None for table in tables], dtype=bool)
         found = [table for table in tables if table is not None]
@@ -178,16 +221,16 @@ class TokenMasker:
         if self._late is None:
             if self._launched is None:
                 raise ValueError(f"row {row} needs a mask, but its step was executed without one")
-            self._late = _LateMasks.of(self._launched, self._num_bytes)
+            masks = self._launched.masks.result()
+            self._late = self._launched.prepared or self.prepare(masks)
         return self._late
 
-    def _mask(self, logits: Tensor, places: list[int], tables: np.ndarray) -> None:
-        """Masks the rows `places` of logits; tables [Q, B] uint8."""
-        bounds = self._bounds(tables)
+    def _minimum(self, logits: Tensor, places: np.ndarray, bounds: Tensor) -> None:
+        """Masks the rows `places` [Q] of logits; bounds [Q, V] float32."""
         if len(places) == len(logits):
             torch.minimum(logits, bounds, out=logits)
             return
-        index = self._stream.from_list(places, torch.int64)
+        index = self._stream.from_list(places.tolist(), torch.int64)
         logits.index_copy_(0, index, torch.minimum(logits.index_select(0, index), bounds))
 
     def _bounds(self, tables: np.ndarray) -> Tensor:

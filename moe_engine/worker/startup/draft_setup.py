@@ -39,7 +39,7 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
     elif not isinstance(drafter, NgramDrafter):
         return f"drafts of {type(drafter).__name__} need the lengths on the host"
-    if runner.rows.images is not None:
+    if runner.rows.images is not None and runner.rows.images.has_axes:
         return "images: the host computes positions after them"
     if runner.rows.windows is not None or runner.window is not None:
         return "sliding windows: the host maps their pages by length"

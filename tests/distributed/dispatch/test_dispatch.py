@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from moe_engine.parallel.dispatch.tables import MODES
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.dispatch.routings import Routing, expected, routings
 from tests.distributed.dispatch.worlds import DTYPES, Outcome, Setup, run_interleaved, run_phases, run_routing
+from tests.distributed.world_fixture import world_of
 from tests.examples import examples
 
 LOCAL_AND_TOP_K = [(1, 1), (2, 3), (4, 8), (3, 2)]
@@ -60,25 +60,8 @@ def read_as_rows(setups: list[Setup]) -> list[Setup]:
     return [replace(setup, rows=True, as_device=True) for setup in setups if setup.fp8]
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(request.param)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    made = World(4)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    made = World(2)
-    yield made
-    made.close()
+world = world_of(2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8)
+four, two = world_of(4), world_of(2)
 
 
 def check(setup: Setup, routing: Routing, outcomes: list[Outcome]) -> None:

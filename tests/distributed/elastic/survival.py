@@ -6,8 +6,7 @@ import asyncio
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from moe_engine import Engine
 from moe_engine.errors import MoeEngineError
 from tests.distributed.ranks.drill import ended
 from tests.fork_server import children
+from tests.waiting import until
 
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
@@ -143,13 +143,6 @@ def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]
         ties = [i for i, (first, second) in enumerate(best) if first[0] - second[0] < TIE]
         stream.comparable = ties[0] if ties and not stream.sampling["temperature"] else None
     return [answer["output_ids"] for answer in answers]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def finish(streams: Sequence[Stream]) -> None:

@@ -22,8 +22,8 @@ from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
 from moe_engine.planning.resolve_elastic import Coverage
-from tests.distributed.elastic.survival import until
 from tests.server.fake_engine import INFO
+from tests.waiting import until
 
 
 class Watched:

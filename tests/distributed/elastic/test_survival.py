@@ -15,10 +15,11 @@ from moe_engine.custom_logit_processor import DisallowedTokensLogitsProcessor
 from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.expert_records import ExpertRecords
 from tests import random_seed
-from tests.distributed.elastic.survival import Stream, Struck, alone, draw, finish, struck, until
+from tests.distributed.elastic.survival import Stream, Struck, alone, draw, finish, struck
 from tests.distributed.ranks.drill import ended
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

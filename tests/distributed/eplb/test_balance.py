@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.worker.eplb.eplb_manager import ASK_EVERY
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.eplb.worlds import Balanced, Case, balanced, load, run_balanced
+from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 
 EXPERTS, REDUNDANT, LAYERS, INTERVAL, STEPS, TOKENS = 16, 8, 2, 6, 40, 24
@@ -84,11 +84,7 @@ def alone(skewed: Path, prompts: list[list[int]]) -> tuple[list[torch.Tensor], n
     return logits, np.diff(np.stack([np.zeros_like(counts[0]), *counts]), axis=0)
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    made = World(4)
-    yield made
-    made.close()
+world = world_of(4)
 
 
 WAYS = {

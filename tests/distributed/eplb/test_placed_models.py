@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moe_engine.worker.startup.expert_setup import with_experts
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.eplb.worlds import Case, load, run_placed, run_script
 from tests.distributed.models import script
+from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 
 SEED = 5
@@ -41,11 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(request.param)
-    yield made
-    made.close()
+world = world_of(2, 4)
 
 
 def shuffled(path: Path, redundant: int, seed: int) -> str:
@@ -78,14 +75,8 @@ def alone(path: Path, row: str, mtp: bool = False) -> tuple[script.Trace, torch.
 
 
 def check(case: Case, results: list[Any], want: script.Trace, counts: torch.Tensor) -> None:
-    groups = case.topology.attn_dp_size
-    for rank, (group, got, _) in enumerate(results):
-        for s in (s for s in want.logits if script.group_of(s, groups) == group):
-            assert got.tokens.get(s) == want.tokens.get(s), (str(case), rank, s)
-            for ours, theirs in ((got.logits[s], want.logits[s]), (got.drafts.get(s), want.drafts.get(s))):
-                if theirs is not None:
-                    error = (ours - theirs).abs().max() / theirs.abs().max()
-                    assert error < TOLERANCE, (str(case), rank, s, float(error))
+    traces = [(group, got) for group, got, _ in results]
+    script.check_traces(traces, want, case.topology.attn_dp_size, str(case), TOLERANCE)
     parts = [part for _, _, part in results if part is not None]
     assert len(parts) == (len(results) if case.topology.travels else 1)
     assert torch.equal(sum_parts(parts)["logical_count"], counts), str(case)

@@ -104,3 +104,21 @@ def _append(of: dict[int, list[Tensor]], chunks: list[Chunk], rows: Tensor) -> N
     assert rows.shape[0] == sum(lengths)
     for chunk, part in zip(chunks, rows.split(lengths) if lengths else []):
         of.setdefault(chunk.sequence, []).append(part)
+
+
+def check_traces(got: list[tuple[int, Trace]], want: Trace, num_groups: int, where: str, tolerance: float) -> None:
+    """Every rank has the tokens of its group's sequences, and their logits to within a part of the largest one.
+
+    Args:
+        got: (attention group, trace) of every rank.
+    """
+    for rank, (group, trace) in enumerate(got):
+        sequences = {s for s in want.logits if group_of(s, num_groups) == group}
+        assert trace.logits.keys() == sequences, (where, rank)
+        for s in sequences:
+            assert trace.tokens.get(s) == want.tokens.get(s), (where, rank, s)
+            for ours, theirs in ((trace.logits[s], want.logits[s]), (trace.drafts.get(s), want.drafts.get(s))):
+                if theirs is not None:
+                    assert ours is not None
+                    error = (ours - theirs).abs().max() / theirs.abs().max()
+                    assert error < tolerance, (where, rank, s, float(error))

@@ -3,7 +3,7 @@ compare with transformers: every form of sharding, with prefill, decode and idle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from moe_engine.parallel.topology import Topology
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.models import script
 from tests.distributed.models.worlds import Case, load, run_cases
+from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 
 SEED = 11
@@ -79,11 +80,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(request.param)
-    yield made
-    made.close()
+world = world_of(2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +99,8 @@ def alone() -> Callable[[Case], script.Trace]:
 
 
 def check(case: Case, want: script.Trace, results: list[tuple[int, script.Trace]]) -> None:
-    num_groups = case.topology.attn_dp_size
-    for rank, (group, got) in enumerate(results):
-        assert group == rank // case.topology.attn_tp_size
-        sequences = {s for s in want.logits if script.group_of(s, num_groups) == group}
-        assert got.logits.keys() == sequences, (str(case), rank)
-        for s in sequences:
-            assert got.tokens.get(s) == want.tokens.get(s), (str(case), rank, s)
-            for ours, theirs in ((got.logits[s], want.logits[s]), (got.drafts.get(s), want.drafts.get(s))):
-                if theirs is not None:
-                    error = (ours - theirs).abs().max() / theirs.abs().max()
-                    assert error < TOLERANCE, (str(case), rank, s, float(error))
+    assert [group for group, _ in results] == [rank // case.topology.attn_tp_size for rank in range(len(results))]
+    script.check_traces(results, want, case.topology.attn_dp_size, str(case), TOLERANCE)
 
 
 def run_all(world: World, alone: Callable[[Case], script.Trace], cases: list[Case]) -> None:

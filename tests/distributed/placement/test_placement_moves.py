@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.layout import ExpertLayout
-from moe_engine.parallel.placement.moves import Chunk, plan_moves
+from moe_engine.parallel.placement.moves import Chunk, Copy, _LayerMoves, plan_moves
 from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 from tests.distributed.placement.drawn import counts_for, layouts
@@ -79,6 +79,50 @@ def test_any_way_arrives_and_loses_nothing(data):
     slots, _ = follow(old, chunks, chunk_size, [set(range(layout.num_experts))] * 2)
     assert arrived(slots, new) == by_rank(new)
     assert not list(plan_moves(new, new))
+
+
+class CopiedCounters(_LayerMoves):
+    """Plans each chain on copies of the chunk's counters, which are then the counters of the chain."""
+
+    def _chain(self, rank: int, expert: int) -> list[Copy]:
+        before = self._sent, self._received, self._left
+        self._sent, self._received, self._left = (counter.copy() for counter in before)
+        try:
+            return self._longest(rank, expert)
+        finally:
+            self._sent, self._received, self._left = before
+
+    def _longest(self, rank: int, expert: int) -> list[Copy]:
+        chain: list[Copy] = []
+        while True:
+            source, found = self._source(expert, rank, Counter())
+            if self._received[rank] >= self._chunk_size or not found:
+                return []
+            free = [slot for slot in self._free[rank] if slot not in {copy.dest for copy in chain}]
+            over = [slot for slot in free if self._may_overwrite(self._table[slot], Counter())]
+            chain.append(Copy(expert, source, (over or free)[0]))
+            self._count_sent(self._sent, chain[-1])
+            self._received[rank] += 1
+            victim = self._table[chain[-1].dest]
+            self._left += Counter({expert: 1})
+            self._left[victim] -= 1
+            if over:
+                return chain
+            homes = [other for other, want in enumerate(self._missing) if want[victim]]
+            rank = min(homes, key=lambda home: self._received[home] >= self._chunk_size)
+            expert = victim
+
+
+@given(st.data())
+@quick
+def test_chains_count_as_on_copies_of_the_counters(data):
+    layout = data.draw(layouts())
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    old, new = (shuffled(layout, 1, generator) for _ in range(2))
+    chunk_size, ranks_per_node = data.draw(st.integers(1, 3)), layout.num_ranks // layout.num_nodes
+    plain = CopiedCounters(old.physical_to_logical[0].tolist(), new.by_rank[0].tolist(), chunk_size, ranks_per_node)
+    chunks = plan_moves(old, new, chunk_size=chunk_size, num_nodes=layout.num_nodes)
+    assert [(chunk.copies, chunk.table) for chunk in chunks] == list(plain.chunks())
 
 
 @given(st.data())

@@ -21,7 +21,8 @@ from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.types import StepFacts, StepPlan
-from tests.distributed.ranks.test_strays import LIMITS, Group, until
+from tests.distributed.ranks.test_strays import LIMITS, Group
+from tests.waiting import until
 
 ANY = "tcp://127.0.0.1:*"
 QUIET_MS = 300

@@ -11,7 +11,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,11 @@ from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Run, St
 from moe_engine.executor.progress import Position
 from moe_engine.types import StepFacts, StepPlan
 from tests.distributed.ranks.strays import Strays, encode
+from tests.waiting import until
 
 NUM_FRAMES = int(os.environ.get("MOE_ENGINE_TEST_FRAMES", "600"))
 SECONDS = 60.0
 LIMITS = DetectorLimits(silent=30.0, start_silent=30.0)
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def stranger(kind: int, address: str, identity: bytes = b"") -> zmq.Socket[bytes]:

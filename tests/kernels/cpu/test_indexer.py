@@ -26,12 +26,12 @@ from tests.kernels.cpu.formulas import (
     close,
     filled_cache,
     normal,
-    only,
     paged_queries,
     random_trees,
     slots_of,
 )
 from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
+from tests.kernels.row_checks import check_choices_alone, check_ties
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 9), (16, 2500)]
 
@@ -75,32 +75,12 @@ def test_selection(
 
 
 def test_the_lower_position_wins_a_tie(library: Library) -> None:
-    """Products that are exact: many equal scores, of both signs and both zeros."""
-    queries, size = paged_queries([(4, 90), (1, 500)])
-    cache = torch.randint(-1, 2, (size, 1, 16)).float()
-    q, weights = torch.randint(-1, 2, (5, 4, 16)).float(), torch.randint(-1, 2, (5, 4)).float()
-    want = select(TorchIndexer(), q, weights, cache, queries)
-    assert torch.equal(select(CpuIndexer(library), q, weights, cache, queries), want)
-    weights.zero_()
-    first = select(CpuIndexer(library), q, weights, cache, queries)
-    assert torch.equal(first[4], slots_of(queries, 1)[:TOP_K].int())
-    assert torch.equal(first[4], select(TorchIndexer(), q, weights, cache, queries)[4])
+    check_ties(CpuIndexer(library))
 
 
 def test_choices_do_not_depend_on_the_batch(any_library: Library, dtype: torch.dtype) -> None:
-    queries, size = paged_queries(LENS, 16)
-    cache = filled_cache(queries, size, 1, 32, dtype=dtype)
-    q, weights = normal(queries.num_tokens, 8, 32, dtype=dtype), torch.randn(queries.num_tokens, 8)
-    kernel = CpuIndexer(any_library)
-    together, start = select(kernel, q, weights, cache, queries), 0
-    for request, (count, _) in enumerate(LENS):
-        for at in (0, count // 2):
-            alone = only(queries, request, slice(at, count)) if at else only(queries, request)
-            part = slice(start + at, start + count)
-            with threads(1 + at % 2):
-                slots = select(kernel, q[part], weights[part], cache, alone)
-            assert torch.equal(slots, together[part, : slots.shape[1]])
-        start += count
+    with threads(2):
+        check_choices_alone(CpuIndexer(any_library), dtype, LENS, around=lambda: threads(1))
 
 
 @pytest.mark.parametrize("width", [16, 128])

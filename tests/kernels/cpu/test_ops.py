@@ -9,7 +9,8 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
 from tests.kernels.cpu.conftest import threads
-from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
+from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, routed_weights, silu
+from tests.kernels.row_checks import check_no_tokens, check_rotate, check_silu_of_extreme_values, check_write_latent
 
 EPS = 1e-5
 
@@ -46,43 +47,18 @@ def test_silu_and_mul(any_library: Library, dtype: torch.dtype, width: int) -> N
 
 
 def test_silu_of_extreme_values(library: Library) -> None:
-    x = torch.tensor([[-200.0, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    close(CpuOps(library).silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+    check_silu_of_extreme_values(CpuOps(library))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("width", [64, 32, 12, 80])
 def test_rotate(any_library: Library, dtype: torch.dtype, width: int, interleaved: bool) -> None:
-    ops = CpuOps(any_library)
-    table = rotary_table(300, width, interleaved)
-    positions = torch.randint(300, (21,))
-    whole = normal(21, 3, width + 40, dtype=dtype)
-    x, before = whole[:, 1:], whole.clone()
-    ops.rotate(x, positions, table)
-    close(x[..., 40:], rotated(before[:, 1:, 40:], positions, table))
-    assert torch.equal(whole[:, 0], before[:, 0])
-    assert torch.equal(x[..., :40], before[:, 1:, :40])
-    x = before.clone()
-    ops.rotate_leading(x, positions.int(), table)
-    close(x[..., :width], rotated(before[..., :width], positions, table))
-    assert torch.equal(x[..., width:], before[..., width:])
+    check_rotate(CpuOps(any_library), dtype, 2, width, interleaved)
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 def test_write_latent(any_library: Library, dtype: torch.dtype, slot_dtype: torch.dtype) -> None:
-    ops = CpuOps(any_library)
-    for latent, rotary, interleaved in ((512, 64, True), (40, 12, False)):
-        table = rotary_table(90, rotary, interleaved)
-        positions, slots = torch.randint(90, (14,)), torch.randperm(50)[:14].to(slot_dtype)
-        whole = normal(14, latent + rotary + 5, dtype=dtype)
-        kv_a, before = whole[:, 2 : 2 + latent + rotary], whole.clone()
-        weight = normal(latent, dtype=torch.float32) + 1
-        cache = torch.full((50, latent + rotary), NAN, dtype=dtype)
-        ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
-        close(cache[slots.long(), :latent], rms_norm(kv_a[:, :latent], weight, EPS), 2)
-        close(cache[slots.long(), latent:], rotated(kv_a[:, None, latent:], positions, table)[:, 0])
-        assert torch.equal(whole, before)
-        assert cache.isnan().all(-1).sum() == 36
+    check_write_latent(CpuOps(any_library), dtype, slot_dtype, padding=0)
 
 
 def test_write_kv(library: Library, dtype: torch.dtype) -> None:
@@ -129,13 +105,4 @@ def test_route(any_library: Library, dtype: torch.dtype, spec: RouterSpec, token
 
 
 def test_no_tokens(library: Library, dtype: torch.dtype) -> None:
-    ops = CpuOps(library)
-    weight, none = torch.ones(8), torch.empty(0, 8, dtype=dtype)
-    assert ops.rms_norm(none, weight, EPS).shape == (0, 8)
-    assert ops.add_rms_norm(none, none.clone(), weight, EPS).shape == (0, 8)
-    assert ops.silu_and_mul(none).shape == (0, 4)
-    table, positions = rotary_table(4, 4, True), torch.empty(0, dtype=torch.int64)
-    ops.rotate(none.view(0, 1, 8), positions, table)
-    ops.write_latent(none, torch.ones(4), EPS, positions, table, positions, torch.empty(3, 8, dtype=dtype))
-    weights, ids = ops.route(none, torch.randn(6, 8), None, RouterSpec(6, 2, "softmax"))
-    assert weights.shape == ids.shape == (0, 2)
+    check_no_tokens(CpuOps(library), dtype)

@@ -9,8 +9,9 @@ import torch
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys
 from moe_engine.kernels.indexer.reference import TorchIndexer, best
-from tests.kernels.cpu.formulas import close, filled_cache, normal, only, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
+from tests.kernels.row_checks import check_choices_alone, check_ties
 
 triton_indexer = pytest.importorskip("moe_engine.kernels.indexer.triton_indexer", reason="needs triton")
 from moe_engine.kernels.indexer import triton_keys, triton_select  # noqa: E402
@@ -36,14 +37,7 @@ def test_selection(heads: int, width: int, page_size: int, dtype: torch.dtype, b
 
 
 def test_the_lower_position_wins_a_tie() -> None:
-    """Exact products: many equal scores, of both signs and both zeros."""
-    queries, size = paged_queries([(4, 90), (1, 200)])
-    cache = torch.randint(-1, 2, (size, 1, 16)).float()
-    q, weights = torch.randint(-1, 2, (5, 4, 16)).float(), torch.randint(-1, 2, (5, 4)).float()
-    kernel = triton_indexer.TritonIndexer()
-    assert torch.equal(select(kernel, q, weights, cache, queries), select(TorchIndexer(), q, weights, cache, queries))
-    weights.zero_()
-    assert torch.equal(select(kernel, q, weights, cache, queries)[4], slots_of(queries, 1)[:TOP_K].int())
+    check_ties(triton_indexer.TritonIndexer())
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 600])
@@ -71,17 +65,7 @@ def test_radix_selection_equals_a_stable_sort(top_k: int, monkeypatch: pytest.Mo
 
 
 def test_choices_do_not_depend_on_the_batch() -> None:
-    queries, size = paged_queries(LENS, 16)
-    cache = filled_cache(queries, size, 1, 32, dtype=torch.bfloat16)
-    q, weights = normal(queries.num_tokens, 8, 32, dtype=torch.bfloat16), torch.randn(queries.num_tokens, 8)
-    kernel = triton_indexer.TritonIndexer()
-    together, start = select(kernel, q, weights, cache, queries), 0
-    for request, (count, _) in enumerate(LENS):
-        for at in {0, count // 2}:
-            part, alone = slice(start + at, start + count), only(queries, request, slice(at, count))
-            slots = select(kernel, q[part], weights[part], cache, alone)
-            assert torch.equal(slots, together[part, : slots.shape[1]])
-        start += count
+    check_choices_alone(triton_indexer.TritonIndexer(), torch.bfloat16, LENS)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (128, torch.bfloat16)])

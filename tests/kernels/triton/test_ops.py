@@ -15,6 +15,7 @@ from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, unquantized
 from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
+from tests.kernels.row_checks import check_no_tokens, check_rotate, check_silu_of_extreme_values, check_write_latent
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
 TritonPermutation = pytest.importorskip(
@@ -123,26 +124,16 @@ def test_silu_and_mul(ops, dtype, width):
 
 
 def test_silu_of_extreme_values(ops):
-    x = torch.tensor([[-1e4, -200.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+    check_silu_of_extreme_values(ops)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "width"), [(1, 64), (5, 12), (70, 96)])
 def test_rotate(ops, dtype, heads, width, interleaved):
-    table = rotary_table(300, width, interleaved)
-    positions = torch.randint(300, (4,))
-    whole = normal(4, heads + 1, width + 40, dtype=dtype)
-    x, before = whole[:, 1:], whole.clone()
-    ops.rotate(x, positions, table)
-    close(x[..., 40:], rotated(before[:, 1:, 40:], positions, table))
-    assert torch.equal(whole[:, 0], before[:, 0])
-    assert torch.equal(x[..., :40], before[:, 1:, :40])
-    x = before.clone()
-    ops.rotate_leading(x, positions.int(), table)
-    close(x[..., :width], rotated(before[..., :width], positions, table))
-    assert torch.equal(x[..., width:], before[..., width:])
+    check_rotate(ops, dtype, heads, width, interleaved)
+    table, positions = rotary_table(300, width, interleaved), torch.randint(300, (4,))
+    before = normal(4, heads, width + 40, dtype=dtype)
     x = before.transpose(0, 2).contiguous().transpose(0, 2)  # channels apart
     ops.rotate(x, positions, table)
     close(x[..., 40:], rotated(before[..., 40:], positions, table))
@@ -150,18 +141,7 @@ def test_rotate(ops, dtype, heads, width, interleaved):
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 def test_write_latent(ops, dtype, slot_dtype):
-    for latent, rotary, interleaved in ((512, 64, True), (40, 12, False)):
-        table = rotary_table(90, rotary, interleaved)
-        positions, slots = torch.randint(90, (7,)), torch.randperm(50)[:7].to(slot_dtype)
-        whole = normal(7, latent + rotary + 5, dtype=dtype)
-        kv_a, before = whole[:, 2 : 2 + latent + rotary], whole.clone()
-        weight = torch.randn(latent) + 1
-        cache = torch.full((50, latent + rotary + 3), NAN, dtype=dtype)[:, : latent + rotary]
-        ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
-        close(cache[slots.long(), :latent], rms_norm(kv_a[:, :latent], weight, EPS), 2)
-        close(cache[slots.long(), latent:], rotated(kv_a[:, None, latent:], positions, table)[:, 0])
-        assert torch.equal(whole, before)
-        assert cache.isnan().all(-1).sum() == 43
+    check_write_latent(ops, dtype, slot_dtype, padding=3)
 
 
 @pytest.mark.each_value
@@ -490,14 +470,4 @@ def test_impossible_routers(ops, spec):
 
 
 def test_no_tokens(ops, dtype):
-    weight, none = torch.ones(8), torch.empty(0, 8, dtype=dtype)
-    assert ops.rms_norm(none, weight, EPS).shape == (0, 8)
-    assert ops.add_rms_norm(none, none.clone(), weight, EPS).shape == (0, 8)
-    assert ops.silu_and_mul(none).shape == (0, 4)
-    table, positions = rotary_table(4, 4, True), torch.empty(0, dtype=torch.int64)
-    ops.rotate(none.view(0, 1, 8), positions, table)
-    cache = torch.empty(3, 8, dtype=dtype)
-    ops.write_latent(none, torch.ones(4), EPS, positions, table, positions, cache)
-    ops.write_kv(none.view(0, 1, 8), none.view(0, 1, 8), positions, cache.view(3, 1, 8), cache.view(3, 1, 8))
-    weights, ids = ops.route(none, torch.randn(6, 8), None, RouterSpec(6, 2, "softmax"))
-    assert weights.shape == ids.shape == (0, 2)
+    check_no_tokens(ops, dtype)

@@ -14,6 +14,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache import kv_copies
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from tests.engine import test_state_tier
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_host_tier import CHAIN, LIMITS, sessions
 from tests.simulated_cuda import streams
@@ -44,6 +45,10 @@ def test_a_load_brings_back_what_was_stored(at_once: int, monkeypatch: pytest.Mo
     copies.close()
     assert done == [(1, None), (2, None)]
     assert torch.equal(torch.from_numpy(found[:5]), content[[4, 3, 1, 9, 2]]) and not found[5].any()
+
+
+def test_every_byte_of_a_state_comes_back(tmp_path: Path) -> None:
+    test_state_tier.test_every_byte_of_a_state_comes_back(tmp_path, "cuda")
 
 
 @pytest.mark.parametrize("flags", [{}, CHAIN], ids=["plain", "chain"])

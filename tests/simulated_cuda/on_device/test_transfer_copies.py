@@ -3,8 +3,6 @@ complete, and a load copies its written bytes to the pool."""
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache import kv_copies
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.kv_cache.transfer_copies import TransferCopies
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
@@ -33,7 +32,7 @@ def test_rows_that_another_server_gets(
     places, slots = [5, 6, 7, 0, 2], [3, 9, 4, 1, 2]
     copies.start(KVOps(store_slots=slots, store_places=places, serial=1))
     pool.write_rows(every, stream.upload(torch.zeros_like(content)))  # the next step overwrites the slots
-    wait(lambda: copies.stored == 1)
+    until(lambda: copies.stored == 1)
     out = np.zeros(5 * copies.row_bytes, np.uint8)
     copies.read_into(places, out.reshape(5, -1))
     assert np.array_equal(out.reshape(5, -1), content[slots].numpy())
@@ -48,13 +47,6 @@ def test_rows_that_another_server_gets(
     copies.start(KVOps(arrived=[1]))
     found = stream.read(pool.read_rows(stream.from_list([8, 12, 10], torch.int64)))
     assert np.array_equal(found, arrived)
-    wait(lambda: done == [1])
-    wait(lambda: copies.stored == 2)
+    until(lambda: done == [1])
+    until(lambda: copies.stored == 2)
     copies.close()
-
-
-def wait(condition) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)

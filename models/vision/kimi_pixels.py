@@ -1,0 +1,76 @@
+"""Kimi K2.5's image processor, which transformers has for torchvision only: an image keeps its size up to a number of
+patches, and is padded to whole tokens (source: NaViT, arXiv 2307.06304; the checkpoint's `media_proc_cfg`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TYPE = "Kimi_K25ImageProcessor"
+
+
+@dataclass(frozen=True)
+class KimiProcessor:
+    """The fields of preprocessor_config.json, in the publisher's or transformers' spelling; lengths in patches."""
+
+    patch: int = 14
+    merge: int = 2
+    most: int = 16384
+    """Patches of an image."""
+    side: int = 512
+    """Patches of a row or column."""
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> KimiProcessor | None:
+        """None: the file is another processor's."""
+        own = fields.get("media_proc_cfg")
+        if not isinstance(own, Mapping) and fields.get("image_processor_type") != TYPE:
+            return None
+        given = own if isinstance(own, Mapping) else fields
+        size = given.get("size") or {}
+        return cls(
+            patch=int(given.get("patch_size", 14)),
+            merge=int(given.get("merge_kernel_size", given.get("merge_size", 2))),
+            most=int(given.get("in_patch_limit", given.get("max_patches", 16384))),
+            side=int(given.get("patch_limit_on_one_side", size.get("max_height", 512))),
+            mean=tuple(given.get("image_mean", cls.mean)),
+            std=tuple(given.get("image_std", cls.std)),
+        )
+
+    @property
+    def max_patches(self) -> int:
+        """Patches of the largest image, with its padding."""
+        return self.most + 2 * self.merge * self.side + self.merge**2
+
+    def sizes(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(width, height) to which an image is resized, and to which it is padded, in pixels."""
+        columns, rows = max(1, width // self.patch), max(1, height // self.patch)
+        limit = self.side * self.patch
+        scale = min(1.0, math.sqrt(self.most / (columns * rows)), limit / width, limit / height)
+        resized = [min(max(1, int(length * scale)), limit) for length in (width, height)]
+        token = self.patch * self.merge
+        padded = [-(-length // token) * token for length in resized]
+        return (resized[0], resized[1]), (padded[0], padded[1])
+
+    def __call__(self, images: Sequence[Any], return_tensors: str = "np") -> dict[str, np.ndarray]:
+        """One PIL image in RGB -> `pixel_values` [P, 3 * patch * patch] float32 by row, `image_grid_thw` [1, 3]."""
+        from PIL import Image
+
+        (image,) = images
+        resized, padded = self.sizes(*image.size)
+        if resized != image.size:
+            image = image.resize(resized, Image.Resampling.BICUBIC)
+        pixels = np.zeros((padded[1], padded[0], 3), dtype=np.float32)
+        pixels[: resized[1], : resized[0]] = np.asarray(image)
+        pixels /= 255
+        pixels -= self.mean
+        pixels /= self.std
+        rows, columns = padded[1] // self.patch, padded[0] // self.patch
+        parts = pixels.reshape(rows, self.patch, columns, self.patch, 3).transpose(0, 2, 4, 1, 3)
+        return {"pixel_values": parts.reshape(rows * columns, -1), "image_grid_thw": np.array([[1, rows, columns]])}

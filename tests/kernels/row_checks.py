@@ -1,0 +1,108 @@
+"""Checks that every row of the small operations and of the indexer must pass, on a CPU and in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.indexer.reference import TorchIndexer
+from moe_engine.kernels.ops.protocol import Ops, RouterSpec
+from tests.kernels.cpu.formulas import (
+    NAN,
+    close,
+    filled_cache,
+    normal,
+    only,
+    paged_queries,
+    rms_norm,
+    rotary_table,
+    rotated,
+    slots_of,
+)
+from tests.kernels.cpu.index_formulas import TOP_K, select
+
+EPS = 1e-6
+
+
+def check_rotate(ops: Ops, dtype: torch.dtype, heads: int, width: int, interleaved: bool) -> None:
+    table = rotary_table(300, width, interleaved)
+    positions = torch.randint(300, (9,))
+    whole = normal(9, heads + 1, width + 40, dtype=dtype)
+    x, before = whole[:, 1:], whole.clone()
+    ops.rotate(x, positions, table)
+    close(x[..., 40:], rotated(before[:, 1:, 40:], positions, table))
+    assert torch.equal(whole[:, 0], before[:, 0])
+    assert torch.equal(x[..., :40], before[:, 1:, :40])
+    x = before.clone()
+    ops.rotate_leading(x, positions.int(), table)
+    close(x[..., :width], rotated(before[..., :width], positions, table))
+    assert torch.equal(x[..., width:], before[..., width:])
+
+
+def check_write_latent(ops: Ops, dtype: torch.dtype, slot_dtype: torch.dtype, padding: int) -> None:
+    """`padding`: numbers between the cache's rows."""
+    for latent, rotary, interleaved in ((512, 64, True), (40, 12, False)):
+        table = rotary_table(90, rotary, interleaved)
+        positions, slots = torch.randint(90, (14,)), torch.randperm(50)[:14].to(slot_dtype)
+        whole = normal(14, latent + rotary + 5, dtype=dtype)
+        kv_a, before = whole[:, 2 : 2 + latent + rotary], whole.clone()
+        weight = torch.randn(latent) + 1
+        cache = torch.full((50, latent + rotary + padding), NAN, dtype=dtype)[:, : latent + rotary]
+        ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
+        close(cache[slots.long(), :latent], rms_norm(kv_a[:, :latent], weight, EPS), 2)
+        close(cache[slots.long(), latent:], rotated(kv_a[:, None, latent:], positions, table)[:, 0])
+        assert torch.equal(whole, before)
+        assert cache.isnan().all(-1).sum() == 36
+
+
+def check_silu_of_extreme_values(ops: Ops) -> None:
+    x = torch.tensor([[-1e4, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+
+
+def check_no_tokens(ops: Ops, dtype: torch.dtype) -> None:
+    weight, none = torch.ones(8), torch.empty(0, 8, dtype=dtype)
+    assert ops.rms_norm(none, weight, EPS).shape == (0, 8)
+    assert ops.add_rms_norm(none, none.clone(), weight, EPS).shape == (0, 8)
+    assert ops.silu_and_mul(none).shape == (0, 4)
+    table, positions = rotary_table(4, 4, True), torch.empty(0, dtype=torch.int64)
+    ops.rotate(none.view(0, 1, 8), positions, table)
+    cache = torch.empty(3, 8, dtype=dtype)
+    ops.write_latent(none, torch.ones(4), EPS, positions, table, positions, cache)
+    ops.write_kv(none.view(0, 1, 8), none.view(0, 1, 8), positions, cache.view(3, 1, 8), cache.view(3, 1, 8))
+    weights, ids = ops.route(none, torch.randn(6, 8), None, RouterSpec(6, 2, "softmax"))
+    assert weights.shape == ids.shape == (0, 2)
+
+
+def check_ties(kernel: IndexerKernel) -> None:
+    """The lower position wins: exact products, with many equal scores of both signs and both zeros."""
+    queries, size = paged_queries([(4, 90), (1, 200)])
+    cache = torch.randint(-1, 2, (size, 1, 16)).float()
+    q, weights = torch.randint(-1, 2, (5, 4, 16)).float(), torch.randint(-1, 2, (5, 4)).float()
+    for row in (kernel, TorchIndexer()):
+        assert torch.equal(select(row, q, weights, cache, queries), select(TorchIndexer(), q, weights, cache, queries))
+        first = select(row, q, torch.zeros_like(weights), cache, queries)
+        assert torch.equal(first[4], slots_of(queries, 1)[:TOP_K].int())
+
+
+def check_choices_alone(
+    kernel: IndexerKernel,
+    dtype: torch.dtype,
+    lens: Sequence[tuple[int, int]],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """The selection of a part of a request's tokens is the same as in the batch. `around`: settings of the parts."""
+    queries, size = paged_queries(list(lens), 16)
+    cache = filled_cache(queries, size, 1, 32, dtype=dtype)
+    q, weights = normal(queries.num_tokens, 8, 32, dtype=dtype), torch.randn(queries.num_tokens, 8)
+    together, start = select(kernel, q, weights, cache, queries), 0
+    for request, (count, _) in enumerate(lens):
+        for at in {0, count // 2}:
+            part, alone = slice(start + at, start + count), only(queries, request, slice(at, count))
+            with around():
+                slots = select(kernel, q[part], weights[part], cache, alone)
+            assert torch.equal(slots, together[part, : slots.shape[1]])
+        start += count
