@@ -17,11 +17,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +41,19 @@ WAYS: dict[str, dict[str, Any]] = {"recompute": {"session_hold": 0.0}, "hold": {
 
 
 class Closed:
-    """`count` sessions at once, which start during `warm` seconds at a random turn; a new session replaces an ended
-    one. After `end` no request is sent. Implements `Workload`.
+    """`count` sessions at once, which start during `warm` seconds; a new session replaces an ended one. After `end` no
+    request is sent. Implements `Workload`.
+
+    The first `num_fit` sessions start at a random turn, so that their ages are mixed. Any other session that did so
+    would compute a history that no server ever had: work that exists only at the beginning.
 
     `returning`: by time of arrival, True if the previous turn was computed here.
     """
 
     total = 0
 
-    def __init__(self, shape: AgentShape, count: int, warm: float, end: float, seed: int) -> None:
+    def __init__(self, shape: AgentShape, count: int, num_fit: int, warm: float, end: float, seed: int) -> None:
+        self._num_fit = num_fit
         self._shape, self._count, self._end, self._rng = shape, count, end, random.Random(seed)
         self._starts = sorted(self._rng.uniform(0, warm) for _ in range(count))
         self._sessions = Agents(shape, itertools.repeat(0.0), 1 << 20, seed)
@@ -54,9 +61,10 @@ class Closed:
         self.returning: dict[float, bool] = {}
 
     def first(self) -> Iterator[Arrival]:
-        for start in self._starts:
+        for number, start in enumerate(self._starts):
             arrival = next(self._new)
-            for _ in range(self._rng.randrange(self._shape.turns)):
+            skipped = self._rng.randrange(self._shape.turns) if number < self._num_fit else 0
+            for _ in range(skipped):
                 following = self._sessions.after(arrival, 0.0)
                 assert following is not None
                 arrival = following
@@ -77,8 +85,8 @@ class Closed:
         return arrival
 
 
-def point(way: str, load: float, args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """One variant at one load."""
+def point(way: str, load: float, seed: int, args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """One variant at one load, with one seed."""
     own = simulate.own_parser().parse_args(["--hardware", args.hardware])
     flags: dict[str, Any] = {"model_path": str(model), "tp_size": args.tp_size, "ep_size": args.tp_size, **WAYS[way]}
     if args.max_total_tokens:
@@ -93,9 +101,9 @@ def point(way: str, load: float, args: argparse.Namespace, model: Path) -> dict[
     pool = spec.replica.scheduler.num_slots
     count = max(1, round(load * pool / footprint))
     end = args.warm + args.seconds
-    workload = Closed(shape, count, args.warm / 2, end, args.seed)
+    workload = Closed(shape, count, round(pool / footprint), args.warm / 2, end, seed)
     began = time.perf_counter()
-    answers = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=args.seed).run().recorder.answers
+    answers = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=seed).run().recorder.answers
     if wrong := next((answer.error for answer in answers if not answer.success), ""):
         raise SystemExit(f"a request failed: {wrong}")
     ended = [answer for answer in answers if args.warm < answer.started + answer.latency <= end]
@@ -105,6 +113,7 @@ def point(way: str, load: float, args: argparse.Namespace, model: Path) -> dict[
     return {
         "way": way,
         "load": load,
+        "seed": seed,
         "pool": pool,
         "sessions": count,
         "tokens_per_second": sum(answer.output_len for answer in ended) / args.seconds,
@@ -114,6 +123,20 @@ def point(way: str, load: float, args: argparse.Namespace, model: Path) -> dict[
         "gaps": None,
         "cached_share": sum(a.cached_tokens for a in ended) / max(sum(a.prompt_len for a in ended), 1),
         "wall_seconds": time.perf_counter() - began,
+    }
+
+
+def mean_of(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean over the seeds; `least` and `most`: range of the throughput."""
+    rates = [each["tokens_per_second"] for each in points]
+    times = [each["ttft_returning"] for each in points if each["ttft_returning"]]
+    mean = {key: sum(each[key] for each in times) / len(times) for key in ("median", "p90")} if times else None
+    return points[0] | {
+        "tokens_per_second": sum(rates) / len(rates),
+        "least": min(rates),
+        "most": max(rates),
+        "ttft_returning": mean,
+        "cached_share": sum(each["cached_share"] for each in points) / len(points),
     }
 
 
@@ -129,7 +152,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=5.0, help="mean seconds of a pause, exponential")
     parser.add_argument("--warm", type=float, default=300.0, help="simulated seconds before the measured ones")
     parser.add_argument("--seconds", type=float, default=600.0, help="simulated seconds, measured")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each point is the mean over these")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     report.add_result_options(parser)
     return parser.parse_args(argv)
@@ -137,35 +161,42 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    points = []
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "config.json"
         model.write_text(json.dumps(config_of("v3")))
-        for load in args.loads:
-            for way in WAYS:
-                points.append(point(way, load, args, model))
-                print(f"{way} at {load:g}: {points[-1]['tokens_per_second']:.0f} tokens/s", file=sys.stderr, flush=True)
-    head = ["way", "load", "sessions", "tokens/s", "TTFT returning, s", "p90", "cached"]
+        cases = list(itertools.product(args.seeds, args.loads, WAYS))
+        seeds, loads, ways = zip(*cases)
+        if args.jobs > 1:
+            with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+                points = list(pool.map(point, ways, loads, seeds, repeat(args), repeat(model)))
+        else:
+            points = list(map(point, ways, loads, seeds, repeat(args), repeat(model)))
+    shown = [mean_of([p for p in points if (p["way"], p["load"]) == case]) for case in dict.fromkeys(zip(ways, loads))]
+    head = ["way", "load", "sessions", "tokens/s", "least", "most", "TTFT returning, s", "p90", "cached"]
     rows = [
         [
             each["way"],
             f"{each['load']:g}",
             each["sessions"],
-            f"{each['tokens_per_second']:.0f}",
+            *(f"{each[key]:.0f}" for key in ("tokens_per_second", "least", "most")),
             *(f"{each['ttft_returning'][key]:.2f}" if each["ttft_returning"] else "-" for key in ("median", "p90")),
             f"{each['cached_share']:.2f}",
         ]
-        for each in points
+        for each in shown
     ]
     print(report.table(head, rows))
-    found = verdicts(points)
+    found = verdicts(shown)
+    for seed in args.seeds if len(args.seeds) > 1 else []:
+        for name, value in verdicts([each for each in points if each["seed"] == seed]).items():
+            if "throughput" in name:
+                found[f"{name}, seed {seed}"] = value
     for name, value in found.items():
         print(f"{name}: {value:.2f}")
     if args.plot:
         title = (
             f"DeepSeek V3 on {args.hardware}, simulated: multi-turn sessions, KV cache of {points[0]['pool']} tokens"
         )
-        draw(points, args.plot, title)
+        draw(shown, args.plot, title)
     if not args.no_json:
         options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "no_json")}
         values = {"points": points, "verdicts": found, "options": options}

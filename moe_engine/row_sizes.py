@@ -27,3 +27,14 @@ def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: 
     flight."""
     each = window_request_pages(window, page_size, draft_slots)
     return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size
+
+
+TRANSFER_PIECE_TOKENS = 256
+"""Tokens of a piece of a transfer between servers: a copy, and a message."""
+TRANSFER_SLOTS = 8
+"""Pieces of all transfers of a connection that are sent and not acknowledged: the slots of its window."""
+
+
+def transfer_window_bytes(bytes_per_token: int) -> int:
+    """Memory of one connection between a prefill and a decode rank, on each side."""
+    return TRANSFER_SLOTS * TRANSFER_PIECE_TOKENS * bytes_per_token

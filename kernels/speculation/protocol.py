@@ -39,8 +39,19 @@ class SimulatedAcceptance:
 
 
 @dataclass(frozen=True)
+class Thresholds:
+    """A draft whose target probability p reaches `single` is accepted, and any other with a total probability of
+    p / `acc` (`acceptance.force`). `salt`: draft n of a chain has the random numbers of salt + n."""
+
+    single: float
+    acc: float
+    salt: int
+
+
+@dataclass(frozen=True)
 class ChainBuffers:
-    """Memory of one captured size at fixed addresses, contiguous. The host writes the first three, and `sampled`."""
+    """Memory of one captured size at fixed addresses, contiguous. The host writes the first three, `sampled`, and
+    `chances` if there are `Thresholds`."""
 
     rows: Tensor  # [R] int64; negative: padding, behind all requests
     query_rows: Tensor  # [R] int32: rows, 0 for padding
@@ -62,6 +73,7 @@ class ChainBuffers:
     uniform: Tensor  # [R, K] float32
     # acceptance
     sampled: Tensor  # [R, K] int64: the target's token at each position; negative: invalid logits
+    chances: Tensor  # [R, K] float32: the target's probability of the draft behind each position
     result: Tensor  # [R, K + 1] int64: the new tokens, the last one repeated; then their number
     next_ids: Tensor  # [R, K] int64: the token behind each position, for the draft extend
     last: Tensor  # [R] int64: index of the last accepted position among all R * K
@@ -107,9 +119,9 @@ class ChainKernels(Protocol):
     def draw(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
         """As `SamplingKernel.sample`, for greedy and sampled rows alike (`draws` is not read): drafts [R] int64."""
 
-    def accept(self, tables: RowTables, chain: ChainBuffers, simulated: SimulatedAcceptance | None) -> None:
-        """Accepts the drafts that equal the token sampled before them, writes everything behind `sampled`, and appends
-        the new tokens to the tables."""
+    def accept(self, tables: RowTables, chain: ChainBuffers, rule: SimulatedAcceptance | Thresholds | None) -> None:
+        """Accepts the drafts that equal the token sampled before them, or as `rule` says; writes everything behind
+        `chances`, and appends the new tokens to the tables."""
 
     def keep_states(self, states: Tensor, hidden: Tensor, rows: Tensor, sources: Tensor) -> None:
         """states[rows[r]] = hidden[sources[r]]; states [max_rows, D], hidden [*, D], rows and sources [R] int64."""

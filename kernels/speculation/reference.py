@@ -21,17 +21,22 @@ from moe_engine.kernels.speculation.protocol import (
     ChainBuffers,
     RunBuffers,
     SimulatedAcceptance,
+    Thresholds,
     signed64,
 )
 
 
 def device_uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """`sampling_state.uniforms` on the device: bits of mixed seeds and positions, int64 -> float32 in [0, 1)."""
-    value = seeds + positions * signed64(GOLDEN) + signed64(GOLDEN)
+    return _shifted(_mixed(seeds + positions * signed64(GOLDEN)), 40).float() * 2.0**-24
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """`sampling_state.mix64`."""
+    value = value + signed64(GOLDEN)
     value = (value ^ _shifted(value, 30)) * signed64(MIX_1)
     value = (value ^ _shifted(value, 27)) * signed64(MIX_2)
-    value = value ^ _shifted(value, 31)
-    return _shifted(value, 40).float() * 2.0**-24
+    return value ^ _shifted(value, 31)
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:
@@ -80,19 +85,21 @@ class TorchChains:
         chain.uniform.copy_(numbers)
         chain.draft_uniform.copy_(numbers[:, : chain.num_drafts].t())
 
-    def accept(self, tables: RowTables, chain: ChainBuffers, simulated: SimulatedAcceptance | None) -> None:
+    def accept(self, tables: RowTables, chain: ChainBuffers, rule: SimulatedAcceptance | Thresholds | None) -> None:
         sampled, drafts, count = chain.sampled, chain.ids[:, 1:], chain.num_drafts
         places = torch.arange(count + 1, device=sampled.device)
-        if simulated is None:
-            good = (drafts == sampled[:, :count]) & (sampled[:, :count] >= 0)
-            counts = good.long().cumprod(1).sum(1) + 1
+        if not isinstance(rule, SimulatedAcceptance):
+            good = drafts == sampled[:, :count]
+            if rule is not None:
+                good = good | _forced(chain, rule)
+            counts = (good & (sampled[:, :count] >= 0)).long().cumprod(1).sum(1) + 1
         else:
-            least = int(simulated.length)
-            numbers = device_uniforms(chain.seeds ^ signed64(simulated.salt), chain.starts)
-            counts = (least + (numbers < simulated.length - least).long()).clamp_max(count + 1)
+            least = int(rule.length)
+            numbers = device_uniforms(chain.seeds ^ signed64(rule.salt), chain.starts)
+            counts = (least + (numbers < rule.length - least).long()).clamp_max(count + 1)
         path = torch.minimum(places, counts[:, None] - 1)
         tokens = sampled.gather(1, path)
-        if simulated is not None:
+        if rule is not None:
             end = sampled.gather(1, counts[:, None] - 1)
             padded = torch.cat((drafts, end), 1)
             tokens = torch.where(places < counts[:, None] - 1, padded, end)
@@ -157,6 +164,15 @@ class TorchChains:
         known = (best > 0)[:, None] & (behind <= last[:, None])
         drafts = _taken(tokens, (rows * width)[:, None] + behind.clamp_max(width - 1))
         chain.ids[:, 1:].copy_(torch.where(known, drafts, 0))
+
+
+def _forced(chain: ChainBuffers, rule: Thresholds) -> Tensor:
+    """[R, S] bool: drafts that the thresholds accept."""
+    nodes = torch.arange(1, chain.num_drafts + 1, device=chain.seeds.device)
+    seeds = chain.seeds[:, None] ^ _mixed(nodes + rule.salt)
+    numbers, chance = device_uniforms(seeds, chain.starts[:, None] + nodes), chain.chances[:, :-1]
+    extra = ((chance / rule.acc).clamp_max(1.0) - chance) / (1.0 - chance).clamp_min(1e-6)
+    return (chance >= rule.single) | (numbers < extra)
 
 
 def _sources(chain: ChainBuffers, rows: Tensor, starts: Tensor, positions: Tensor, back: int) -> Tensor:

@@ -22,6 +22,7 @@ from moe_engine.kernels.speculation.protocol import (
     ChainBuffers,
     RunBuffers,
     SimulatedAcceptance,
+    Thresholds,
     signed64,
 )
 from moe_engine.kernels.triton.aot import AotCase
@@ -36,13 +37,18 @@ _BLOCK_N = 1024
 
 
 @triton.jit
-def _uniform(seed, position):
-    """`sampling_state.uniforms`; a mask makes a shift of int64 bring zeros in."""
-    value = seed + position * _GOLDEN + _GOLDEN
+def _mixed(value):
+    """`sampling_state.mix64`; a mask makes a shift of int64 bring zeros in."""
+    value += _GOLDEN
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_1
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    value = value ^ ((value >> 31) & 0x1FFFFFFFF)
-    return ((value >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+    return value ^ ((value >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`sampling_state.uniforms`."""
+    return ((_mixed(seed + position * _GOLDEN) >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit(do_not_specialize=["num_requests", "width"])
@@ -84,10 +90,12 @@ def chain_inputs_kernel(
 
 @triton.jit(do_not_specialize=["width"])
 def chain_accept_kernel(
-    rows, seeds, starts, ids, sampled, tokens, lengths, last_tokens, result, next_ids, last, width, share,
-    SALT: tl.constexpr, LEAST: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    rows, seeds, starts, ids, sampled, chances, tokens, lengths, last_tokens, result, next_ids, last, width, share,
+    acc,
+    SALT: tl.constexpr, LEAST: tl.constexpr, FORCE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `ChainKernels.accept`. LEAST: tokens of every chain, `share` of the chains have one more; 0: as sampled."""
+    """See `ChainKernels.accept`. LEAST: tokens of every chain, `share` of the chains have one more; 0: as sampled.
+    FORCE: thresholds `share` (single) and acc."""
     request = tl.program_id(0).to(tl.int64)
     row, start = tl.load(rows + request), tl.load(starts + request)
     place = tl.arange(0, BLOCK).to(tl.int64)
@@ -95,13 +103,20 @@ def chain_accept_kernel(
     below = tl.load(ids + request * K + place + 1, place < K - 1, -1)
     drawn = tl.load(sampled + request * K + place, inside, -1)
     if LEAST == 0:
-        good = (below == drawn) & (drawn >= 0) & (place < K - 1)
+        good = below == drawn
+        if FORCE:
+            node = place + 1
+            chance = tl.load(chances + request * K + place, inside, 0.0)
+            extra = (tl.minimum(chance / acc, 1.0) - chance) / tl.maximum(1.0 - chance, 1e-6)
+            number = _uniform(tl.load(seeds + request) ^ _mixed(node + SALT), start + node)
+            good = good | (chance >= share) | (number < extra)
+        good = good & (drawn >= 0) & (place < K - 1)
         count = tl.min(tl.where(good, BLOCK, place), 0) + 1
     else:
         more = _uniform(tl.load(seeds + request) ^ SALT, start) < share
         count = tl.minimum(LEAST + more.to(tl.int64), K)
     new = tl.load(sampled + request * K + tl.minimum(place, count - 1), inside, -1)
-    if LEAST > 0:
+    if LEAST > 0 or FORCE:
         new = tl.where(place < count - 1, below, tl.load(sampled + request * K + count - 1))
     tl.store(result + request * (K + 1) + place, new, inside)
     tl.store(result + request * (K + 1) + K, count)
@@ -241,14 +256,18 @@ class TritonChains:
             FIRST=c.first_draft, LOOKBACK=c.lookback, num_warps=1,
         )  # fmt: skip
 
-    def accept(self, tables: RowTables, chain: ChainBuffers, simulated: SimulatedAcceptance | None) -> None:
-        c, count = chain, chain.ids.shape[1]
-        least = 0 if simulated is None else int(simulated.length)
+    def accept(self, tables: RowTables, chain: ChainBuffers, rule: SimulatedAcceptance | Thresholds | None) -> None:
+        c, count, force = chain, chain.ids.shape[1], isinstance(rule, Thresholds)
+        least, share, acc, salt = 0, 0.0, 1.0, 0
+        if isinstance(rule, Thresholds):
+            share, acc, salt = rule.single, rule.acc, rule.salt
+        elif rule is not None:
+            least = int(rule.length)
+            share, salt = rule.length - least, signed64(rule.salt)
         chain_accept_kernel[(len(c.rows),)](
-            c.rows, c.seeds, c.starts, c.ids, c.sampled, tables.tokens, tables.lengths, tables.last_tokens, c.result,
-            c.next_ids, c.last, tables.tokens.shape[1], 0.0 if simulated is None else simulated.length - least,
-            SALT=0 if simulated is None else signed64(simulated.salt), LEAST=least, K=count,
-            BLOCK=next_power_of_2(count), num_warps=1,
+            c.rows, c.seeds, c.starts, c.ids, c.sampled, c.chances, tables.tokens, tables.lengths, tables.last_tokens,
+            c.result, c.next_ids, c.last, tables.tokens.shape[1], share, acc,
+            SALT=salt, LEAST=least, FORCE=force, K=count, BLOCK=next_power_of_2(count), num_warps=1,
         )  # fmt: skip
 
     def keep_states(self, states: Tensor, hidden: Tensor, rows: Tensor, sources: Tensor) -> None:
@@ -290,8 +309,9 @@ class TritonChains:
 def aot_cases() -> list[AotCase]:
     """Chains of one draft and of three; rows of V3's hidden states."""
     narrow = ("slot_table", "draft_lens", "draft_real", "lens", "real", "tokens")
-    kinds = dict.fromkeys(narrow, "*i32") | {"num_requests": "i32", "width": "i32", "share": "fp32", "blocks": "i32"}
-    kinds |= dict.fromkeys(("draft_uniform", "uniform"), "*fp32")
+    kinds = dict.fromkeys(narrow, "*i32") | dict.fromkeys(("num_requests", "width", "blocks"), "i32")
+    kinds |= {"share": "fp32", "acc": "fp32"}
+    kinds |= dict.fromkeys(("draft_uniform", "uniform", "chances"), "*fp32")
 
     def case(name: str, kernel: Any, **constants: int) -> AotCase:
         names = [name for name in kernel.arg_names if name not in constants]
@@ -302,7 +322,9 @@ def aot_cases() -> list[AotCase]:
         size = {"K": count, "BLOCK": next_power_of_2(count)}
         places = {"FIRST": -1, "LOOKBACK": count // 4}
         cases.append(case(f"chain_inputs_{count}", chain_inputs_kernel, **size, **places))
-        cases.append(case(f"chain_accept_{count}", chain_accept_kernel, SALT=0, LEAST=0, **size))
+        cases.append(case(f"chain_accept_{count}", chain_accept_kernel, SALT=0, LEAST=0, FORCE=False, **size))
+    size = {"K": 4, "BLOCK": 4}
+    cases.append(case("chain_accept_4_thresholds", chain_accept_kernel, SALT=1, LEAST=0, FORCE=True, **size))
     states = {"states": "*bf16", "hidden": "*bf16", "rows": "*i64", "last": "*i64"}
     constants = {"WIDTH": 7168, "BLOCK": _BLOCK_D}
     cases.append(AotCase("chain_states_v3", chain_states_kernel, states, constants, warps_for(_BLOCK_D), 3, False))

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.table import kept_format
@@ -69,7 +70,7 @@ def resolve_steps(
     local = local_heads(model, parallel.topology.attn_tp_size)
     why = why_not_captured(args, part, parallel, experts, model)
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
-    chains = speculation is not None and speculation.topk == 1 and not speculation.has_thresholds
+    chains = speculation is not None and speculation.topk == 1
     kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
@@ -146,6 +147,7 @@ def _size(
             lora=lora,
             offload=offload,
             tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
+            transfers=args.disaggregation.disaggregation_mode != OFF,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
         )

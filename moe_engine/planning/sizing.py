@@ -11,7 +11,7 @@ from moe_engine.planning.ledger_rows import fixed_rows
 from moe_engine.planning.memory_limit import check_fraction, fitting_tokens, memory_limit
 from moe_engine.planning.memory_refusal import refusal
 from moe_engine.planning.sizing_input import SizingInput
-from moe_engine.planning.tier_memory import tier_rows, tier_size
+from moe_engine.planning.tier_memory import tier_host_rows, tier_rows, tier_size
 from moe_engine.planning.window_memory import INDEXED_WINDOWS, bound_windows, window_rows
 
 CPU_KV_BYTES = 2 * GB
@@ -53,7 +53,7 @@ def size_memory(given: SizingInput) -> Sizing:
     rows = (*rows, *tier_rows(given, tier))
     ledger = MemoryLedger(
         rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, given.num_window_slots,
-        *tier, given.offload.host_rows,
+        *tier, (*given.offload.host_rows, *tier_host_rows(given, tier)),
     )  # fmt: skip
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:

@@ -51,6 +51,8 @@ class SizingInput:
     tier_ratio: float = 0.0
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
+    transfers: bool = False
+    """Whether KV is transferred between servers (`--disaggregation-mode`)."""
     swa_ratio: float = 0.8
     """Slots of windowed layers over those of other layers if memory is scarce; 0: no pool of their own."""
     num_window_slots: int = 0

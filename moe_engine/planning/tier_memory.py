@@ -11,6 +11,7 @@ from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.state_memory import state_bytes
 from moe_engine.planning.step_limits import StepLimits
+from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS, TRANSFER_SLOTS, transfer_window_bytes
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
 """Row buffers on a GPU: rows that leave the pool, in parts and whole, and rows that arrive
@@ -43,6 +44,8 @@ class TierInput(Protocol):
     def local_model(self) -> ModelConfig: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def transfers(self) -> bool: ...
     @property
     def limits(self) -> StepLimits: ...
 
@@ -87,22 +90,40 @@ def tier_reserve(given: TierInput) -> tuple[int, float]:
     of_state = _state_bytes(given)
     if given.machine.device != "cpu":
         return COPY_ROWS_BYTES + COPIED_STATES * of_state, 0.0
+    windows = _window_bytes(given)
     if given.tier_bytes:
-        return given.tier_bytes, 0.0
-    return max(1, int(given.tier_ratio * given.limits.num_snapshots)) * of_state, given.tier_ratio
+        return given.tier_bytes + windows, 0.0
+    return max(1, int(given.tier_ratio * given.limits.num_snapshots)) * of_state + windows, given.tier_ratio
+
+
+def _window_bytes(given: TierInput) -> int:
+    """Memory of the first connection of `--disaggregation-mode`; 0 without."""
+    return transfer_window_bytes(tier_bytes_per_token(given)) if given.transfers else 0
+
+
+def tier_host_rows(given: TierInput, size: TierSize) -> tuple[LedgerRow, ...]:
+    """The tier's memory of the host beside that of a GPU."""
+    return tuple(_host_rows(given, size)) if size.tokens and given.machine.device != "cpu" else ()
 
 
 def tier_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
     """The tier's rows of the ledger, if there is a tier."""
     if not size.tokens:
         return []
-    of_state = _state_bytes(given)
     if given.machine.device != "cpu":
+        of_state = _state_bytes(given)
         states = f" and {size.states} states" if size.states else ""
         detail = f"from and to a host tier of {size.tokens} tokens{states}"
         return [LedgerRow("KV copies", COPY_ROWS_BYTES + COPIED_STATES * of_state, detail)]
-    each = tier_bytes_per_token(given)
+    return _host_rows(given, size)
+
+
+def _host_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
+    each, of_state = tier_bytes_per_token(given), _state_bytes(given)
     rows = [LedgerRow("host KV tier", size.tokens * each, f"{size.tokens} tokens x {each} B")]
     if size.states:
         rows.append(LedgerRow("host tier of states", size.states * of_state, f"{size.states} states x {of_state} B"))
+    if given.transfers:
+        detail = f"{TRANSFER_SLOTS} pieces of {TRANSFER_PIECE_TOKENS} tokens; as much for each further connection"
+        rows.append(LedgerRow("transfer window", _window_bytes(given), detail))
     return rows

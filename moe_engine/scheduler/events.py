@@ -98,7 +98,6 @@ class PlanFacts:
     num_queued: int
     num_used: int
     token_usage: float
-    draft_depth: int = 0
     prompt_logprobs: bool = False
     """Whether a request wants log-probabilities of prompt tokens that this plan may compute."""
     host_hit: int = 0
@@ -115,11 +114,10 @@ class SpecStats:
     """Speculation since the start. Lists are by draft position, the first at index 0.
 
     `accept_length` also counts the target model's own token: tokens per request and step with drafts. `accept_rates[i]`
-    is the share of these steps whose drafts up to position i were all accepted. `following`: drafting is enabled.
+    is the share of these steps whose drafts up to position i were all accepted.
     """
 
     depth: int
-    following: bool
     verify_total: int
     proposed: list[int]
     accepted: list[int]

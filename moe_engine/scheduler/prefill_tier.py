@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from moe_engine.kv_ops import KVOps
+from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.types import Request, Status
 
-PIECE_TOKENS = 256
-"""Tokens of a piece: a copy, and a message."""
 MAX_STAGED = 4
 """Pieces of a transfer that are staged and not sent."""
 
@@ -51,7 +50,6 @@ class PrefillTier(HostTier):
     def _prepare(self) -> None:
         self.link = TransferLink()
         self.outgoing: dict[int, Outgoing] = {}
-        self.num_sent_tokens = 0
         self._serial = 0
         self._stages = False
 
@@ -141,7 +139,6 @@ class PrefillTier(HostTier):
         self._stages = True
         outgoing.staged = end
         outgoing.pieces.append((end, places))
-        self.num_sent_tokens += end - begin
         self.link.command("send", room, end, places, self._serial + 1)
         return True
 

@@ -160,7 +160,9 @@ class RequestTable:
         request.status = Status.FINISHED
         request.finish_reason = reason
         node = self._release_row(request)
-        if reason.type != "abort":
+        if reason.type == "abort":
+            self.sessions.aborted(request)
+        else:
             self.sessions.ended(request, node)
 
     def retract(self, victims: list[Request]) -> None:

@@ -121,16 +121,18 @@ class ReturnTimes:
     def __init__(self) -> None:
         self.pauses: deque[float] = deque(maxlen=MAX_PAUSES)
         self._returned = self._lost = 0.0
+        self.num_doubted = 0.0
+        """Silent sessions that have ended, by expectation (`follows`)."""
         self._horizon = 0.0
         self._num_seen = self._num_used = 0
         self._sorted: list[float] = []
-        self._values: list[float] = []
-        """Value of holding right after each pause of `_sorted`, preceded by the value at 0."""
+        self._values: dict[float, list[float]] = {}
+        """By share of sessions that return: `_table`."""
 
     @property
     def share(self) -> float:
         """Share of ended requests that return."""
-        seen = self._returned + self._lost
+        seen = self._returned + self._lost + self.num_doubted
         return self._returned / seen if seen else 0.0
 
     def returned(self, pause: float) -> None:
@@ -143,6 +145,16 @@ class ReturnTimes:
     def found(self) -> None:
         """Records the return of a session that counted as lost."""
         self._lost = max(self._lost - 1, 0.0)
+
+    def follows(self, silence: float, share: float) -> float:
+        """Probability that a session returns that has been silent for so long.
+
+        Args:
+            share: that probability at the beginning of its silence.
+        """
+        count = len(self._sorted)
+        longer = share * (count - bisect_right(self._sorted, silence)) / count if count else share
+        return longer / (longer + 1 - share) if longer else 0.0
 
     def _observe(self, returned: float) -> None:
         keep = 1 - MEMORY
@@ -160,27 +172,38 @@ class ReturnTimes:
         stale = self._num_seen - self._num_used >= min(8, self._num_used + 1)
         if stale or abs(horizon - self._horizon) > 0.1 * self._horizon:
             self._horizon, self._num_used = horizon, self._num_seen
-            self._solve()
+            self._sorted = sorted(self.pauses)
+            self._values.clear()
 
-    def _solve(self) -> None:
-        """Solves backwards over the pauses: the better of dropping now and waiting for the next possible return."""
-        pauses = self._sorted = sorted(self.pauses)
-        count, share = len(pauses), self.share
-        values = self._values = [0.0] * (count + 1)
-        for k in range(count - 1, -1, -1):
-            values[k] = max(0.0, self._gain(k, pauses[k] - (pauses[k - 1] if k else 0.0), share))
+    def _table(self, share: float) -> list[float]:
+        """Value of holding right after each pause of `_sorted`, preceded by the value at 0: solves backwards over the
+        pauses, for the better of dropping now and waiting for the next possible return."""
+        values = self._values.get(share)
+        if values is None:
+            pauses, count = self._sorted, len(self._sorted)
+            values = self._values[share] = [0.0] * (count + 1)
+            for k in range(count - 1, -1, -1):
+                wait = pauses[k] - (pauses[k - 1] if k else 0.0)
+                values[k] = max(0.0, self._gain(k, wait, share, values[k + 1]))
+        return values
 
-    def _gain(self, k: int, wait: float, share: float) -> float:
-        """Gain of waiting `wait` seconds for pause number k, when it and later pauses are possible."""
+    def _gain(self, k: int, wait: float, share: float, later: float) -> float:
+        """Gain of waiting `wait` seconds for pause number k, when it and later pauses are possible; `later`: the value
+        after it."""
         count = len(self._sorted)
         mass = share / count
         hazard = mass / (mass * (count - k) + 1 - share)
-        return hazard * self._horizon + (1 - hazard) * self._values[k + 1] - wait
+        return hazard * self._horizon + (1 - hazard) * later - wait
 
-    def value(self, silence: float) -> float:
+    def value(self, silence: float, share: float | None = None) -> float:
         """Value of holding a session that has been silent for this long, in seconds of the pool; 0: not worth its
-        space."""
+        space.
+
+        Args:
+            share: share of such sessions that return; None: that of all.
+        """
         k = bisect_right(self._sorted, silence)
         if k >= len(self._sorted):
             return 0.0
-        return max(0.0, self._gain(k, self._sorted[k] - silence, self.share))
+        share = self.share if share is None else share
+        return max(0.0, self._gain(k, self._sorted[k] - silence, share, self._table(share)[k + 1]))

@@ -5,12 +5,14 @@ fits keeps its KV, and requests that could only run by evicting it wait. The rul
 `return_times`, and all quantities are measured:
 
 - Sessions whose next turn waits are held first, then sessions whose pause is worth their space, the most valuable
-first, as far as they fit together with the growth of one turn each.
-- A request that evicts no held KV runs. It also leaves space for the net growth of the held sessions over the horizon:
-without it, a held session would be recomputed before its space had paid off.
+first, as far as they fit.
+- A request that evicts no held KV runs. It also leaves space for the growth of the admitted sessions and its own within
+the horizon, by expectation (`session_growth`), and at least for their net growth in a steady state: without it, a held
+session would be recomputed before its space had paid off.
 - The request that has waited longest may evict held KV if evictions for this reason have cost at most `ROTATION` of the
-  time. Its wait is therefore at most the time to recompute the KV evicted for the requests before it, divided by
-  `ROTATION`. A limit in seconds (`--session-hold SECONDS`) lets it run earlier, at any cost.
+  time. Its wait is therefore at most the time to recompute the KV evicted for the requests before it and for the
+  expected growth of their sessions, divided by `ROTATION`. A limit in seconds (`--session-hold SECONDS`) lets it run
+  earlier, at any cost.
 
 A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. If requests
 do not return, no KV is held. With a host tier evicted KV is loaded back, so sessions are held on device and host
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.return_times import MEMORY, ReturnTimes, StepTimes
+from moe_engine.scheduler.session_growth import MAX_TURNS, Projection, ReturnShares, rounded
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request
 
@@ -51,6 +54,8 @@ class _Session:
     head: Hashable
     tail: tuple[int, ...]
     entry: Waiting | None = None
+    returns: float = 1.0
+    """Probability that another turn follows."""
     is_lost: bool = False
     """Whether it has been silent for so long that it counts as ended."""
 
@@ -80,14 +85,17 @@ class SessionHold:
         self._sessions: dict[int, _Session] = {}
         """Sessions in the order of their ends."""
         self._by_head: dict[Hashable, dict[int, _Session]] = {}
-        self._num = 0
+        self._num = self._num_returned = 0
+        self._running: dict[str, Request] = {}
+        self._by_length = ReturnShares()
+        self._projection = Projection(0.0, self._by_length.shares(), 0)
         self.times, self.returns = StepTimes(max_running), ReturnTimes()
         self._output = self._prompt = self._length = self._gap = 0.0
         """Means per turn: output tokens, new prompt tokens, tokens at its end; seconds between two ends."""
         self._last_end = 0.0
         self.holds_back = False
         """Whether the last admission passed over requests because of held sessions."""
-        self._held = 0
+        self._held = self._displaced = 0
         self._before: dict[Waiting, int] = {}
         """By waiting request whose KV is held: tokens held with higher precedence."""
         self._reserve = 0.0
@@ -120,24 +128,27 @@ class SessionHold:
 
     def ended(self, request: Request, node: Node) -> None:
         """Records that a request has ended; its KV is cached up to `node`."""
+        self._running.pop(request.rid, None)
         if self.is_off or node.parent is None or node.end < HEAD:
             return
         now, tokens = self._clock(), request.prompt_ids + request.output_ids
-        first = not self._length
-        weight = 1.0 if first else MEMORY
+        self._num += 1
+        weight = max(MEMORY, 1 / self._num)
         self._output += (len(request.output_ids) - self._output) * weight
         self._length += (len(tokens) - self._length) * weight
-        if not first:
-            gap = max(now - self._last_end, 1e-6)
-            self._gap += (gap - self._gap) * (MEMORY if self._gap else 1.0)
+        if self._num > 1:
+            self._gap += (max(now - self._last_end, 1e-6) - self._gap) * max(MEMORY, 1 / (self._num - 1))
         self._last_end = now
-        self._num += 1
         head = request.namespace, tuple(tokens[:HEAD])
         session = _Session(node, node.end, now, head, tuple(tokens[node.end - TAIL : node.end]))
         self._sessions[self._num] = session
         self._by_head.setdefault(head, {})[self._num] = session
         if len(self._sessions) > MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
+
+    def aborted(self, request: Request) -> None:
+        """Records that a running request was aborted."""
+        self._running.pop(request.rid, None)
 
     def arrived(self, entry: Waiting) -> None:
         """Records a waiting request, which may be the next turn of a session."""
@@ -156,9 +167,12 @@ class SessionHold:
         if session.is_lost:
             session.is_lost = False
             self.returns.found()
+            self._by_length.found(self._turns(session.end))
+        self._by_length.observe(self._turns(session.end), True)
         self.returns.returned(self._clock() - session.ended)
         new = len(tokens) - session.end
-        self._prompt += (new - self._prompt) * (MEMORY if self._prompt else 1.0)
+        self._num_returned += 1
+        self._prompt += (new - self._prompt) * max(MEMORY, 1 / self._num_returned)
 
     # -- what is held
 
@@ -166,6 +180,10 @@ class SessionHold:
     def growth(self) -> float:
         """Tokens that a turn adds to its session."""
         return self._prompt + self._output
+
+    def _turns(self, length: float) -> int:
+        """A session's length in turns of mean growth."""
+        return min(int(length / self.growth), MAX_TURNS - 1) if self.growth else 0
 
     @property
     def horizon(self) -> float:
@@ -180,18 +198,19 @@ class SessionHold:
         """
         now = self._clock()
         if not self._sessions:
-            self._held, self._before, self._reserve = 0, {}, 0.0
+            self._held, self._displaced, self._before, self._reserve = 0, 0, {}, 0.0
             return
         if now < self._next_plan:
             return
         room = available + self._below
-        self._choose(now, room - num_running * (self.growth + self._output), num_running)
+        self._choose(now, room - num_running * self._output)
         self._next_plan = now + (self._clock() - now) / PLANNING
 
     def _rank(self, now: float, horizon: float) -> list[_Session]:
         """Sessions that are worth their space, the most valuable first; then by time. The evicted part of a session
         takes space and saves nothing."""
-        patience = self.returns.patience
+        patience, shares = self.returns.patience, self._by_length.shares()
+        doubts = [0.0] * MAX_TURNS
         ranked: list[tuple[float, float, int]] = []
         for number, session in list(self._sessions.items()):
             entry, silence = session.entry, now - session.ended
@@ -200,24 +219,32 @@ class SessionHold:
             if entry is None and patience and silence > patience:
                 session.is_lost = True
                 self.returns.lost()
-            elif entry is not None and not entry.is_queued:
+                self._by_length.observe(self._turns(session.end), False)
+                continue
+            if entry is not None and not entry.is_queued:
                 self._drop(number)
-            elif (cached := _cached(session.node).end / session.end) >= LEAST_CACHED:
-                value = self.returns.value(silence) if entry is None else horizon
+                continue
+            if entry is None:
+                turns = self._turns(session.end)
+                session.returns = self.returns.follows(silence, shares[turns])
+                doubts[turns] += 1 - session.returns
+            if (cached := _cached(session.node).end / session.end) >= LEAST_CACHED:
+                value = horizon if entry is not None else self.returns.value(silence, shares[self._turns(session.end)])
                 if value > 0:
                     since = session.ended if entry is None else entry.request.queued_at
                     ranked.append((-value * cached, since, number))
+        self._by_length.doubted, self.returns.num_doubted = doubts, sum(doubts)
         ranked.sort()
         return [self._sessions[number] for _, _, number in ranked]
 
-    def _choose(self, now: float, room: float, num_running: int) -> None:
-        horizon, growth = self.horizon, self.growth
+    def _choose(self, now: float, room: float) -> None:
+        horizon = self.horizon
         self.returns.update(horizon)
-        self._held, self._before = 0, {}
+        self._held, self._displaced, self._before = 0, 0, {}
         holds, displaced, seen = list[_Session](), list[tuple[_Session, int]](), set[Node]()
         for session in self._rank(now, horizon):
             size, path = self._cached_path(session, seen)
-            if self._held + size + growth * (len(holds) + 1) <= room:
+            if self._held + size <= room:
                 if session.entry is not None:
                     self._before[session.entry] = self._held
                 seen.update(path)
@@ -225,19 +252,34 @@ class SessionHold:
                 self._held += size
             elif session.entry is not None:
                 displaced.append((session, size))
+        self._project(holds, horizon)
         self._reserve = 0.0
-        turns = len(holds) + (num_running if self.returns.value(0.0) > 0 else 0)  # running sessions will be held
-        if turns:
-            self._reserve = max(self._growth_reserve(horizon), growth * turns + self._output * num_running)
-        before = int(self._held + growth * turns)
+        if holds or self.returns.value(0.0, rounded(self.returns.share)) > 0:  # running sessions will be held
+            self._reserve = self._growth_reserve(horizon)
+        before = int(self._held + max(self._reserve, self._projection.peak))
         for session, size in displaced:  # they come before requests without cached KV
             assert session.entry is not None
             self._before[session.entry] = before
             before += size
-            self._reserve += size
+            self._displaced += size
             self._tree.refresh(_cached(session.node))
         for session in reversed(holds):  # sessions that are not held are evicted first, then the least valuable
             self._tree.refresh(_cached(session.node))
+
+    def _project(self, holds: list[_Session], horizon: float) -> None:
+        """Expects the growth of the admitted sessions, as many turns ahead as pass within the horizon."""
+        shares, members = self._by_length.shares(), list[tuple[int, float, float, float]]()
+        for request in self._running.values():
+            if request.row >= 0:  # not retracted
+                has = request.num_computed
+                end = max(len(request.prompt_ids) + self._output, has)
+                turns = self._turns(end)
+                members.append((turns, has, end, shares[turns]))
+        for session in holds:
+            members.append((self._turns(session.end), session.end, session.end, session.returns))
+        cycle = self._gap * max(len(members), 1)
+        self._projection = Projection(self.growth, shares, int(horizon / cycle) + 1 if cycle else 1)
+        self._projection.add_all(members)
 
     def _growth_reserve(self, horizon: float) -> float:
         """Space that a further session leaves free. Held sessions grow by G tokens a second, and one ends every T
@@ -255,8 +297,14 @@ class SessionHold:
         """Whether a request that takes `total` of `room` tokens waits because sessions would lose their KV."""
         if not (self._held or self._reserve) or entry.request.retractions:
             return False
-        before = self._before.get(entry)
-        missing = total + (self._held + self._reserve if before is None else before) - (room + self._below)
+        if not (self._held or self._displaced or self._running):
+            return False
+        size = len(entry.tokens) + self._output
+        before: float | None = self._before.get(entry)
+        if before is None:
+            ahead = max(self._reserve, self._projection.peak_with(self._turns(size), size))
+            before = self._held + self._displaced + ahead
+        missing = total + before - (room + self._below)
         if missing < 0:
             return False
         now = self._clock()
@@ -267,7 +315,7 @@ class SessionHold:
         self._passed.setdefault(entry)
         if entry is not self._longest():
             return True
-        cost = total * self.times.per_token
+        cost = (total + self._projection.growth_of(self._turns(size), size)) * self.times.per_token
         self._credit = min(self._credit + (now - self._credited) * ROTATION, cost)
         self._credited = now
         if self._credit < cost:
@@ -277,6 +325,13 @@ class SessionHold:
 
     def admitted(self, entry: Waiting) -> None:
         """Records that a request runs."""
+        if self.is_off:
+            return
+        if entry.request.rid not in self._running:
+            self._running[entry.request.rid] = entry.request
+            if entry not in self._before and (self._held or self._reserve):
+                size = len(entry.tokens) + self._output
+                self._projection.add(self._turns(size), size)
         if self._passed and entry in self._passed:
             del self._passed[entry]
         if entry is self._rotating:

@@ -94,8 +94,7 @@ class Speculator:
         return tokens / steps if steps else None
 
     def stats(self) -> SpecStats:
-        following = self._policy.enabled
-        return SpecStats(self._depth, following, self._verified, list(self._proposed), list(self._accepted))
+        return SpecStats(self._depth, self._verified, list(self._proposed), list(self._accepted))
 
 
 def _cost(record: StepRecord, result: StepResult) -> StepCost | None:

@@ -49,7 +49,7 @@ class StateKVCacheManager(KVCacheManager):
     tree: SnapshotTree
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._num_snapshots, self._interval = config.num_snapshots, config.ceil_page(config.mamba_track_interval)
+        self._interval = config.ceil_page(config.mamba_track_interval)
         self._pending: dict[str, list[_Pending]] = {}
         self._branch: dict[str, int] = {}
         """Positions at which prompts in prefill diverge from cached KV."""

@@ -86,7 +86,6 @@ def plan_facts(
         num_queued=len(table.queue),
         num_used=used,
         token_usage=used / kv_cache.slots.num_slots,
-        draft_depth=max(draft.depths, default=0),
         prompt_logprobs=any(_asks_prompt_logprobs(job.entry.request) for job in batch.jobs),
         host_hit=sum(entry.request.tiers[0] for entry in batch.admitted if entry.request.tiers),
         storage_hit=sum(entry.request.tiers[1] for entry in batch.admitted if entry.request.tiers),

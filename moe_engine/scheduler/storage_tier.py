@@ -97,10 +97,7 @@ class StorageTier:
         self._new_fetches: list[KVFetch] = []
         self._new_backups: list[KVBackup] = []
         self._new_stops: list[int] = []
-        self.num_fetched_tokens = 0
         self.num_backed_up_tokens = 0
-        self.num_skipped_tokens = 0
-        """Pages not backed up because too many backups were in progress."""
 
     @property
     def has_new_ops(self) -> bool:
@@ -168,7 +165,6 @@ class StorageTier:
     def stored(self, node: TierNode, pages: list[int]) -> None:
         """Backs up a node that the host tier stores with the next plan, after that store."""
         if len(self.pinned) + len(pages) > self._most:
-            self.num_skipped_tokens += len(node.tokens)
             return
         namespace = self._tree.namespace_of(node)
         assert node.parent is not None
@@ -293,7 +289,6 @@ class StorageTier:
         begin = prefetch.start + done * size
         tokens = entry.prefix_keys[: begin + len(pages) * size]
         unused = self._tree.add_absent(tokens, begin, pages, entry.request.namespace)
-        self.num_fetched_tokens += (len(pages) - len(unused)) * size
         self._free(unused)
 
     def _stop(self, prefetch: Prefetch) -> None:

@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from moe_engine.storage.protocol import Buffer, PageStorage
 
 logger = logging.getLogger("moe_engine")
@@ -29,7 +31,7 @@ RETRY_SECONDS = 30.0
 def seal(name: str, page: Buffer) -> bytearray:
     """A page with its header."""
     sealed = bytearray(HEADER.size + len(page))
-    sealed[HEADER.size :] = page
+    _copy(page, memoryview(sealed)[HEADER.size :])
     HEADER.pack_into(sealed, 0, MAGIC, len(page), _checksum(name, page))
     return sealed
 
@@ -41,8 +43,13 @@ def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
     magic, length, checksum = HEADER.unpack_from(sealed)
     if magic != MAGIC or length != len(target):
         return False
-    target[:] = sealed[HEADER.size :]  # checked after the copy: these are the bytes that are used
+    _copy(sealed[HEADER.size :], target)  # checked after the copy: these are the bytes that are used
     return checksum == _checksum(name, target)
+
+
+def _copy(source: Buffer, target: Buffer) -> None:
+    """Copies bytes without the interpreter's lock: a copy of megabytes would delay the thread of the steps."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _checksum(name: str, page: Buffer) -> int:

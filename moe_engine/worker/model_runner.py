@@ -397,7 +397,7 @@ class ModelRunner:
         self._phase = f"{RUNNING} (replayed with drafts for {shape.size} requests)"
         sampled, hidden, logits = drafted.verify(plan, shape, clock)
         self._phase = "sampling"
-        drawn = self.sampling.run(self._passes(plan, hidden, logits), sampled)
+        drawn = self.sampling.run(self._passes(plan, hidden, logits), sampled, below=drafted.drafts_below(shape))
         self._phase = "draft extend"
         if clock is not None:
             clock.mark()

@@ -70,13 +70,9 @@ class WorkerInfo:
     choices: tuple[Choice, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
-    draft_bytes: int = 0
-    """Weights and KV cache of the drafter, in addition to the two above."""
-    num_threads: int = 0
     num_graphs: int = 0
     """Captured decode steps."""
     load_seconds: float = 0.0
-    warmup_seconds: float = 0.0
 
 
 class Worker:
@@ -285,11 +281,10 @@ def _prepare(
         runner.lora = LoraAdapters(model, config, options.lora, stream)
         rows.adapters = RowAdapters(options.max_rows, stream)
     _add_images(runner, model, options)
-    draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
-        draft_bytes = add_speculation(runner, speculation, options, draft_backends, progress)
+        add_speculation(runner, speculation, options, draft_backends, progress)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index
@@ -303,11 +298,8 @@ def _prepare(
         if isinstance(model, Decoder)
         else sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology),
         kv_bytes=pool.num_bytes,
-        draft_bytes=draft_bytes,
-        num_threads=torch.get_num_threads(),
         num_graphs=num_graphs,
         load_seconds=loaded - began,
-        warmup_seconds=time.perf_counter() - loaded,
     )
     guard.ready()
     return runner, info, experts

@@ -159,6 +159,9 @@ def test_the_host_tier_shares_the_memory_of_a_cpu(resolved):
     assert tiered.host_tier_tokens == 2 * tiered.max_total_num_tokens
     assert tiered.max_total_num_tokens == pytest.approx(alone.max_total_num_tokens / 3, rel=0.001)
     assert tiered.ledger.bytes_of("host KV tier") == tiered.host_tier_tokens * 31104
+    assert tiered.ledger.bytes_of("transfer window") == 0
+    transferring = resolved(V2_LITE, on=machine(60, 64), disaggregation_mode="decode", max_total_tokens=1000)
+    assert transferring.ledger.bytes_of("transfer window") == 8 * 256 * 31104
     assert tiered.ledger.total_bytes <= tiered.ledger.limit_bytes
     sized = resolved(
         V2_LITE,

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_engine.core.kv_transfer import windows
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
+from moe_engine.row_sizes import TRANSFER_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
 from tests.disaggregation.faulty import Cable
 from tests.waiting import until
@@ -73,7 +73,7 @@ def nothing_is_held(pair: AgentPair) -> None:
     until(lambda: all(room.over is not None for room in sender._rooms.values()) and not receiver._rooms)
     for consumer in sender._peers.values():
         if (window := consumer.window) is not None:
-            assert sorted([*window.free, *(slot for _, slot in window.late)]) == list(range(windows.NUM_SLOTS))
+            assert sorted([*window.free, *(slot for _, slot in window.late)]) == list(range(TRANSFER_SLOTS))
     assert not any(peer.legs for peer in receiver._peers.values())
 
 

@@ -53,6 +53,22 @@ def test_share_counts_sessions_that_return_after_all() -> None:
 
 
 @settings(max_examples=examples(30), deadline=None)
+@given(pauses=PAUSES, share=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.0, 1.0)), silence=st.floats(0.0, 60.0))
+def test_a_long_silence_is_an_end(pauses: list[float], share: float, silence: float) -> None:
+    """Bayes' rule with the observed pauses; a session silent for longer than all of them has ended."""
+    times = ReturnTimes()
+    assert times.follows(silence, share) == share
+    for pause in pauses:
+        times.returned(pause)
+    times.update(1.0)
+    longer = share * sum(pause > silence for pause in pauses) / len(pauses)
+    found = times.follows(silence, share)
+    assert math.isclose(found * (longer + 1 - share), longer, rel_tol=1e-9, abs_tol=1e-12)
+    if silence > max(pauses):
+        assert found == 0.0
+
+
+@settings(max_examples=examples(30), deadline=None)
 @given(points=st.lists(st.tuples(st.integers(1, 500), st.floats(0.001, 1.0)), min_size=3, max_size=30))
 def test_line_is_the_weighted_least_squares(points: list[tuple[int, float]]) -> None:
     line = Line()

@@ -12,7 +12,7 @@ from moe_engine.types import SpeculationConfig
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from tests.speculation.test_drafters import LIMITS, MAKERS, VOCAB, method_of, requests_of
-from tests.speculation.toy_engine import Step, ToyEngine, random_table
+from tests.speculation.toy_engine import MakeDrafter, MarkovTarget, Step, ToyEngine, random_table
 
 MOST = 64
 
@@ -72,6 +72,49 @@ def test_most_steps_are_captured(name: str, rows: int) -> None:
     engine, captured = run(name, 3, 1, "plain", 0.0, max_rows=rows, disable_radix_cache=rows == 1)
     stats = engine.scheduler.stats().speculation
     assert captured > 4 and stats is not None and stats.accepted == stats.proposed
+
+
+def half_right(name: str) -> MakeDrafter:
+    """The drafter of another table."""
+
+    def make(runner: ModelRunner, rng: np.random.Generator) -> Any:
+        target: Any = runner.model
+        runner.model = MarkovTarget(target.table + 2.0 * target.table.roll(1, 2))
+        try:
+            return MAKERS[name](runner, rng)
+        finally:
+            runner.model = target
+
+    return make
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("name", ["standalone", "mtp 1", "mtp 2"])
+def test_thresholds_accept_as_in_steps_that_are_not_captured(name: str, temperature: float) -> None:
+    """The same tokens; with sampled ones more drafts are accepted than without thresholds."""
+    table, lengths, outputs = random_table(VOCAB, seed=3, spread=1.5), [], []
+    for captured, thresholds in ((MOST, (0.3, 0.5)), (0, (0.3, 0.5)), (MOST, (1.0, 1.0))):
+        single, acc = thresholds
+        config = SpeculationConfig(method_of(name), 3, accept_threshold_single=single, accept_threshold_acc=acc)
+        engine = ToyEngine(table, config, half_right(name), captured=captured, max_rows=4)
+        requests = requests_of(7, temperature)[:16]
+        steps = engine.run(requests)
+        assert any(whole(step) for step in steps) == bool(captured)
+        outputs.append([request.output_ids for request in requests])
+        stats = engine.scheduler.stats().speculation
+        assert stats is not None
+        lengths.append(stats.accept_length)
+    assert outputs[0] == outputs[1] and lengths[0] == lengths[1]
+    assert lengths[0] > lengths[2] + 0.1 if temperature else outputs[0] == outputs[2]
+
+
+def test_thresholds_with_prompt_lookup_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """A captured chain without a match consists of token 0, which the thresholds could accept."""
+    config = SpeculationConfig("ngram", 3, accept_threshold_single=0.5)
+    with caplog.at_level("INFO", logger="moe_engine"), pytest.raises(AssertionError):
+        ToyEngine(random_table(VOCAB, seed=3), config, ngrams, captured=MOST)
+    assert "Drafts are not captured (acceptance thresholds with NGRAM" in caplog.text
 
 
 def test_a_draft_model_catches_up_behind_steps_without_drafts() -> None:

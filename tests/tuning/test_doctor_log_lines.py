@@ -89,7 +89,7 @@ def test_own_lines_are_read_back():
         facts = PlanFacts(
             number=1, new_seq=random.randrange(9), new_token=random.randrange(9999), cached_token=random.randrange(999),
             num_decodes=random.randrange(999), num_running=random.randrange(999), num_queued=random.randrange(9999),
-            num_used=random.randrange(10**7), token_usage=random.randrange(101) / 100, draft_depth=0,
+            num_used=random.randrange(10**7), token_usage=random.randrange(101) / 100,
             prompt_logprobs=False,
         )  # fmt: skip
         accept = random.choice((None, random.randrange(100, 700) / 100))

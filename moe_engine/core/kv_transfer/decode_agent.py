@@ -25,8 +25,8 @@ from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.core.kv_transfer.transports.protocol import Memory, Transport, TransportError
 from moe_engine.core.kv_transfer.transports.table import open_transport
-from moe_engine.core.kv_transfer.windows import NUM_SLOTS
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys, connect
+from moe_engine.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message, Receiving, State
 

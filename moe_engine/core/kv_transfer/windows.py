@@ -13,9 +13,6 @@ import numpy as np
 
 from moe_engine.core.kv_transfer.transports.protocol import Memory, Transport, TransportError, Write
 
-NUM_SLOTS = 8
-"""Pieces of all transfers of a connection that are sent and not acknowledged."""
-
 
 @dataclass
 class SendWindow:

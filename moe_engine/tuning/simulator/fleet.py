@@ -66,7 +66,6 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     accept_length: float | None = None
-    num_draft_steps: int = 0
     faults: list[Fault] = field(default_factory=list)
     """Faults that occurred; `missed`: faults after the last answer."""
     missed: list[Fault] = field(default_factory=list)
@@ -280,6 +279,5 @@ class Fleet:
         balancers = [replica.balancer for replica in self.replicas if replica.balancer is not None]
         if self.spec.replica.experts is not None:
             outcome.expert_load = expert_load.figures(self.spec.replica.experts, balancers)
-        outcome.num_draft_steps = verified
         outcome.accept_length = 1 + accepted / verified if verified else None
         return outcome

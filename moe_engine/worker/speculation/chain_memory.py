@@ -19,7 +19,7 @@ from moe_engine.worker.sampling.sampling_state import SamplingState
 
 _INT32 = ("draft_lens", "draft_real", "lens", "real", "run_lens", "run_real")
 _NO_MEMORY = ("rows", "query_rows", "seeds", "first_draft", "lookback")
-_FLOAT32 = ("draft_uniform", "uniform")
+_FLOAT32 = ("draft_uniform", "uniform", "chances")
 _OF_ROWS = 4
 """int64 columns that the host writes in one copy: rows, seeds, top_k, cached tokens; then three of float32, and the
 rows as int32."""

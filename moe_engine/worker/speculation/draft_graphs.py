@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
-from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance
+from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.models.batch import Model
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
@@ -48,7 +48,7 @@ class DraftParts:
     plan_in_place: InPlacePlanner
     kv: Sequence[Any]
     outputs: StepOutputs
-    simulated: SimulatedAcceptance | None = None
+    rule: SimulatedAcceptance | Thresholds | None = None
     catch_up: Callable[[np.ndarray, Sequence[int], int], None] | None = None
 
 
@@ -92,7 +92,7 @@ class _ShapeRun:
 
     def follow(self) -> None:
         parts, chain = self._parts, self.chain
-        parts.chains.kernels.accept(parts.chains.tables, chain, parts.simulated)
+        parts.chains.kernels.accept(parts.chains.tables, chain, parts.rule)
         hidden, _ = parts.outputs.of(chain.ids.numel(), chain.ids.numel())
         self._drafts.follow(hidden, self._verified.forward)
 
@@ -162,10 +162,16 @@ class DraftGraphs:
         self._graphs[shape].verify.replay()
         return self._parts.outputs.of(shape.num_tokens, num_requests * shape.count)
 
-    def follow(self, shape: StepShape, sampled: Tensor) -> Tensor:
-        """Accepts by the tokens sampled [D * K]: results [D, K + 1], see `ChainBuffers.result`, valid until the next
-        step."""
+    def ids_of(self, shape: StepShape) -> Tensor:
+        """Last tokens and drafts [R, K] of the last step."""
+        return self._graphs[shape].run.chain.ids
+
+    def follow(self, shape: StepShape, sampled: Tensor, chances: Tensor | None = None) -> Tensor:
+        """Accepts by the tokens sampled [D * K], with thresholds also by the chances of the drafts behind them
+        [D * K, 1]: results [D, K + 1], see `ChainBuffers.result`, valid until the next step."""
         graphs = self._graphs[shape]
+        if chances is not None:
+            graphs.run.chain.chances.view(-1)[: len(chances)].copy_(chances[:, 0])
         graphs.run.chain.sampled.view(-1)[: len(sampled)].copy_(sampled)
         graphs.follow.replay()
         return graphs.run.chain.result[: len(sampled) // shape.count]

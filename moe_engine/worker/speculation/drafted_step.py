@@ -54,10 +54,20 @@ class DraftedStep:
         sampled = SampledRows(rows, lengths, rows_device, chain.uniform[:num].flatten())
         return sampled, *self.graphs.verify(shape, num)
 
+    def drafts_below(self, shape: StepShape) -> Tensor | None:
+        """`SpeculativeStep.drafts_below` of the last verified chains; None without thresholds."""
+        if not self._step.config.has_thresholds:
+            return None
+        assert self._decodes is not None
+        ids = self.graphs.ids_of(shape)[: len(self._decodes.rows)]
+        below = ids.roll(-1, 1)
+        below[:, -1] = -1
+        return below.view(-1, 1)
+
     def follow(self, shape: StepShape, drawn: Drawn) -> tuple[ChainsCopy, np.ndarray]:
         """Accepts, and runs the draft extend: the results on their way to the host, and the row of logits of each
         verified token [D, K]."""
-        result = self.graphs.follow(shape, drawn.tokens)
+        result = self.graphs.follow(shape, drawn.tokens, drawn.chances)
         assert self._decodes is not None
         return ChainsCopy(self._stream.download([result]), bool(drawn.logprobs)), self._decodes.host_nodes
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels
-from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance
+from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.model_runner import ModelRunner
@@ -31,12 +31,12 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
         return "no drafts"
     if step.config.topk > 1:
         return "trees: the host builds their masks"
-    if step.config.has_thresholds:
-        return "acceptance thresholds draw numbers by position on the host"
     drafter = step.drafter
     if isinstance(drafter, MTPDrafter | StandaloneDrafter):
         if drafter.attention.capabilities.plan_in_place is None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
+    elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:
+        return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
     elif not isinstance(drafter, NgramDrafter):
         return f"drafts of {type(drafter).__name__} need the lengths on the host"
     if runner.rows.images is not None and runner.rows.images.has_axes:
@@ -71,7 +71,7 @@ def draft_parts(
         plan_in_place=plan_in_place,
         kv=runner.kv_pool.layers,
         outputs=outputs,
-        simulated=_simulated(step.config),
+        rule=_rule(step.config),
         catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
     )
 
@@ -100,6 +100,9 @@ def _drafts_of(
     return lambda chain: MTPChain(parts, chain, drafter, planner, own, runner.taps)
 
 
-def _simulated(config: SpeculationConfig) -> SimulatedAcceptance | None:
-    length = config.simulated_accept_length
-    return None if length is None else SimulatedAcceptance(length, mix64(FORCE_SALT))
+def _rule(config: SpeculationConfig) -> SimulatedAcceptance | Thresholds | None:
+    if config.simulated_accept_length is not None:
+        return SimulatedAcceptance(config.simulated_accept_length, mix64(FORCE_SALT))
+    if config.has_thresholds:
+        return Thresholds(config.accept_threshold_single, config.accept_threshold_acc, FORCE_SALT)
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.models import sizes
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
@@ -38,8 +37,8 @@ def add_speculation(
     options: WorkerOptions,
     draft_backends: Backends | None = None,
     progress: bool = False,
-) -> int:
-    """Sets a runner's speculative step. Returns the bytes of the drafter's weights and KV cache.
+) -> None:
+    """Sets a runner's speculative step.
 
     Args:
         draft_backends: kernels of a separate draft model or EAGLE head; MTP layers use the target's.
@@ -48,19 +47,17 @@ def add_speculation(
     assert rows.history is not None, "RequestRows was created without num_drafts"
     target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
     drafter: Drafter
-    num_bytes = 0
     if config.method == "nextn":
         layers = load_mtp(
             config.draft_model_path or options.model_path, options.model, runner.model, getattr(torch, options.dtype),
             stream.device, options.load_format, progress, options.dummy_seed,
             exported=config.draft_model_path is not None,
         )  # fmt: skip
-        num_bytes = layers.weight_bytes
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size)
     elif config.method == "standalone":
-        drafter, num_bytes = _standalone(runner, config, options, draft_backends, progress)
+        drafter = _standalone(runner, config, options, draft_backends, progress)
     elif config.method == "eagle":
-        drafter, num_bytes = _eagle(runner, options, draft_backends, progress)
+        drafter = _eagle(runner, options, draft_backends, progress)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
@@ -70,7 +67,6 @@ def add_speculation(
     runner.speculation = SpeculativeStep(
         config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, fused
     )
-    return num_bytes
 
 
 def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
@@ -80,9 +76,7 @@ def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
     return layers if isinstance(layers, MTPLayers) else None
 
 
-def _eagle(
-    runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool
-) -> tuple[MTPDrafter, int]:
+def _eagle(runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool) -> MTPDrafter:
     """The drafter of an EAGLE head, whose KV is the last layer of the target's pool."""
     head, rows, stream, pool = options.draft_head, runner.rows, runner.stream, runner.kv_pool
     assert head is not None and backends is not None
@@ -96,13 +90,12 @@ def _eagle(
     form = form_policy(head.layer.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, pool.page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    drafter = MTPDrafter(layers, batches, rows, runner.sampler, stream, head.layer.hidden_size)
-    return drafter, layers.weight_bytes
+    return MTPDrafter(layers, batches, rows, runner.sampler, stream, head.layer.hidden_size)
 
 
 def _standalone(
     runner: ModelRunner, config: SpeculationConfig, options: WorkerOptions, backends: Backends | None, progress: bool
-) -> tuple[StandaloneDrafter, int]:
+) -> StandaloneDrafter:
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
     draft, dtype = options.draft_model, getattr(torch, options.dtype)
     assert rows.history is not None and draft is not None and backends is not None
@@ -114,7 +107,4 @@ def _standalone(
     form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    estimate = sizes.weight_bytes(draft, dtype.itemsize)
-    weight_bytes = model.weight_bytes if isinstance(model, Decoder) else estimate
-    drafter = StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
-    return drafter, weight_bytes + pool.num_bytes
+    return StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)

@@ -57,6 +57,7 @@ def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int)
         real=garbage(size, count, dtype=torch.int32),
         uniform=garbage(size, count, dtype=torch.float32),
         sampled=sampled,
+        chances=torch.rand(size, count, generator=generator) ** 3,
         result=garbage(size, count + 1),
         next_ids=garbage(size, count),
         last=garbage(size),

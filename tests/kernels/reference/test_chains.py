@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.kernels.decoder.drafting import RowTables
-from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance
+from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.reference import TorchChains, device_uniforms
 from moe_engine.worker.sampling.sampling_state import mix64, uniforms
-from moe_engine.worker.speculation.acceptance import accept_at_random, accept_chains
+from moe_engine.worker.speculation.acceptance import accept, accept_at_random, accept_chains, force
 from tests.examples import examples
 from tests.kernels.reference.chains import drawn_chain, drawn_tables
+
+SALT = 1
+Rule = SimulatedAcceptance | Thresholds | None
+RULES = (None, *(SimulatedAcceptance(x, mix64(SALT)) for x in (1.0, 2.4)), Thresholds(0.6, 0.4, SALT))
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -66,33 +70,33 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
     assert (chain.lens[real:] == drafts + 1).all() and (chain.draft_lens[:, real:] == 1).all()
 
 
-@pytest.mark.parametrize("simulated", [None, 1.0, 2.4])
+@pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3))
-def test_acceptance(simulated: float | None, seed: int, real: int, padded: int, drafts: int) -> None:
-    """As `accept_chains` and `accept_at_random`; only the rows of requests change."""
+def test_acceptance(rule: Rule, seed: int, real: int, padded: int, drafts: int) -> None:
+    """As `accept_chains`, `accept` with forced drafts and `accept_at_random`; only the rows of requests change."""
     if real + padded == 0:
         return
     generator = torch.Generator().manual_seed(seed)
     tables = drawn_tables(generator)
     chain = drawn_chain(generator, real, padded, drafts)
     TorchChains().inputs(tables, chain)
-    check_acceptance(TorchChains(), tables, chain, real, simulated)
+    check_acceptance(TorchChains(), tables, chain, real, rule)
 
 
-def check_acceptance(
-    kernels: object, tables: RowTables, chain: ChainBuffers, real: int, simulated: float | None
-) -> None:
+def check_acceptance(kernels: object, tables: RowTables, chain: ChainBuffers, real: int, rule: Rule) -> None:
     before = RowTables(*(table.clone() for table in tables))
-    salt = 1
-    given_length = None if simulated is None else SimulatedAcceptance(simulated, mix64(salt))
-    kernels.accept(tables, chain, given_length)  # type: ignore[attr-defined]
+    kernels.accept(tables, chain, rule)  # type: ignore[attr-defined]
     drafts, count = chain.num_drafts, chain.num_drafts + 1
-    if simulated is None:
+    if rule is None:
         wanted = accept_chains(chain.sampled, chain.ids, drafts)
+    elif isinstance(rule, Thresholds):
+        draws = np.stack([numbers(chain, chain.starts.numpy() + n, SALT + n) for n in range(count)], 1)
+        forced = force(chain.chances.roll(1, 1), torch.from_numpy(draws), rule.single, rule.acc)
+        wanted = accept(chain.sampled, chain.ids, None, drafts, forced)
     else:
-        draws = torch.from_numpy(numbers(chain, chain.starts.numpy(), salt))
-        wanted = accept_at_random(chain.sampled, chain.ids, simulated, draws)
+        draws = torch.from_numpy(numbers(chain, chain.starts.numpy(), SALT))
+        wanted = accept_at_random(chain.sampled, chain.ids, rule.length, draws)
     assert chain.result[:, :count].equal(wanted.tokens) and chain.result[:, count].equal(wanted.counts)
     valid, rows = wanted.tokens.clamp_min(0)[:real], chain.rows[:real]
     assert chain.next_ids[:real].equal(valid) and not chain.next_ids[real:].any()
