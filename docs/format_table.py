@@ -118,7 +118,11 @@ def text_of(form: Any) -> str:
         return "FP8 blocks of 128 x 128"
     kind = "fp4" if form.values == FP4 else f"int{form.bits}"
     scales = f"a {form.scales} scale " + (f"per {form.group}" if form.group else "per row")
-    return f"{kind}, {scales}" + (", zero points" if form.zeros else "")
+    return (
+        f"{kind}, {scales}"
+        + (", zero points" if form.zeros else "")
+        + (f", offsets, factors for {form.factors} groups" if form.factors > 1 else ", offsets" if form.factors else "")
+    )
 
 
 def on_device(rows: Iterable[Row], device: str) -> list[Row]:

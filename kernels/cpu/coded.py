@@ -18,7 +18,7 @@ class Coding(ctypes.Structure):
     """The C struct of a `GroupCodes` with the group of a weight."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_type", "has_zeros")),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_type", "has_zeros", "factors")),
         ("table", ctypes.c_float * 16),
     ]
 
@@ -31,7 +31,8 @@ class Coding(ctypes.Structure):
 def form_of(format: GroupCodes, k: int) -> Coding:
     """The form of weights with k columns; the same object for the same arguments, never freed."""
     table = (ctypes.c_float * 16)(*format.table())
-    return Coding(format.bits, format.group_of(k), _SCALES[format.scales], int(format.zeros), table)
+    scales = _SCALES[format.scales]
+    return Coding(format.bits, format.group_of(k), scales, int(format.zeros), format.factors, table)
 
 
 def pack(library: Library, weight: CodedWeight, address: int) -> None:
@@ -39,9 +40,11 @@ def pack(library: Library, weight: CodedWeight, address: int) -> None:
     groups."""
     n, k = weight.codes.shape
     if not weight.format.takes(k):
-        raise ValueError(f"{k} columns do not fit groups of {weight.format.group or k} columns, multiples of 8")
+        group = weight.format.group_of(k) * (weight.format.factors or 1)
+        raise ValueError(f"{k} columns do not fit groups of {group} columns, multiples of 8")
     form = form_of(weight.format, k)
-    codes, scales, zeros = rows(weight.codes), weight.scales.contiguous(), _contiguous(weight.zeros)
+    codes, scales = rows(weight.codes), weight.scales.contiguous()
+    zeros = _contiguous(weight.zeros if weight.factors is None else weight.factors)
     library.moe_coded_pack(
         form.address, codes.data_ptr(), codes.stride(0), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
         n, k, address,

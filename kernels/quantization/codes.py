@@ -3,7 +3,9 @@
 Importing this imports no torch.
 
 Legend: N out-features, K in-features, G groups. value = (table[code] - zero) * scale, with the table of the format's
-values; 16 values for 4 bits: the integers 0 to 15, minus 8 without zero points.
+values; 16 values for 4 bits: the integers 0 to 15, minus 8 without zero points and factors. With factors
+value = table[code] * scale * factor - offset * factor', with a scale and an offset for several groups, and two factors
+for each.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class GroupCodes:
         zeros: weights have zero points.
         scales: dtype of the scales.
         values: kind of 4-bit codes: ``int`` or ``fp4``.
+        factors: groups with a common scale and offset, for forms with factors; else 0.
     """
 
     bits: int
@@ -42,6 +45,7 @@ class GroupCodes:
     zeros: bool = False
     scales: str = "bfloat16"
     values: str = INTEGERS
+    factors: int = 0
 
     @property
     def row_block(self) -> int:
@@ -59,17 +63,19 @@ class GroupCodes:
     def takes(self, k: int) -> bool:
         """True if kernels can multiply a weight with k columns in this form."""
         group = self.group_of(k)
-        return k > 0 and k % group == 0 and group % MULTIPLE == 0
+        return k > 0 and k % (group * (self.factors or 1)) == 0 and group % MULTIPLE == 0
 
     def table(self) -> tuple[float, ...]:
         """Values of 4-bit codes."""
         if self.values == FP4:
             return (*FP4_VALUES, *(-value for value in FP4_VALUES))
-        return tuple(float(code - (0 if self.zeros else self.middle)) for code in range(16))
+        return tuple(float(code - (0 if self.zeros or self.factors else self.middle)) for code in range(16))
 
     def num_bytes(self, n: int, k: int) -> int:
         """Memory of a weight [n, k] in a kernel's layout, without padding."""
         groups = k // self.group_of(k)
+        if self.factors:
+            return n * (k * self.bits // 8 + 2 * groups + 2 * groups // self.factors * SCALE_BYTES[self.scales])
         size = SCALE_BYTES[self.scales] + (1 if self.zeros else 0)
         return n * (k * self.bits // 8 + groups * size)
 
@@ -84,14 +90,16 @@ class CodedWeight:
 
     Attributes:
         codes: uint8 [N, K], one a byte.
-        scales: [N, G] in the format's dtype.
+        scales: [N, G] in the format's dtype; with factors [N, G / factors, 2]: scale and offset.
         zeros: uint8 [N, G], or None.
+        factors: uint8 [N, G, 2]: of the scale and of the offset, or None.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     format: GroupCodes
+    factors: Tensor | None = None
 
     @classmethod
     def empty(cls, format: GroupCodes, n: int, k: int, device: torch.device | str) -> CodedWeight:
@@ -99,17 +107,20 @@ class CodedWeight:
         import torch
 
         groups = k // format.group_of(k)
+        scales = (groups // format.factors, 2) if format.factors else (groups,)
         return cls(
             torch.empty(n, k, dtype=torch.uint8, device=device),
-            torch.empty(n, groups, dtype=getattr(torch, format.scales), device=device),
+            torch.empty(n, *scales, dtype=getattr(torch, format.scales), device=device),
             torch.empty(n, groups, dtype=torch.uint8, device=device) if format.zeros else None,
             format,
+            torch.empty(n, groups, 2, dtype=torch.uint8, device=device) if format.factors else None,
         )
 
     def rows(self, start: int, stop: int) -> CodedWeight:
         """A view of rows [start, stop)."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
-        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format)
+        factors = None if self.factors is None else self.factors[start:stop]
+        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format, factors)
 
     def randomize(self, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         """Random values of this deviation; `normal(tensor, deviation)` fills a contiguous tensor."""
@@ -126,6 +137,9 @@ class CodedWeight:
         self.scales.fill_(deviation / spread)
         if self.zeros is not None:
             self.zeros.fill_(format.middle)
+        if self.factors is not None:
+            self.factors.fill_(1)
+            self.scales[..., 1] *= format.middle if format.bits == 4 else 0
 
     def dequantized(self) -> Tensor:
         """float32 [N, K]: the values by definition."""
@@ -140,4 +154,7 @@ class CodedWeight:
         grouped = values.view(n, -1, format.group_of(k))
         if self.zeros is not None:
             grouped = grouped - self.zeros.float().unsqueeze(-1)
+        if self.factors is not None:
+            pairs = self.scales.float().repeat_interleave(format.factors, 1) * self.factors.float()
+            return (grouped * pairs[..., :1] - pairs[..., 1:]).view(n, k)
         return (grouped * self.scales.float().unsqueeze(-1)).view(n, k)

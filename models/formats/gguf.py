@@ -1,7 +1,7 @@
 """Matrices of GGUF files: blocks of numbers along the rows. Imports no torch.
 
-Each matrix has its own type. Q4_0 (4 bits, a scale per 32 columns), Q8_0 (8 bits, per 32) and Q6_K (6 bits, per
-16) have a kernel form with exactly their values; Q4_K, whose blocks have an offset too, is dequantized.
+Each matrix has its own type. All have a kernel form with exactly their values: 4 bits for Q4_0, Q4_1 and Q4_K, else 8,
+with a scale per 32 columns (Q6_K: 16). Q4_1, Q4_K and Q5_K have offsets too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
     from moe_engine.kernels.quantization.protocol import QuantizedWeight
 
 METHOD = "gguf"
-_CODES = {"Q4_0": (4, 32, "float16"), "Q8_0": (8, 32, "float16"), "Q6_K": (8, 16, "float32")}
-"""Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly."""
+_CODES = {
+    "Q4_0": (4, 32, "float16", 0), "Q5_0": (8, 32, "float16", 0), "Q8_0": (8, 32, "float16", 0),
+    "Q6_K": (8, 16, "float32", 0), "Q4_1": (4, 32, "float16", 1), "Q4_K": (4, 32, "float16", 8),
+    "Q5_K": (8, 32, "float16", 8),
+}  # fmt: skip
+"""Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly, and the groups
+with a common scale and offset (`GroupCodes.factors`)."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MERGED = (
     re.compile(r"(.*\.self_attn)\.(?:q|k|v|q_a)_proj|(.*\.self_attn)\.kv_a_proj_with_mqa"),
@@ -81,8 +86,8 @@ class Blocks:
 
         if not self.coded:
             return None
-        bits, group, scales = _CODES[self.type]
-        return GroupCodes(bits, group, scales=scales)
+        bits, group, scales, factors = _CODES[self.type]
+        return GroupCodes(bits, group, scales=scales, factors=factors)
 
     def of_dtype(self, dtype: str) -> Blocks:
         return self

@@ -30,6 +30,8 @@ from benchmarks.gguf_export import (
     write_container,
 )
 
+UNKNOWN_THERE = ("Q5_0",)
+"""Types that transformers does not read."""
 __all__ = ["NUMBERS", "gguf_name", "tokenizer_metadata", "write_container"]
 
 
@@ -37,24 +39,51 @@ def quantize(kind: str, weight: np.ndarray) -> np.ndarray:
     """float32 [N, K] -> blocks uint8 [N, bytes]."""
     if kind in ("Q4_0", "Q8_0"):
         return blocks_of(kind, weight)
-    made: np.ndarray = {"Q4_K": _q4_k, "Q6_K": _q6_k}[kind](weight.reshape(-1, 256).astype(np.float32))
+    one = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q4_1": _q4_1, "Q5_0": _q5_0}[kind]
+    made: np.ndarray = one(weight.reshape(-1, BLOCK[kind][0]).astype(np.float32))
     return made.reshape(len(weight), -1)
 
 
+def _q4_1(x: np.ndarray) -> np.ndarray:
+    least = x.min(-1, keepdims=True)
+    scale = (x.max(-1, keepdims=True) - least) / 15 + 1e-8
+    codes = np.clip(np.round((x - least) / scale), 0, 15).astype(np.uint8)
+    return np.concatenate((half(scale[:, 0]), half(least[:, 0]), codes[:, :16] | codes[:, 16:] << 4), -1)
+
+
+def _q5_0(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1, keepdims=True) / 15 + 1e-8
+    codes = np.clip(np.round(x / scale) + 16, 0, 31).astype(np.uint8)
+    low, high = codes & 15, np.packbits(codes >> 4, axis=-1, bitorder="little")
+    return np.concatenate((half(scale[:, 0]), high, low[:, :16] | low[:, 16:] << 4), -1)
+
+
 def _q4_k(x: np.ndarray) -> np.ndarray:
+    head, codes = _with_offsets(x, 15)
+    return np.concatenate((head, (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(x), 128)), -1)
+
+
+def _q5_k(x: np.ndarray) -> np.ndarray:
+    head, codes = _with_offsets(x, 31)
+    high = np.packbits(codes >> 4, axis=1, bitorder="little").reshape(len(x), 32)
+    low = codes & 15
+    return np.concatenate((head, high, (low[:, 0::2] | low[:, 1::2] << 4).reshape(len(x), 128)), -1)
+
+
+def _with_offsets(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first 16 bytes of a block of Q4_K or Q5_K, and its codes [blocks, 8, 32] up to `most`."""
     parts = x.reshape(-1, 8, 32)
     low = np.maximum(-parts.min(-1), 0)
-    wide = (parts.max(-1) + low) / 15 + 1e-8
+    wide = (parts.max(-1) + low) / most + 1e-8
     scale, offset = wide.max(-1) / 63, low.max(-1) / 63 + 1e-8
     factors = np.clip(np.round(wide / scale[:, None]), 1, 63).astype(np.uint8)
     offsets = np.clip(np.round(low / offset[:, None]), 0, 63).astype(np.uint8)
     steps = scale[:, None, None] * factors[..., None]
-    codes = np.clip(np.round((parts + (offset[:, None] * offsets)[..., None]) / steps), 0, 15).astype(np.uint8)
+    codes = np.clip(np.round((parts + (offset[:, None] * offsets)[..., None]) / steps), 0, most).astype(np.uint8)
     first = factors[:, :4] | factors[:, 4:] >> 4 << 6
     second = offsets[:, :4] | offsets[:, 4:] >> 4 << 6
     third = factors[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4
-    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(x), 128)
-    return np.concatenate((half(scale), half(offset), first, second, third, packed), -1)
+    return np.concatenate((half(scale), half(offset), first, second, third), -1), codes
 
 
 def _q6_k(x: np.ndarray) -> np.ndarray:
@@ -73,7 +102,10 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
     """uint8 [N, bytes] -> float32 [N, K], number by number by ggml's definitions."""
     count = BLOCK[kind][1]
-    one = {"Q4_0": _of_q4_0, "Q8_0": _of_q8_0, "Q4_K": _of_q4_k, "Q6_K": _of_q6_k}[kind]
+    one = {
+        "Q4_0": _of_q4_0, "Q4_1": _of_q4_1, "Q5_0": _of_q5_0, "Q8_0": _of_q8_0, "Q4_K": _of_q4_k, "Q5_K": _of_q5_k,
+        "Q6_K": _of_q6_k,
+    }[kind]  # fmt: skip
     flat = blocks.reshape(-1, count)
     return np.stack([one(block) for block in flat]).reshape(len(blocks), -1).astype(np.float32)
 
@@ -91,7 +123,23 @@ def _of_q8_0(b: np.ndarray) -> list[float]:
     return [_float(b, 0) * int(code) for code in b[2:].view(np.int8)]
 
 
-def _of_q4_k(b: np.ndarray) -> list[float]:
+def _of_q4_1(b: np.ndarray) -> list[float]:
+    codes = [int(byte) & 15 for byte in b[4:]] + [int(byte) >> 4 for byte in b[4:]]
+    return [_float(b, 0) * code + _float(b, 2) for code in codes]
+
+
+def _of_q5_0(b: np.ndarray) -> list[float]:
+    codes = [int(byte) & 15 for byte in b[6:]] + [int(byte) >> 4 for byte in b[6:]]
+    bits = int.from_bytes(b[2:6].tobytes(), "little")
+    return [_float(b, 0) * ((code | (bits >> j & 1) << 4) - 16) for j, code in enumerate(codes)]
+
+
+def _of_q5_k(b: np.ndarray) -> list[float]:
+    return _of_q4_k(np.concatenate((b[:16], b[48:])), b[16:48])
+
+
+def _of_q4_k(b: np.ndarray, high: np.ndarray | None = None) -> list[float]:
+    """`high`: the fifth bits of Q5_K, a byte for each place of a run."""
     pairs, found = [int(byte) for byte in b[4:16]], []
     for j in range(8):
         if j < 4:
@@ -101,6 +149,8 @@ def _of_q4_k(b: np.ndarray) -> list[float]:
             offset = pairs[j + 4] >> 4 | pairs[j] >> 6 << 4
         run = b[16 + 32 * (j // 2) :][:32]
         codes = [int(byte) >> 4 if j % 2 else int(byte) & 15 for byte in run]
+        if high is not None:
+            codes = [code | (int(bits) >> j & 1) << 4 for code, bits in zip(codes, high)]
         step, base = np.float32(_float(b, 0)) * factor, np.float32(_float(b, 2)) * offset
         found += [np.float32(step) * code - np.float32(base) for code in codes]
     return found
@@ -175,6 +225,8 @@ def _store(stored: dict[str, Any], name: str, tensor: Tensor, type_of: Callable[
         flat = array.reshape(-1, array.shape[-1])
         blocks = quantize(kind, flat)
         stored[name] = (kind, tuple(tensor.shape), blocks.tobytes())
+        if kind in UNKNOWN_THERE:
+            return torch.from_numpy(dequantize(kind, blocks)).view(tensor.shape)
         return dequant.dequantize(torch.from_numpy(blocks), NUMBERS[kind]).view(tensor.shape)
     typed = tensor.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]).contiguous()
     stored[name] = (kind, tuple(tensor.shape), typed.flatten().view(torch.uint8).numpy().tobytes())

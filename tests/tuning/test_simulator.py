@@ -87,6 +87,7 @@ def test_runs_of_decodes_equal_single_steps(example):
         enable_mixed_chunk=rng.random() < 0.3,
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
+        session_hold=0.0,  # learns from the times of single steps, of which a run shows only some
     )
     experts = None
     if rng.random() < 0.5:

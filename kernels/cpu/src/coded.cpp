@@ -133,6 +133,13 @@ __attribute__((noinline)) static void coded_tile(const Coding& form, const char*
 #pragma GCC unroll 4
     for (int n = 0; n < NR; n++) {
       const char* end = panels + g * group_bytes + codes + n * panel;
+      if (form.factors) {
+        F16 scale, offset;
+        load_factors(end, panels + n * panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &scale, &offset);
+        for (int i = 0; i < MR; i++)
+          total[i][n] = fma(scale, part[i][n], total[i][n]) - offset * set1(sums[i * groups + g]);
+        continue;
+      }
       const F16 scale = load_scales(end, form.scale_type);
       if (form.has_zeros) {
         F16 zeros = load_bytes(end + LANES * scale_bytes);
@@ -179,7 +186,7 @@ template <class T, int BITS>
 static void coded(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels, int64_t count,
                   float* c, int64_t ldc) {
   const int64_t panel = form.panel_bytes(k);
-  const float* sums = form.has_zeros ? group_sums<T>(x, ldx, m, k, form.group) : nullptr;
+  const float* sums = form.has_zeros || form.factors ? group_sums<T>(x, ldx, m, k, form.group) : nullptr;
   int64_t n = 0;
   auto run = [&](auto width) {
     constexpr int NR = decltype(width)::value;
@@ -248,7 +255,20 @@ using namespace moe;
 
 API int64_t moe_coded_bytes(const Coding* form, int64_t n, int64_t k) { return panels_of(n) * form->panel_bytes(k); }
 
-// codes uint8 [N, K] in rows `ldc` apart, scales [N, G] of the form's type, zeros uint8 [N, G] or null -> panels.
+// Stores the factors of one column of a group, and the scale and offset of its groups; null: zeros.
+static void pack_factors(const uint8_t* factors, const char* pair, int64_t column, char* at, char* pairs) {
+  for (int part = 0; part < 2; part++) {
+    at[part * LANES + column] = factors ? char(factors[part]) : 0;
+    char* to = pairs + part * (PAIR_BYTES / 2) + column * 2;
+    if (factors)
+      std::memcpy(to, pair + 2 * part, 2);
+    else
+      std::memset(to, 0, 2);
+  }
+}
+
+// codes uint8 [N, K] in rows `ldc` apart, scales [N, G] of the form's type, zeros uint8 [N, G] or null -> panels. With
+// factors: scales float16 [N, G / factors, 2] with the offsets, zeros: factors uint8 [N, G, 2].
 API void moe_coded_pack(const Coding* form, const uint8_t* codes, int64_t ldc, const char* scales, const uint8_t* zeros,
                         int64_t n, int64_t k, char* out) {
   const int64_t groups = k / form->group, size = form->scale_bytes();
@@ -261,6 +281,13 @@ API void moe_coded_pack(const Coding* form, const uint8_t* codes, int64_t ldc, c
         for (int64_t i = 0; i < LANES; i++) {
           const int64_t row = p * LANES + i;
           rows[i] = row < n ? codes + row * ldc : nullptr;
+          if (form->factors) {
+            const int64_t pair = g / form->factors;
+            char* pairs = out + p * form->panel_bytes(k) + form->pairs_at(k) + pair * PAIR_BYTES;
+            pack_factors(row < n ? zeros + 2 * (row * groups + g) : nullptr,
+                         row < n ? scales + 4 * (row * (groups / form->factors) + pair) : nullptr, i, of_scales, pairs);
+            continue;
+          }
           if (row < n)
             std::memcpy(of_scales + i * size, scales + (row * groups + g) * size, size_t(size));
           else

@@ -2,7 +2,9 @@
 //
 // Layout of a panel (16 columns): its groups in order; each has its codes, then 16 scales, then 16 zero points if the
 // form has them. Codes of 8 elements of K, 16 columns of 4 bytes: 4 bits: byte j has elements j (low bits) and 4 + j;
-// 8 bits: the bytes of elements 0 to 3 of all columns, then those of 4 to 7.
+// 8 bits: the bytes of elements 0 to 3 of all columns, then those of 4 to 7. With factors a group has 16 bytes with the
+// scales' factors and 16 with the offsets' instead, and after all groups come 16 scales and 16 offsets (float16) for
+// each `factors` groups.
 //
 // With AVX512-VNNI bf16 rows are multiplied as integers of 16 bits with a scale for each block of at most 128 elements,
 // which is more exact than bf16 itself for elements near the largest of a block. Else codes become floats.
@@ -12,18 +14,23 @@
 
 namespace moe {
 
+constexpr int64_t PAIR_BYTES = 2 * 2 * LANES;
+
 enum ScaleType { SCALE_F32, SCALE_BF16, SCALE_F16 };
 
 // Made in kernels/cpu/coded.py. value = (table[code] - zero) * scale; 8 bits: (code - 128 - zero) * scale.
+// With factors: table[code] * scale * factor - offset * factor'.
 struct Coding {
   int64_t bits, group;  // group: elements of K; a multiple of 8
   int64_t scale_type, has_zeros;
+  int64_t factors;  // groups with a common scale and offset; 0: a scale for each group
   float table[16];  // 4 bits: the value of each code; exact in bf16
 
   int64_t scale_bytes() const { return scale_type == SCALE_F32 ? 4 : 2; }
   int64_t code_bytes() const { return group * LANES * bits / 8; }
-  int64_t group_bytes() const { return code_bytes() + LANES * (scale_bytes() + (has_zeros ? 1 : 0)); }
-  int64_t panel_bytes(int64_t k) const { return k / group * group_bytes(); }
+  int64_t group_bytes() const { return code_bytes() + LANES * (factors ? 2 : scale_bytes() + (has_zeros ? 1 : 0)); }
+  int64_t pairs_at(int64_t k) const { return k / group * group_bytes(); }  // scales and offsets in a panel
+  int64_t panel_bytes(int64_t k) const { return pairs_at(k) + (factors ? k / group / factors * PAIR_BYTES : 0); }
 };
 
 // Rows as coded_product reads them: x itself, or integers in this thread's memory of that purpose. `ldx` in bytes.

@@ -82,7 +82,7 @@ struct IntegerTable {
   bool looked_up = false;
 
   explicit IntegerTable(const Coding& form) : bytes(_mm512_setzero_si512()) {
-    offset = form.has_zeros ? 0.f : form.bits == 8 ? 128.f : -form.table[0];
+    offset = form.has_zeros ? 0.f : form.factors && form.bits == 4 ? 0.f : form.bits == 8 ? 128.f : -form.table[0];
     if (form.bits == 8 || form.table[1] == form.table[0] + 1.f) return;
     looked_up = true, unit = 0.5f, offset = 12.f;  // halves from -6 to 6
     alignas(16) uint8_t codes[16];
@@ -147,6 +147,14 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
     }
     for (int n = 0; n < NR; n++) {
       const char* end = panels + g * group_bytes + codes + n * panel;
+      if (form.factors) {
+        F16 factor, minus;
+        load_factors(end, panels + n * panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &factor, &minus);
+        minus = fma(factor, set1(table.offset), minus);
+        for (int i = 0; i < MR; i++)
+          total[i][n] = fma(factor, part[i][n], total[i][n]) - minus * set1(sums[i]);
+        continue;
+      }
       const F16 scale = load_scales(end, form.scale_type) * set1(table.unit);
       const F16 zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
       for (int i = 0; i < MR; i++) total[i][n] = fma(scale, part[i][n] - zeros * set1(sums[i]), total[i][n]);

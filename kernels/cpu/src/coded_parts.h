@@ -57,4 +57,10 @@ static INLINE F16 load_bytes(const char* p) {
 #endif
 }
 
+// Scale and offset of a group with factors. `pairs`: of its groups.
+static INLINE void load_factors(const char* factors, const char* pairs, F16* scale, F16* offset) {
+  *scale = load_bytes(factors) * load_scales(pairs, SCALE_F16);
+  *offset = load_bytes(factors + LANES) * load_scales(pairs + PAIR_BYTES / 2, SCALE_F16);
+}
+
 }  // namespace moe
