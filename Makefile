@@ -58,7 +58,7 @@ types: $(STAMP_TEST) ## mypy
 # time with other random values; the summary lists it as RERUN with its seed. Four processes keep
 # two cores busy while tests wait for time limits and starts.
 unit: $(STAMP_TEST) ## the tests only
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --reruns 1 $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --processes 4 --reruns 1 $(PYTEST_ARGS)
 
 test-exhaustive: $(STAMP_TEST) ## all combinations and five times as many examples (half an hour)
 	@MOE_TEST_EXAMPLES=5 $(MAKE) --no-print-directory unit

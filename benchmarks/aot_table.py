@@ -54,15 +54,18 @@ def jobs_of(cases: Sequence[AotCase], archs: Sequence[int], quick: bool) -> list
     return [(case, archs[places[id(case.kernel)] % len(archs)] if case.matrix else archs[0]) for case in cases]
 
 
-def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: bool = False) -> list[Result]:
-    """Results of the cases with `only` in their name, for every architecture."""
+def run(
+    archs: Sequence[int], only: str, one_each: bool, processes: int, quick: bool = False, part: tuple[int, int] = (0, 1)
+) -> list[Result]:
+    """Results of the cases with `only` in their name, for every architecture. `part`: the place among so many parts."""
     cases = [case for case in all_cases() if only in case.name]
     if one_each or quick:
         cases = one_of_each(cases)
     if quick:  # large tiles run out of registers and shared memory first
         largest = {id(case.kernel): case for case in cases}
         cases = [case for case in cases if case is largest[id(case.kernel)]]
-    jobs = jobs_of(cases, archs, quick)
+    begin, end = (len(cases) * place // part[1] for place in (part[0], part[0] + 1))
+    jobs = jobs_of(cases[begin:end], archs, quick)
     results = []
     for number, result in enumerate(compile_many(jobs, processes), 1):
         results.append(result)
@@ -79,12 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")
     parser.add_argument("--quick", action="store_true", help="the largest case of every kernel, for one --arch")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="part I (from 0) of N parts"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here")
     parser.add_argument("--no-json", action="store_true")
     options = parser.parse_args(argv)
     began = time.perf_counter()
-    results = run(options.arch, options.only, options.one_of_each, options.processes, options.quick)
+    results = run(options.arch, options.only, options.one_of_each, options.processes, options.quick, options.part)
     bad = [result for result in results if result.problems()]
     print(table(COLUMNS, [line(result) for result in results]))
     print(f"{len(results)} kernels in {time.perf_counter() - began:.0f} s, {len(bad)} with problems")

@@ -19,9 +19,8 @@ from tests.fork_server import (  # noqa: F401
     READ_IN_IMPORTS,
     fork_server,
     forked_processes,
-    pytest_configure,
-    pytest_configure_node,
 )
+from tests.forked_run import pytest_addoption, pytest_runtestloop, several  # noqa: F401
 from tests.random_seed import (  # noqa: F401
     pytest_fixture_setup,
     pytest_report_header,
@@ -92,7 +91,7 @@ LONG = (
     "speculation/test_memory_of_a_life.py",
     "distributed/models/test_sharded_models.py",
 )
-"""The longest files. Processes of pytest-xdist start them first, so that no long file runs alone at the end."""
+"""The longest files. Several processes start them first, so that no long file runs alone at the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -100,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if leaving := left_out(items):
         items[:] = [item for item in items if item not in leaving]
         config.hook.pytest_deselected(items=list(leaving))
-    if hasattr(config, "workerinput"):
+    if several(config):
         order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: order.get(item.path, len(LONG)))
     marked = [item for item in items if item.get_closest_marker("gpu")]

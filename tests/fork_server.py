@@ -11,7 +11,6 @@ server has one thread and never computes. Its processes share one seed of string
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -26,9 +25,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, ClassVar, NoReturn
 
 import psutil
 import pytest
@@ -154,29 +152,37 @@ class Starter:
 
 
 class ForkServer:
-    """Runs until the process that started it ends: the server's standard input is a pipe from it.
+    """A constant of a module, because the test processes share it (`start_servers`). It starts with its first use and
+    runs until the processes that have its standard input end: the process that started it and those forked from that.
 
     Args:
         environ: variables that differ from those of this process, in the server and in programs of `run`.
         preloaded: modules imported in addition to `PRELOADED`.
-        address: address of a running server with these variables and modules, started by another process.
     """
 
-    def __init__(
-        self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = (), address: str | None = None
-    ) -> None:
-        self._environ = os.environ | (environ or {})
-        self._process: subprocess.Popen[bytes] | None = None
-        self.address = address or f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
-        if address is None:
-            self._start(",".join(preloaded))
+    created: ClassVar[list[ForkServer]] = []
 
-    def _start(self, preloaded: str) -> None:
+    def __init__(self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
+        self._changes, self._environ = environ or {}, dict(os.environ)
+        self._preloaded = ",".join(preloaded)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._address = f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
+        self.created.append(self)
+
+    @property
+    def address(self) -> str:
+        """Address of the server, which runs."""
+        if self._process is None:
+            self.start()
+        return self._address
+
+    def start(self) -> None:
+        self._environ = os.environ | self._changes
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-            listening.bind(self.address)
+            listening.bind(self._address)
             listening.listen(64)
             number = listening.fileno()
-            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number), preloaded]
+            command = [sys.executable, "-m", "tests.fork_server", self._address[1:], str(number), self._preloaded]
             self._process = subprocess.Popen(
                 [*command, "-" * COMMAND_ROOM],
                 stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=self._environ | SET_BY_SERVER,
@@ -200,40 +206,20 @@ class ForkServer:
             process.stdin.close()
         return code, paths[0].read_text(), paths[1].read_text()
 
-    def close(self) -> None:
-        """Ends the server if this process started it."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait()
+
+ENGINE_SERVER = ForkServer()
 
 
-@lru_cache
-def engine_server() -> ForkServer:
-    """The server with only `PRELOADED`, one for all test processes of a run."""
-    server = ForkServer(address=SHARED.get("address"))
-    atexit.register(server.close)
-    return server
-
-
-SHARED: dict[str, str] = {}
-"""In processes of pytest-xdist: the address of the parent process's server."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist: before a test process is started."""
-    node.workerinput["fork_server"] = engine_server().address
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        SHARED["address"] = config.workerinput["fork_server"]
+def start_servers() -> None:
+    """Starts all servers, before test processes are forked from this process, so that they share the servers. A server
+    imports its modules at its first request."""
+    for server in ForkServer.created:
+        server.start()
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> ForkServer:
-    return engine_server()
+    return ENGINE_SERVER
 
 
 @pytest.fixture(scope="module")

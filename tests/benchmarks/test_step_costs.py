@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -32,20 +32,19 @@ PRELOADED = (
     PROGRAM, *(f"benchmarks.step_costs.{name}" for name in ("exchange_costs", "one_rank", "steps", "summary")),
     "benchmarks.step_driver", "tests.kernels.triton.interpreter", "torch._dynamo",
 )  # fmt: skip
+STEP_COSTS_SERVER = ForkServer({"TRITON_INTERPRET": "1"}, PRELOADED)
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Sequence[str]], tuple[int, str]]]:
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], tuple[int, str]]:
     """Starts the program in processes that have imported its modules; they install their devices themselves."""
-    server = ForkServer({"TRITON_INTERPRET": "1"}, PRELOADED)
 
     def start(arguments: Sequence[str]) -> tuple[int, str]:
         folder = tmp_path_factory.mktemp("step_costs")
-        code, _, errors = server.run([PROGRAM, *arguments], folder, 250.0)
+        code, _, errors = STEP_COSTS_SERVER.run([PROGRAM, *arguments], folder, 250.0)
         return code, errors
 
-    yield start
-    server.close()
+    return start
 
 
 @pytest.mark.parametrize("group", CHECKED, ids=lambda group: group.name)

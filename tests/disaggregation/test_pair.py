@@ -14,7 +14,7 @@ import pytest
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 NEXTN = (

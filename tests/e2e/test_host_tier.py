@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
 POOL = 512
 COMMON = (

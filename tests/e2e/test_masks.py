@@ -18,7 +18,7 @@ import pytest
 from moe_engine.custom_logit_processor import DisallowedTokensLogitsProcessor
 from tests.e2e.server_process import ServerProcess
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(5)]
 
 CHAIN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
 CHAIN += ("--speculative-num-draft-tokens", "3")

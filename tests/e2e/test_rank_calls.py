@@ -21,7 +21,7 @@ from tests.models.checkpoints import dequantised_copy, write_tensors
 from tests.models.fp8 import quantise_fp8
 from tests.speculation.agreeing import agreeing_checkpoint
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13, 14] + [20 + i] * (1 + 5 * i) for i in range(4)]
 SAMPLING = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.0}

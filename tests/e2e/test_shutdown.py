@@ -12,6 +12,8 @@ from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint
 from tests.waiting import until
 
+pytestmark = pytest.mark.drawn(2)
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_host_tier import COMMON, FORMS, answer, flush
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(2)]
 
 STORAGE = "--page-size 16 --hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete"
 EXTRA = '{"prefetch_threshold": 16}'

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_masks import CHAIN, DP, TREE
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(6)]
 
 FORMS = {
     "one rank": (),

@@ -18,6 +18,8 @@ from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
 from tests.models.routing import num_clearly_routed
 from tests.speculation.agreeing import agreeing_checkpoint
 
+pytestmark = pytest.mark.drawn(3)
+
 VOCAB, ROWS = 250, 8
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_total_tokens": 560, "max_running_requests": ROWS, "chunked_prefill_size": 64,

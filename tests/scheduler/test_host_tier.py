@@ -20,6 +20,8 @@ from tests.scheduler.test_speculation import speculations
 from tests.scheduler.tier_simulator import TierSimulation
 from tests.scheduler.traces import play_arrivals, play_failures
 
+pytestmark = pytest.mark.drawn(6)
+
 BASE = SchedulerConfig(num_slots=200, context_len=200, max_rows=4, chunked_prefill_size=64, host_tier_tokens=400)
 
 

@@ -17,6 +17,8 @@ from tests.examples import examples
 from tests.scheduler.session_load import Load, Shape
 from tests.scheduler.simulator import make_request
 
+pytestmark = pytest.mark.drawn(6)
+
 SHORT = Shape()
 """Sessions of 350 to 550 tokens, with pauses shorter than a turn."""
 SHAPES = {

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ PRELOADED = (
     "tests.simulated_cuda.quick_start",
     "torch._dynamo",  # imported by composite operators, which takes one CPU second per process
 )
+DEVICE_SERVER = ForkServer(DEVICES, PRELOADED)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,8 +29,6 @@ def devices() -> None:
 
 
 @pytest.fixture(scope="session")
-def device_server(devices: None) -> Iterator[ForkServer]:
+def device_server(devices: None) -> ForkServer:
     """Forks processes with simulated devices, and the processes of their engines."""
-    server = ForkServer(DEVICES, PRELOADED)
-    yield server
-    server.close()
+    return DEVICE_SERVER

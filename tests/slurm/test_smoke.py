@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.drawn(1)
+
 
 @pytest.mark.parametrize(
     ("nodes", "flags", "engine"),

@@ -26,6 +26,8 @@ from tests.speculation.toy_engine import (
     random_table,
 )
 
+pytestmark = pytest.mark.drawn(8)
+
 VOCAB = 6
 PROMPT = (3, 1, 4)
 NUM_NEW = 6

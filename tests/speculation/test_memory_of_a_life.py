@@ -18,6 +18,8 @@ from tests.memory_meter import MemoryMeter
 from tests.speculation import test_logits_passes as passes
 from tests.speculation.agreeing import agreeing_checkpoint
 
+pytestmark = pytest.mark.drawn(2)
+
 VOCAB, ROWS_AT_ONCE = 16000, 16
 SCRATCH = 1 << 20
 STAYS = 4096

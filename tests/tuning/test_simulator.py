@@ -23,6 +23,8 @@ from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Number
 from moe_engine.types import SpeculationConfig
 from tests.examples import examples
 
+pytestmark = pytest.mark.drawn(16)
+
 
 @dataclass(frozen=True)
 class Linear:

@@ -51,6 +51,7 @@ def _traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("kind", "drafts", "regions"), [("deepseek_v3", 2, 6), ("qwen3 drafted by llama", 2, 6)])
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
@@ -169,6 +170,7 @@ print(json.dumps(torch_regions.loaded_and_compiled()))
 """
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("start", "regions"),
     [(_START_OF_A_FUNCTION, 1), pytest.param(_START, 2, marks=pytest.mark.exhaustive)],

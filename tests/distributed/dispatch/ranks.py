@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.fork_server import ForkedProcess, engine_server
+from tests.fork_server import ENGINE_SERVER, ForkedProcess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a waiting thread yields its core soon
@@ -56,7 +56,7 @@ class Ranks:
         self._processes: list[ForkedProcess] = []
         for rank in range(n):
             ours, theirs = connection.Pipe()
-            process = ForkedProcess(engine_server().address, [__name__], (theirs.fileno(), 2))
+            process = ForkedProcess(ENGINE_SERVER.address, [__name__], (theirs.fileno(), 2))
             theirs.close()
             ours.send((rank, n, self._folder.name, gloo_timeout_s, environment or {}))
             self._pipes.append(ours)

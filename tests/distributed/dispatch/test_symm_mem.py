@@ -29,7 +29,7 @@ from tests.distributed.dispatch.test_dispatch import EXAMPLES, check
 from tests.distributed.dispatch.worlds import Outcome, Setup
 from tests.examples import examples
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"), pytest.mark.drawn(15)]
 
 # more than a tile of numbers, not a power of two; FP8 in whole blocks
 PLAIN = Setup("symm_mem", "low_latency", "float32", hidden=1040)

@@ -21,7 +21,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(2)]
 
 SEED = int(random_seed.SEED) % 1_000_003
 NUM_EXPERTS, TOP_K = 16, 4

@@ -167,6 +167,7 @@ def check_gone(server: ServerProcess, ranks: list[psutil.Process]) -> None:
     print(f"  the server exited with 1; no process was left {seconds:.2f} s later")
 
 
+@pytest.mark.drawn(1)
 def test_group_killed_in_decode_stops_all(tmp_path: Path) -> None:
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = decoding(server)
@@ -175,6 +176,7 @@ def test_group_killed_in_decode_stops_all(tmp_path: Path) -> None:
         check_gone(server, ranks)
 
 
+@pytest.mark.drawn(1)
 def test_group_stopped_in_prefill_stops_all(tmp_path: Path) -> None:
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = prefilling(server, (0, 1))
@@ -183,6 +185,7 @@ def test_group_stopped_in_prefill_stops_all(tmp_path: Path) -> None:
         check_gone(server, ranks)
 
 
+@pytest.mark.drawn(1)
 def test_replicas_continue_without_a_lost_one(tmp_path: Path) -> None:
     with serving(tmp_path, *REPLICAS) as (server, ranks):
         asked = decoding(server, again=(1,))

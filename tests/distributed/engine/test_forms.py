@@ -16,7 +16,7 @@ from moe_engine.models import sizes
 from tests.distributed.engine.forms import FACTORS, Case, Forms, allowed
 from tests.speculation.pairwise import pairwise_cover
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(9)]
 
 PLAIN: dict[str, Any] = {name: values[0] for name, values in FACTORS.items()}
 FEW: dict[str, tuple[Any, ...]] = {

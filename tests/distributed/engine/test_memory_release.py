@@ -22,7 +22,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
 from tests.fork_server import children
 from tests.models.checkpoints import make_checkpoint
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
 MIB = 1 << 20
 BIG = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "num_hidden_layers": 3}

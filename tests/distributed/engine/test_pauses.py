@@ -14,7 +14,7 @@ from moe_engine.frontend.pausing import PauseMode, Pausing
 from tests.distributed.engine import test_weight_updates
 from tests.distributed.engine.test_weight_updates import FORMS, SAMPLING, checkpoints, open_engine  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(2)]
 PROMPTS = test_weight_updates.PROMPTS[1:4]
 MANY = 440
 STILL = 0.3

@@ -17,7 +17,7 @@ from moe_engine import Engine
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(3)]
 
 SEED = 11
 LENGTHS = (380, 12, 75, 31, 140, 9, 64, 28, 21)  # 760 tokens

@@ -27,7 +27,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
 from tests.models.checkpoints import make_checkpoint
 from tests.models.fp8 import dequantise_fp8
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
 COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 

@@ -17,7 +17,7 @@ from moe_engine.frontend.weight_updates import Updated, WeightUpdates
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
 PREFIX = [7, 8, 9, 10, 11, 12, 13, 14]
 PROMPTS = [PREFIX + [20 + i] * (1 + 5 * i) for i in range(5)] + [[3, 4, 5]]

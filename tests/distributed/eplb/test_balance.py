@@ -26,6 +26,8 @@ from tests.distributed.eplb.worlds import Balanced, Case, balanced, load, run_ba
 from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.drawn(4)
+
 EXPERTS, REDUNDANT, LAYERS, INTERVAL, STEPS, TOKENS = 16, 8, 2, 6, 40, 24
 TOLERANCE = 1e-4
 

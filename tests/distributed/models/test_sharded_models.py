@@ -17,6 +17,8 @@ from tests.distributed.models.worlds import Case, load, run_cases
 from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.drawn(12)
+
 SEED = 11
 TOLERANCE = 1e-4  # of the largest logit
 FP8 = {

@@ -13,6 +13,8 @@ import pytest
 from tests.distributed.ranks.hosts import ADDRESSES, two_hosts, why_not
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.drawn(1)
+
 
 @pytest.mark.parametrize("phase", ["load", "prefill"])
 def test_rank_behind_a_pulled_cable_is_named(tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.distributed.ranks.node import two_nodes
 from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(5)]
 
 LONG = 400
 

@@ -24,6 +24,8 @@ from tests.kernels.cpu.formulas import (
     slots_of,
 )
 
+pytestmark = pytest.mark.drawn(80)
+
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 64), (16, 1100)]
 ROTARY = 64
 

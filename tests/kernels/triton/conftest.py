@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -41,14 +40,23 @@ else:
         knobs.propagate_env = propagate
 
 
+_HERE = "tests.kernels.triton."
+COMPILING = ForkServer(
+    {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+    (
+        "triton.compiler",
+        f"{_HERE}outside",
+        f"{_HERE}outside_experts",
+        f"{_HERE}outside_symm_mem",
+        "benchmarks.aot_table",
+    ),
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
-def compiling() -> Iterator[ForkServer]:
+def compiling() -> ForkServer:
     """Forks processes outside the interpreter, in which Triton and its compiler are imported."""
-    here = "tests.kernels.triton."
-    modules = ("triton.compiler", f"{here}outside", f"{here}outside_experts", f"{here}outside_symm_mem")
-    server = ForkServer({"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}, (*modules, "benchmarks.aot_table"))
-    yield server
-    server.close()
+    return COMPILING
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import select
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 
+pytestmark = pytest.mark.drawn(12)
+
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonMLA = triton_attention.TritonMLA
 

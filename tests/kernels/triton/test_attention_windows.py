@@ -8,6 +8,8 @@ import torch
 from tests.kernels.cpu.formulas import normal
 from tests.kernels.reference.test_windows import LENS, WINDOWS, check_fp8, check_poisoned, check_sinks, filled, windowed
 
+pytestmark = pytest.mark.drawn(5)
+
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonGQA = triton_attention.TritonGQA
 

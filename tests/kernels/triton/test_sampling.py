@@ -10,6 +10,8 @@ from moe_engine.kernels.sampling.protocol import INVALID_TOKEN
 from moe_engine.kernels.sampling.reference import TorchSampling
 from tests.kernels.cpu.test_sampling import HIGHEST, PARAMETERS, SHAPES, check, draw_logits, given
 
+pytestmark = pytest.mark.drawn(13)
+
 triton_sampling = pytest.importorskip("moe_engine.kernels.sampling.triton_sampling", reason="needs triton")
 EVERY_WAY = [*PARAMETERS, (0.0, 1.0, 0, 0.0)]
 

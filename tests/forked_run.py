@@ -1,0 +1,221 @@
+"""``pytest --processes N``: the tests run in N processes, forked after the collection.
+
+The collection (17 CPU seconds in a clean clone) happens once, and test processes share the imported modules. Each
+process runs one file at a time; the files are distributed in the order of the collection. The main process shows the
+reports. A test whose process dies has failed; a new process continues with the tests after it.
+
+Modules must not start threads when they are imported: a forked process has only the thread that forked it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+from collections import deque
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fork_server import start_servers
+
+FORK = multiprocessing.get_context("fork")
+NEXT = "next"
+"""A process's request for a file: the answer is a list of places in `session.items`, or None at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=1, metavar="N", help="run the tests in N forked processes")
+
+
+def several(config: pytest.Config) -> bool:
+    return config.getoption("processes") > 1 and not config.option.collectonly and not config.option.usepdb
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not several(session.config) or session.testsfailed or not session.items:
+        return None
+    start_servers()
+    TestProcesses(session).run(session.config.getoption("processes"))
+    return True
+
+
+class TestProcess:
+    """The main process's view of one test process.
+
+    Attributes:
+        waiting: places of its file's tests that have not started.
+        upcoming: its next file, requested before the last test of its file.
+        running: place of the running test.
+    """
+
+    __test__ = False
+
+    def __init__(self, session: pytest.Session, number: int) -> None:
+        self.number = number
+        self.connection, other = FORK.Pipe()
+        self.process = FORK.Process(target=_run, args=(session, other, self.connection), name=f"tests {number}")
+        self.waiting: list[int] = []
+        self.upcoming: list[int] = []
+        self.running: int | None = None
+        self.process.start()
+        other.close()
+
+    def start_file_if_due(self) -> None:
+        """Call when the process is known to have received `upcoming`."""
+        if not self.waiting:
+            self.waiting, self.upcoming = self.upcoming, []
+
+
+class TestProcesses:
+    """Distributes the files and passes the reports of the test processes to pytest's plugins."""
+
+    __test__ = False
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session, self._hook = session, session.config.hook
+        order = sorted(range(len(session.items)), key=_file_order(session.items))
+        self._files = deque(list(places) for _, places in groupby(order, lambda place: session.items[place].path))
+        self._running: dict[Connection, TestProcess] = {}
+        self._started = 0
+        if terminal := session.config.pluginmanager.get_plugin("terminalreporter"):
+            terminal.showfspath = False  # reports of several files arrive alternately
+
+    def run(self, count: int) -> None:
+        try:
+            for _ in range(min(count, len(self._files))):
+                self._start()
+            while self._running:
+                for connection in wait(list(self._running)):
+                    assert isinstance(connection, Connection)
+                    self._receive(self._running[connection])
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+                if self._session.shouldstop:
+                    raise self._session.Interrupted(self._session.shouldstop)
+        finally:
+            for test_process in self._running.values():
+                test_process.process.kill()
+
+    def _start(self) -> None:
+        self._started += 1
+        test_process = TestProcess(self._session, self._started)
+        self._running[test_process.connection] = test_process
+
+    def _receive(self, test_process: TestProcess) -> None:
+        try:
+            kind, value = test_process.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._ended(test_process)
+            return
+        if kind == NEXT:
+            test_process.start_file_if_due()
+            test_process.upcoming = self._files.popleft() if self._files else []
+            with contextlib.suppress(BrokenPipeError):  # it died: the next message is the end
+                test_process.connection.send(test_process.upcoming)
+        elif kind == "start":
+            test_process.start_file_if_due()
+            assert test_process.waiting.pop(0) == value
+            test_process.running = value
+            item = self._session.items[value]
+            self._hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        elif kind == "report":
+            report = self._hook.pytest_report_from_serializable(config=self._session.config, data=value)
+            self._hook.pytest_runtest_logreport(report=report)
+        elif kind == "finish":
+            test_process.running = None
+            item = self._session.items[value]
+            self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _ended(self, test_process: TestProcess) -> None:
+        del self._running[test_process.connection]
+        test_process.process.join()
+        left = test_process.waiting, test_process.upcoming
+        if (place := test_process.running) is not None:
+            self._report_death(self._session.items[place], test_process)
+        elif test_process.process.exitcode or any(left):
+            raise RuntimeError(f"test process {test_process.number} exited between tests, {_end(test_process)}")
+        if remaining := [file for file in left if file]:
+            self._files.extendleft(reversed(remaining))
+            self._start()
+
+    def _report_death(self, item: pytest.Item, test_process: TestProcess) -> None:
+        report = pytest.TestReport(
+            item.nodeid, item.location, {}, "failed", f"the test process died, {_end(test_process)}", "call"
+        )  # fmt: skip
+        self._hook.pytest_runtest_logreport(report=report)
+        self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+def _end(test_process: TestProcess) -> str:
+    code = test_process.process.exitcode or 0
+    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+
+def _file_order(items: list[pytest.Item]) -> Any:
+    """Key of a place: the files in the order of their first tests. A file's tests are then adjacent."""
+    first: dict[Any, int] = {}
+    for place, item in enumerate(items):
+        first.setdefault(item.path, place)
+    return lambda place: first[items[place].path]
+
+
+class Sender:
+    """The plugin of a test process that sends the reports."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config, self._connection = config, connection
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._connection.send(("report", data))
+
+
+def _run(session: pytest.Session, connection: Connection, other: Connection) -> None:
+    """The main function of a test process."""
+    other.close()
+    atexit._clear()  # the main process's
+    config = session.config
+    manager = config.pluginmanager
+    capture, terminal = manager.get_plugin("capturemanager"), manager.get_plugin("terminalreporter")
+    assert capture is not None and terminal is not None
+    capture.stop_global_capturing()  # its files are the main process's
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115
+    terminal._tw._file = nowhere  # the reporter stays, because pytest-rerunfailures reads its counts
+    manager.register(Sender(config, connection))
+    try:
+        _run_files(session, connection)
+        config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
+    except (BrokenPipeError, EOFError, KeyboardInterrupt):  # the main process has ended or ends this one
+        os._exit(1)
+    except BaseException:
+        capture.stop_global_capturing()  # multiprocessing prints the exception
+        raise
+    atexit._run_exitfuncs()
+
+
+def _run_files(session: pytest.Session, connection: Connection) -> None:
+    def requested() -> list[int]:
+        connection.send((NEXT, None))
+        return connection.recv()  # type: ignore[no-any-return]
+
+    file = requested()
+    while file:
+        following: list[int] = []
+        for place, after in zip(file, [*file[1:], None]):
+            if after is None and (following := requested()):
+                after = following[0]
+            item = session.items[place]
+            connection.send(("start", place))
+            item.config.hook.pytest_runtest_protocol(
+                item=item, nextitem=None if after is None else session.items[after]
+            )
+            connection.send(("finish", place))
+        file = following
