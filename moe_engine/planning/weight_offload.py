@@ -80,16 +80,17 @@ def resolve_offload(
         raise ConfigError(f"{FLAG} {asked:g} {why}")
     each = layer_bytes(model, dtype_bytes, topology, experts.num_redundant, format)
     chosen = _choose(each, int(asked * GB))
-    least = sum(each[i] for i in spread(len(each), WEIGHT_BUFFERS + 1)) if len(each) > WEIGHT_BUFFERS else 0
-    if not least:
+    least = next((n for n in range(1, len(each) + 1) if _saves(each, spread(len(each), n))), None)
+    if least is None:
         raise ConfigError(
-            f"{FLAG} {asked:g}: {len(each)} layers would take turns in {WEIGHT_BUFFERS} buffers of a layer each, which "
-            "saves no memory; leave it out"
+            f"{FLAG} {asked:g}: {len(each)} layers would take turns in {WEIGHT_BUFFERS} buffers of the largest layer, "
+            "which saves no memory; leave it out"
         )
-    if len(chosen) <= WEIGHT_BUFFERS:
+    if not _saves(each, chosen):
+        needed = sum(each[i] for i in spread(len(each), least)) / GB
         raise ConfigError(
-            f"{FLAG} {asked:g} holds {len(chosen)} layers, and {WEIGHT_BUFFERS} buffers of a layer each take their "
-            f"place on the device: use at least {least / GB + 0.005:.2f} ({WEIGHT_BUFFERS + 1} layers)"
+            f"{FLAG} {asked:g} holds {len(chosen)} layers, and {WEIGHT_BUFFERS} buffers of the largest one take their "
+            f"place on the device: use at least {needed + 0.005:.2f} ({least} layers)"
         )
     found = WeightOffload(chosen, len(each), sum(each[i] for i in chosen), max(each[i] for i in chosen))
     needed, available = found.host_bytes * ranks_per_node, machine.host_bytes
@@ -131,6 +132,12 @@ def _choose(each: list[int], most: int) -> tuple[int, ...]:
         if sum(each[i] for i in layers) <= most:
             return layers
     return ()
+
+
+def _saves(each: list[int], layers: tuple[int, ...]) -> bool:
+    """True if the layers need more memory than the buffers in which they take turns."""
+    found = [each[i] for i in layers]
+    return sum(found) > WEIGHT_BUFFERS * max(found, default=0)
 
 
 def _obstacles(args: EngineArgs, machine: Machine, experts: ExpertSettings) -> Iterator[str]:

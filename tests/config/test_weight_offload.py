@@ -82,3 +82,10 @@ def test_the_named_minimum_is_accepted(resolved):
 def test_a_model_of_two_layers_is_refused(resolved):
     with pytest.raises(ConfigError, match="saves no memory"):
         resolved(SMALL | {"num_hidden_layers": 2}, on=GPU, cpu_offload_gb=1.0, **ON_GPU)
+
+
+def test_three_layers_that_save_nothing_are_refused(resolved):
+    """One mixture beside small dense layers: the buffers are larger than all of them."""
+    uneven = SMALL | {"num_hidden_layers": 3, "first_k_dense_replace": 2, "n_routed_experts": 128}
+    with pytest.raises(ConfigError, match="saves no memory"):
+        resolved(uneven, on=GPU, cpu_offload_gb=1.0, **ON_GPU)

@@ -49,9 +49,9 @@ def engine(path: Path, folder: Path, **flags: Any) -> InProcessEngine:
 
 def test_a_mixture_has_the_tokens_and_the_memory_of_the_plan(tmp_path: Path) -> None:
     """Layers of two sizes: dense ones and mixtures."""
-    path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=4, first_k_dense_replace=2)
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=5, first_k_dense_replace=2)
     used, found = [], []
-    for offload in (0.0, gb_of(path, 3)):
+    for offload in (0.0, gb_of(path, 4)):
         MEMORY.collect()
         before = MEMORY.used[0]
         served = engine(path, tmp_path, cpu_offload_gb=offload, **NONE)
