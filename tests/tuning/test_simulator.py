@@ -101,29 +101,18 @@ def test_runs_of_decodes_equal_single_steps(example):
     work = work if num_replicas == 1 and rng.random() < 0.5 else {}
     count, rate = rng.randint(20, 80), rng.choice([5.0, 20.0, 60.0])
     fleet_spec = FleetSpec(spec, num_replicas, **work)
-    if not _equals_single_steps(fleet_spec, seed, count, rate):
-        # A request that arrives within rounding of the end of a step may join either of two steps: then other times
-        # of arrival must give the same.
-        assert _equals_single_steps(fleet_spec, seed, count, rate * 1.01)
-
-
-def _equals_single_steps(spec: FleetSpec, seed: int, count: int, rate: float) -> bool:
     found = []
     for exact in (True, False):
-        one = replace(spec, replica=replace(spec.replica, exact=exact))
+        one = replace(fleet_spec, replica=replace(spec, exact=exact))
         found.append(simulate(one, requests(random.Random(seed), count, rate))[1])
     single, runs = found
-    if runs.retractions != single.retractions or runs.num_steps != single.num_steps:
-        return False
+    assert runs.retractions == single.retractions and runs.num_steps == single.num_steps
     for a, b in zip(summary(single), summary(runs)):
-        if a[:4] != b[:4] or a[4:] != pytest.approx(b[4:], abs=1e-4):
-            return False
+        assert a[:4] == b[:4] and a[4:] == pytest.approx(b[4:], abs=1e-4)
     ours, theirs = runs.recorder.gaps.distribution("x"), single.recorder.gaps.distribution("x")
-    return (
-        runs.recorder.gaps.num_gaps == single.recorder.gaps.num_gaps
-        and ours["mean_x_ms"] == pytest.approx(theirs["mean_x_ms"], rel=1e-3)
-        and ours["median_x_ms"] == pytest.approx(theirs["median_x_ms"], rel=0.01)
-    )
+    assert runs.recorder.gaps.num_gaps == single.recorder.gaps.num_gaps
+    assert ours["mean_x_ms"] == pytest.approx(theirs["mean_x_ms"], rel=1e-3)
+    assert ours["median_x_ms"] == pytest.approx(theirs["median_x_ms"], rel=0.01)
 
 
 def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
