@@ -27,7 +27,10 @@ launches: dict[str, int] = {}
 """By kernel."""
 LAUNCHED = "SIMULATED_CUDA_LAUNCHED"
 """Environment variable: a folder that gets an empty file with the name of each launched kernel."""
-WAITING = {"one_shot_kernel", "two_shot_kernel", "route_kernel", "place_kernel", "receive_kernel", "sum_kernel"}
+WAITING = {
+    "one_shot_kernel", "two_shot_kernel", "route_kernel", "norm_route_kernel", "place_kernel", "receive_kernel",
+    "sum_kernel",
+}  # fmt: skip
 """Kernels that wait for programs of the same launch, here or on other ranks: their programs must run concurrently."""
 
 

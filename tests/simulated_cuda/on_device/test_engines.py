@@ -142,7 +142,7 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     assert found.num_graphs == 2 and found.waits == []
     assert any(step.cuda_graph for step in found.steps)
     launched = set(kernels.launches)
-    assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "route_kernel", "greedy_kernel"}
+    assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "norm_route_kernel", "greedy_kernel"}
 
 
 def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
