@@ -15,10 +15,11 @@ class Case(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def made(*values: int, marks: tuple[str, ...] = ("each_value",)) -> Any:
+def made(*values: int, mark: str = "each_value", count: int = 0, file: str = "file", argument: str = "tests") -> Any:
+    found = SimpleNamespace(args=(count,))
     return Case(
-        name=str(values), originalname="test", path=Path("file"), callspec=SimpleNamespace(_idlist=values),
-        get_closest_marker=lambda mark: mark in marks,
+        name=str(values), originalname="test", path=Path(file), callspec=SimpleNamespace(_idlist=values),
+        get_closest_marker=lambda name: found if name == mark else None, config=SimpleNamespace(args=[argument]),
     )  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def made(*values: int, marks: tuple[str, ...] = ("each_value",)) -> Any:
 def test_every_value_runs_and_everything_on_demand(monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
     monkeypatch.setattr(examples, "FACTOR", factor)
     items = [made(a, b, c) for a in range(4) for b in range(3) for c in range(2)]
-    others = [made(0, marks=()), made(1, marks=("exhaustive",))]
+    others = [made(0, mark=""), made(1, mark="exhaustive")]
     left = examples.left_out([*items, *others])
     if factor > 1:
         assert not left and examples.examples(7) == 35
@@ -35,6 +36,20 @@ def test_every_value_runs_and_everything_on_demand(monkeypatch: pytest.MonkeyPat
     assert len(kept) == 4 and left & set(others) == {others[1]}
     for place, count in enumerate((4, 3, 2)):
         assert {item.callspec._idlist[place] for item in kept} == set(range(count))
+
+
+def test_other_tests_are_drawn_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, "FACTOR", 1)
+    items = [made(i, mark="drawn", count=3, file=file) for file in ("a", "b") for i in range(8)]
+    draws = set()
+    for seed in range(30):
+        monkeypatch.setattr(examples, "SEED", seed)
+        left = examples.left_out(items)
+        assert left == examples.left_out(items)
+        assert [sum(item.path == Path(file) for item in left) for file in ("a", "b")] == [5, 5]
+        draws |= set(items) - left
+    assert draws == set(items)
+    assert not examples.left_out([made(i, mark="drawn", count=1, argument="tests/a.py::test") for i in range(3)])
 
 
 @pytest.mark.each_value

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 TYPE = "Kimi_K25ImageProcessor"
 
@@ -60,6 +61,7 @@ class KimiProcessor:
 
     def __call__(self, images: Sequence[Any], return_tensors: str = "np") -> dict[str, np.ndarray]:
         """One PIL image in RGB -> `pixel_values` [P, 3 * patch * patch] float32 by row, `image_grid_thw` [1, 3]."""
+        import numpy as np  # not in the process of the server, which imports this file for the sizes
         from PIL import Image
 
         (image,) = images

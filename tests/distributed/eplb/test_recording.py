@@ -245,16 +245,18 @@ def test_the_layer_of_a_pass_is_visible_through_the_recorder(
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch, expert_distribution_recorder_mode="stat")
     worker.run_call("start_experts").result()
     phases = []
-    layers = worker.runner.model.model.layers  # type: ignore[attr-defined]
-    for layer in layers:
+    decoder = worker.runner.model.model  # type: ignore[attr-defined]
 
-        def forward(*args: Any, whole: Any = layer.forward, **more: Any) -> Tensor:
+    def noting(call: Any) -> Any:
+        def forward(*args: Any, **more: Any) -> Tensor:
             phases.append(worker.runner.phase)
-            return whole(*args, **more)
+            return call(*args, **more)
 
-        layer.forward = forward
+        return forward
+
+    decoder._calls = [noting(call) for call in decoder._calls]
     run(worker, plans(PROMPTS, 0))
-    assert phases == [f"running the model, layer {i}" for i in range(len(layers))]
+    assert phases == [f"running the model, layer {i}" for i in range(len(decoder.layers))]
     worker.close()
 
 
