@@ -298,7 +298,7 @@ async def _warm_up(
     if answers and not any(answer.success for answer in answers):
         raise ValueError(f"the warm-up failed: {answers[0].error}")
     if args.flush_cache:
-        (await client.post(options.base_url + "/flush_cache")).raise_for_status()
+        (await client.post(options.base_url + "/flush_cache", params={"timeout": 10})).raise_for_status()
 
 
 def default_output_file(args: argparse.Namespace) -> str:
