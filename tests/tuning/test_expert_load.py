@@ -122,8 +122,8 @@ def simulate_v3(tmp_path, flags, count=40, layers=V3["num_hidden_layers"]):
 
 def test_command_with_a_dump(tmp_path, capsys):
     """Loads from a recorded dump: the straggler slows prompts; a plan of EPLB for the same counts does not. V3's
-    shapes with a sixth of its layers: the plan of a rebalance takes a CPU second per dozen layers."""
-    layers = 10
+    shapes with a tenth of its layers: the plan of a rebalance takes a CPU second per dozen layers."""
+    layers = 6
     counts = zipf_counts(0.9, [i >= 3 for i in range(layers)], 256, random.getrandbits(32)) >> 20
     dump = tmp_path / "dump.pt"
     torch.save({"logical_count": torch.from_numpy(counts)[None]}, dump)
