@@ -57,7 +57,7 @@ def test_share_counts_sessions_that_return_after_all() -> None:
 def test_a_long_silence_is_an_end(pauses: list[float], share: float, silence: float) -> None:
     """Bayes' rule with the observed pauses; a session silent for longer than all of them has ended."""
     times = ReturnTimes()
-    assert times.follows(silence, share) == share
+    assert math.isclose(times.follows(silence, share), share, rel_tol=1e-12)
     for pause in pauses:
         times.returned(pause)
     times.update(1.0)
