@@ -15,7 +15,7 @@ from torch.nn.functional import gelu
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.vision.grid import Grid, patch_places
-from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, load_product
+from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, TowerBlock, load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
@@ -24,14 +24,8 @@ CUBIC = -0.75
 """Parameter of the cubic kernel (Keys, 1981)."""
 
 
-class _Block:
-    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
-        self.norm1 = LayerNorm(reader, f"{prefix}.norm0", v.width, v.norm_eps)
-        self.norm2 = LayerNorm(reader, f"{prefix}.norm1", v.width, v.norm_eps)
-        self.qkv = load_product(backends, reader, [f"{prefix}.wqkv"], 3 * v.width, v.width)
-        self.proj = load_product(backends, reader, [f"{prefix}.wo"], v.width, v.width)
-        self.up = load_product(backends, reader, [f"{prefix}.mlp.fc0"], v.intermediate, v.width)
-        self.down = load_product(backends, reader, [f"{prefix}.mlp.fc1"], v.width, v.intermediate)
+BLOCK = ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
+"""Names of the weights of `TowerBlock`."""
 
 
 class KimiTower(PatchTransformer):
@@ -42,7 +36,9 @@ class KimiTower(PatchTransformer):
         v = vision
         side = int(v.num_positions**0.5)
         self.places = reader.tensor(f"{PREFIX}patch_embed.pos_emb.weight", (side, side, v.width)).flatten(0, 1)
-        self.blocks = [_Block(v, reader, backends, f"{PREFIX}encoder.blocks.{i}") for i in range(v.num_layers)]
+        self.blocks = [
+            TowerBlock(v, reader, backends, f"{PREFIX}encoder.blocks.{i}", BLOCK) for i in range(v.num_layers)
+        ]
         self.last_norm = LayerNorm(reader, f"{PREFIX}encoder.final_layernorm", v.width, v.norm_eps)
         self.token_norm = LayerNorm(reader, f"{PREFIX}mm_projector.pre_norm", v.width, v.norm_eps)
         merged = v.merged_width

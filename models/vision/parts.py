@@ -94,3 +94,23 @@ class PatchTransformer:
 def frame_lens(grid: Grid) -> tuple[int, ...]:
     """Patches of each frame, for attention within a frame."""
     return (grid[1] * grid[2],) * grid[0]
+
+
+class TowerBlock:
+    """Weights of a block with layer norms and an MLP of two products.
+
+    Args:
+        names: behind `prefix`: the norms before attention and MLP, then the products of q, k and v, the attention's
+            output, and the MLP.
+    """
+
+    def __init__(
+        self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str, names: tuple[str, ...]
+    ) -> None:
+        norm1, norm2, qkv, proj, up, down = (f"{prefix}.{name}" for name in names)
+        self.norm1 = LayerNorm(reader, norm1, v.width, v.norm_eps)
+        self.norm2 = LayerNorm(reader, norm2, v.width, v.norm_eps)
+        self.qkv = load_product(backends, reader, [qkv], 3 * v.width, v.width)
+        self.proj = load_product(backends, reader, [proj], v.width, v.width)
+        self.up = load_product(backends, reader, [up], v.intermediate, v.width)
+        self.down = load_product(backends, reader, [down], v.width, v.intermediate)

@@ -12,20 +12,13 @@ from torch.nn.functional import gelu
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.vision.grid import Grid, patch_angles
-from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, frame_lens, load_product
+from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, TowerBlock, frame_lens, load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
-
-class _Block:
-    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
-        self.norm1 = LayerNorm(reader, f"{prefix}.norm1", v.width, v.norm_eps)
-        self.norm2 = LayerNorm(reader, f"{prefix}.norm2", v.width, v.norm_eps)
-        self.qkv = load_product(backends, reader, [f"{prefix}.attn.qkv"], 3 * v.width, v.width)
-        self.proj = load_product(backends, reader, [f"{prefix}.attn.proj"], v.width, v.width)
-        self.up = load_product(backends, reader, [f"{prefix}.mlp.fc1"], v.intermediate, v.width)
-        self.down = load_product(backends, reader, [f"{prefix}.mlp.fc2"], v.width, v.intermediate)
+BLOCK = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+"""Names of the weights of `TowerBlock`."""
 
 
 class Qwen2Tower(PatchTransformer):
@@ -34,7 +27,7 @@ class Qwen2Tower(PatchTransformer):
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
         super().__init__(vision, reader, backends)
         v = vision
-        self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
+        self.blocks = [TowerBlock(v, reader, backends, f"{PREFIX}blocks.{i}", BLOCK) for i in range(v.num_layers)]
         self.merge_norm = LayerNorm(reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
         merged = v.merged_width
         self.merge_in = load_product(backends, reader, [f"{PREFIX}merger.mlp.0"], merged, merged)
