@@ -15,7 +15,7 @@ class MediaSettings:
     media_fetch_timeout: float = 10.0
     max_media_mb: int = 32
     max_images: int = 16
-    """Most images of a request."""
+    """Max images of a request."""
 
     @property
     def max_bytes(self) -> int:
