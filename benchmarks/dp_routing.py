@@ -1,7 +1,7 @@
 """Cached tokens and times to first token by --load-balance-method: ``python -m benchmarks.dp_routing [--quick]``.
 
-The embedded model with two schedulers (replicas, or attention groups with ``--attention-groups``), each with half the KV
-cache of the one scheduler that it is compared with. Two workloads, the same for every method:
+The embedded model with two schedulers (replicas, or attention groups with ``--attention-groups``), each with half the
+KV cache of the one scheduler that it is compared with. Two workloads, the same for every method:
 
 - sessions: each turn sends all earlier text and some new tokens, after a pause; some sessions share a system prompt
 - prefixes: single requests, each with one of several long prefixes
@@ -70,19 +70,19 @@ class Clients:
             await asyncio.sleep(rng.expovariate(2.0))
 
     async def _send(self, prompt: list[int]) -> list[int]:
-        began, first, chunk = time.perf_counter(), 0.0, dict[str, Any]()
+        began, first, last = time.perf_counter(), 0.0, dict[str, Any]()
         sampling = {"temperature": 0.0, "max_new_tokens": OUTPUT, "ignore_eos": True}
         chunks: Any = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
         async for chunk in chunks:
-            first = first or time.perf_counter() - began
-        counts, meta = self.counts, chunk["meta_info"]
+            first, last = first or time.perf_counter() - began, chunk
+        counts, meta = self.counts, last["meta_info"]
         counts.first.append(first)
         counts.prompt_tokens += len(prompt)
         counts.cached_tokens += meta["cached_tokens"]
-        counts.output_tokens += len(chunk["output_ids"])
+        counts.output_tokens += len(last["output_ids"])
         rank = meta.get("dp_rank") or 0
         counts.by_rank[rank] = counts.by_rank.get(rank, 0) + 1
-        return list(chunk["output_ids"])
+        return list(last["output_ids"])
 
     def _tokens(self, rng: random.Random, count: int) -> list[int]:
         return [rng.randrange(10, self._engine.info.vocab_size) for _ in range(count)]

@@ -9,8 +9,9 @@ from operator import attrgetter
 from moe_engine.frontend.known_prefixes import KnownPrefixes, PromptBlocks, prompt_blocks
 
 TOKENS = "num_tokens", "num_requests"
-WEIGHTS = {"round_robin": (), "total_requests": ("num_requests",), "total_tokens": TOKENS, "cache_aware": TOKENS}
-"""What the least loaded scheduler has least of, by method; ties by the next."""
+REQUESTS = ("num_requests",)
+WEIGHTS = {"round_robin": (), "total_requests": REQUESTS, "total_tokens": TOKENS, "cache_aware": TOKENS}
+"""What the least loaded scheduler has least of, by method."""
 MAX_AHEAD = 16
 """A request follows its prefix if the scheduler's load exceeds the least by at most this multiple of the prefix. A token
 in the context of a running request costs much less than a token to compute. Sessions on 8 groups of simulated H200: 4

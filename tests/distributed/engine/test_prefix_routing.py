@@ -153,5 +153,5 @@ def test_sessions_of_two_schedulers_hit_as_many_tokens_as_those_of_one() -> None
 
 
 def test_flags() -> None:
-    with pytest.raises(ConfigError, match="--load-balance-method cache_aware .* --disable-radix-cache"):
+    with pytest.raises(ConfigError, match=r"--load-balance-method cache_aware .* --disable-radix-cache"):
         check(EngineArgs.from_kwargs(load_balance_method="cache_aware", disable_radix_cache=True))
