@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.kernels.attention.triton.attention import TritonMLA
+from moe_engine.kernels.attention.triton.attention import TritonGQA, TritonMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
@@ -217,30 +217,47 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "two MTP layers": {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
     "draft model": {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
     "prompt lookup": {"speculative_algorithm": "NGRAM"},
+    "draft model, windows": {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
 }
+ALTERNATING: dict[str, Any] = {
+    "num_hidden_layers": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "draft model" else []) for name in DRAFTERS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if not name.startswith("draft model") else [])
+        for name in DRAFTERS
+    ],
 )
 def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of steps without graphs. The draft model has Triton attention, whose plans are upper bounds. Only a
-    step with other counts, of prompts or of last tokens, reads lengths on the host."""
+    step with other counts, of prompts or of last tokens, reads lengths on the host. With windows model and draft model
+    have layers with and without one, and contexts exceed it."""
     choose = worker.kernels_for
     libraries.install()
-    make: Callable[[], Any] = TritonMLA if name == "draft model" else lambda: FA3MLA(fa3_emulator.module())
+    own, windows = name.startswith("draft model"), name.endswith("windows")
+    triton_row: Callable[[], Any] = TritonGQA if windows else TritonMLA
+    make: Callable[[], Any] = triton_row if own else lambda: FA3MLA(fa3_emulator.module())
     monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
-    fields, dtype = ({}, "float32") if name == "draft model" else (LATENT, "bfloat16")
-    path = agreeing_checkpoint(
-        "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=2, first_k_dense_replace=3, **fields
-    )
+    fields, dtype = ({}, "float32") if own else (LATENT, "bfloat16")
+    if windows:
+        path = agreeing_checkpoint("gpt_oss", tmp_path / "model", 5, **ALTERNATING)
+    else:
+        path = agreeing_checkpoint(
+            "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=2, first_k_dense_replace=3,
+            **fields,
+        )  # fmt: skip
     flags = DRAFTERS[name] | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
-    if name == "draft model":
+    if own:
         flags |= {"speculative_draft_model_path": str(path)}
     engine = InProcessEngine(
         path, tmp_path / "board", device="cuda", dtype=dtype, page_size=1, max_total_tokens=256,
-        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True, **FEW, **flags,
+        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True,
+        **FEW, **flags,
     )  # fmt: skip
+    assert bool(engine.config.num_window_slots) == windows
     requests = [
         Scripted(
             f"r{i}", [*range(5, 9), 5, 6, 7, 20 + i], 8, 0, seed=i, sampling={"temperature": i / 2}, logprob=i == 0
