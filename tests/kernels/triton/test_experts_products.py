@@ -163,7 +163,7 @@ def test_any_number_of_programs_computes_every_tile_once(monkeypatch: pytest.Mon
     counts = torch.randint(0, 40, (4,), dtype=torch.int32)
     x, found = experts.rows(4, 40, 64), []
     for programs in (1, 3, 1 << 30):
-        monkeypatch.setattr(triton_grouped_gemm, "num_programs", lambda most, *sizes: min(most, programs))
+        monkeypatch.setattr(triton_grouped_gemm, "num_programs", lambda most, *sizes, limit=programs: min(most, limit))
         batch = ExpertBatch("padded", x, counts=counts, mean_rows=16)
         found.append(kernel.run(batch, experts.weights))
     for expert, count in enumerate(counts.tolist()):
