@@ -77,7 +77,7 @@ def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., 
         assert widths is not None and (widths.width, widths.blocks, widths.dispatched) == (width, True, False)
         row = next(row for row in config.ledger.rows if row.name == "experts workspace")
         assert f"8 of {count} experts" in row.detail and row.num_bytes > 1 << 28
-    with pytest.raises(ConfigError, match="--moe-runner-backend flashinfer_trtllm.* leave --moe-a2a-backend out"):
+    with pytest.raises(ConfigError, match=r"--moe-runner-backend flashinfer_trtllm.* leave --moe-a2a-backend out"):
         launch(*LIBRARIES, ep=8, moe_a2a_backend="all_to_all", **named)
     with pytest.raises(ConfigError, match="has kernels for sm_100"):
         launch(*LIBRARIES, moe_runner_backend="flashinfer_trtllm")
