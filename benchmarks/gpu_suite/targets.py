@@ -14,7 +14,7 @@ OURS = "triton"
 class Target:
     """The slowest of this project's rows whose shape matches `pattern` must reach `wanted`.
 
-    kind: ``copy`` (share of the measured copy bandwidth), ``tflops``, or a row's name (that row's time over ours).
+    kind: ``copy`` (share of the measured copy bandwidth), ``tflops``, or a row's name (its time over theirs).
     """
 
     name: str
