@@ -49,11 +49,14 @@ class TreeBuffers:
     sampled: Tensor  # [R, N] int64: the target's token at each node; negative: invalid logits
     path: Tensor  # [R, K] int64: the nodes of the accepted path; behind its end the last one again
     taken: Tensor  # [R * K] int64: index of the path's nodes among all R * N
+    sources: Tensor  # [R * K] int64: slots whose KV moves to the chain's slots; of rejected nodes onto themselves
     levels: Sequence[LevelBuffers]
 
 
 class TreeKernels(Protocol):
     """Padding reads slot 0 at position 0, and writes nothing to the tables."""
+
+    name: str
 
     def spread(self, tables: RowTables, chain: ChainBuffers, tree: TreeBuffers) -> None:
         """Behind `ChainKernels.inputs`, before drafting: `slots`, `lens`, `real` of the tree and of every level, and
@@ -64,11 +67,7 @@ class TreeKernels(Protocol):
 
     def walk(self, chain: ChainBuffers, tree: TreeBuffers) -> None:
         """Before `ChainKernels.accept`: the path of drafts that equal the token sampled at their parent, to the chain
-        (-1 behind its end), `path` and `taken`."""
-
-    def moved(self, chain: ChainBuffers, tree: TreeBuffers) -> Tensor:
-        """Behind `ChainKernels.accept`: [R * K], the slots whose KV moves to the chain's slots; those of rejected nodes
-        move onto themselves."""
+        (-1 behind its end), and everything behind `sampled`."""
 
 
 def ancestor_masks(parents: Tensor) -> Tensor:
@@ -82,7 +81,9 @@ def ancestor_masks(parents: Tensor) -> Tensor:
 
 
 class TorchTrees:
-    """`TreeKernels` in plain torch: correct on any device."""
+    """`TreeKernels` in plain torch: correct on any device, the reference of the other row."""
+
+    name = "torch"
 
     def spread(self, tables: RowTables, chain: ChainBuffers, tree: TreeBuffers) -> None:
         is_real, rows = (chain.rows >= 0)[:, None], chain.rows.clamp_min(0)[:, None]
@@ -115,11 +116,12 @@ class TorchTrees:
 
     def walk(self, chain: ChainBuffers, tree: TreeBuffers) -> None:
         size, count = tree.ids.shape
-        node = tree.path.new_zeros(size)
+        node, sources = tree.path.new_zeros(size), tree.sources.view(tree.path.shape)
         going = torch.ones_like(node, dtype=torch.bool)
         for step in range(chain.num_drafts + 1):
             token = tree.sampled.gather(1, node[:, None])[:, 0]
             tree.path[:, step] = node
+            sources[:, step] = tree.slots.gather(1, torch.where(going, node, step)[:, None])[:, 0]
             chain.sampled[:, step] = token
             if step == chain.num_drafts:
                 break
@@ -130,8 +132,3 @@ class TorchTrees:
             node = torch.where(going, child, node)
         first = torch.arange(0, size * count, count, device=node.device)
         tree.taken.copy_((first[:, None] + tree.path).flatten())
-
-    def moved(self, chain: ChainBuffers, tree: TreeBuffers) -> Tensor:
-        place = torch.arange(tree.path.shape[1], device=tree.path.device)
-        node = torch.where(place < chain.result[:, -1:], tree.path, place)
-        return tree.slots.gather(1, node).flatten()

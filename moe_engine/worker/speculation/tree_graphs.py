@@ -46,22 +46,25 @@ class TreeParts:
         names = [field.name for field in fields(LevelBuffers)]
         levels = [LevelBuffers(**buffers(level * size.topk, names)) for level in range(1, size.depth)]
         own = buffers(
-            size.num_nodes, [f.name for f in fields(TreeBuffers) if f.name not in ("path", "taken", "levels")]
+            size.num_nodes,
+            [f.name for f in fields(TreeBuffers) if f.name not in ("path", "taken", "sources", "levels")],
         )
         path = torch.zeros(requests, size.depth + 1, dtype=torch.int64, device=device)
-        return cls(kernels, size, pool, TreeBuffers(**own, path=path, taken=path.flatten().clone(), levels=levels))
+        flat = {name: path.flatten().clone() for name in ("taken", "sources")}
+        return cls(kernels, size, pool, TreeBuffers(**own, path=path, **flat, levels=levels))
 
     def of_size(self, requests: int) -> TreeBuffers:
         """The buffers of a step with this number of requests."""
 
         def first(buffers: Any) -> dict[str, Tensor]:
-            names = [f.name for f in fields(buffers) if f.name not in ("levels", "taken")]
+            names = [f.name for f in fields(buffers) if f.name not in ("levels", "taken", "sources")]
             return {name: getattr(buffers, name)[:requests] for name in names}
 
         memory = self.memory
-        taken = memory.taken[: requests * (self.size.depth + 1)]
+        count = requests * (self.size.depth + 1)
         levels = [LevelBuffers(**first(level)) for level in memory.levels]
-        return TreeBuffers(**first(memory), taken=taken, levels=levels)
+        flat = {"taken": memory.taken[:count], "sources": memory.sources[:count]}
+        return TreeBuffers(**first(memory), **flat, levels=levels)
 
 
 class TreeDrafts:
@@ -204,6 +207,6 @@ class TreeRun:
         parts, chain, tree, kernels = self._parts, self._chain, self.verified, self._trees.kernels
         kernels.walk(chain, tree)
         parts.chains.kernels.accept(parts.chains.tables, chain, None)
-        self._trees.pool.move(kernels.moved(chain, tree), chain.slots.flatten())
+        self._trees.pool.move(tree.sources, chain.slots.flatten())
         hidden, _ = parts.outputs.of(tree.ids.numel(), tree.ids.numel())
         self._drafts.follow(hidden, self._followed)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
-from moe_engine.kernels.speculation.choice import chain_kernels
+from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
-from moe_engine.kernels.speculation.trees import TorchTrees, TreeBuffers
+from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
@@ -88,7 +88,9 @@ def draft_parts(
     if is_tree:
         config = step.config
         size = TreeSize(config.topk, config.num_steps, config.num_nodes(config.num_steps))
-        trees = TreeParts.of(TorchTrees(), size, runner.kv_pool, max(settings.sizes), stream.device)
+        trees = TreeParts.of(
+            tree_kernels(runner.sampler.kernel), size, runner.kv_pool, max(settings.sizes), stream.device
+        )
     return DraftParts(
         model=runner.model,
         chains=chains,
