@@ -13,7 +13,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.protocol import ChainBuffers
-from moe_engine.kernels.speculation.trees import TreeBuffers
+from moe_engine.kernels.speculation.trees import LevelBuffers, TreeBuffers
 from moe_engine.kernels.triton.aot import AotCase
 
 
@@ -94,7 +94,8 @@ class TritonTrees:
 
     def spread(self, tables: RowTables, chain: ChainBuffers, tree: TreeBuffers) -> None:
         each = tree.levels[0].slots.shape[1] if tree.levels else 0
-        for nodes, level in ((tree, 0), *((level, each) for level in tree.levels)):
+        every: list[tuple[TreeBuffers | LevelBuffers, int]] = [(tree, 0), *((level, each) for level in tree.levels)]
+        for nodes, level in every:
             count = nodes.slots.shape[1]
             tree_slots_kernel[(len(chain.rows),)](
                 chain.rows, chain.starts, tables.slots, nodes.positions, nodes.slots, nodes.lens, nodes.real,
