@@ -121,9 +121,13 @@ def test_chains_of_drafts_take_rows_that_read_lengths_on_the_device(launch: Call
     assert attention(drafting) == "triton"
     assert "would wait" in drafting.kernels.model.choices[3].refused["flashinfer"]
     assert attention(launch(FLASHINFER)) == "flashinfer"
-    tree = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
-    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"},
-                  tree | {"speculative_num_draft_tokens": 4}):  # fmt: skip
+    tree: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
+    tree |= {"speculative_num_draft_tokens": 4}
+    trees = launch(FLASHINFER, **tree)
+    assert attention(trees) == "triton" and trees.graphs.trees and trees.graphs.counts == (1, 4)
+    lossy = tree | {"speculative_accept_threshold_single": 0.5}  # trees that are not captured
+    assert launch(FLASHINFER, **lossy).graphs.counts == (1,)
+    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"}, lossy):
         assert attention(launch(FLASHINFER, **flags)) == "flashinfer"
 
 
