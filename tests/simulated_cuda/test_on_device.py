@@ -40,6 +40,7 @@ def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path)
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
 
 
+@pytest.mark.drawn(1)
 def test_tests_for_a_gpu_run_on_a_simulated_one(device_server: ForkServer, tmp_path: Path) -> None:
     """The fast ones; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all possible ones."""
     files = [
@@ -53,6 +54,7 @@ def test_tests_for_a_gpu_run_on_a_simulated_one(device_server: ForkServer, tmp_p
     assert code == 0 and out.startswith("..s "), out[-20000:] + errors[-3000:]
 
 
+@pytest.mark.drawn(1)
 def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
     device_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
