@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -158,9 +159,17 @@ class Rounds:
             "max_total_tokens": 4096, "max_running_requests": 8, "chunked_prefill_size": 256, "context_length": 1024,
             "random_seed": 1, "log_level": "error", "cpu_threads": 1,
         }  # fmt: skip
-        tier = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_write_policy": "write_through"}
+        tier: dict[str, Any] = {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": 3.0,
+            "hicache_write_policy": "write_through",
+        }
         storage = {"hicache_storage_backend": "benchmarks.tier_steps:SlowStorage", "hicache_storage_dir": folder}
-        flags = {"no tier": {"page_size": 64}, "host": {"page_size": 64, **tier}, "storage": {**tier, **storage}}
+        flags: dict[str, dict[str, Any]] = {
+            "no tier": {"page_size": 64},
+            "host": {"page_size": 64, **tier},
+            "storage": {**tier, **storage},
+        }
         self._engines = {way: Engine(**base, **flags[way]) for way in WAYS}
         self.gaps: dict[str, list[float]] = {way: [] for way in WAYS}
         self.cpu = dict.fromkeys(WAYS, 0.0)
@@ -196,7 +205,7 @@ class Rounds:
         arrivals = []
         async for _ in await self._stream(engine, 16, self._args.tokens):
             arrivals.append(time.perf_counter())
-        return [after - before for before, after in zip(arrivals, arrivals[1:])]
+        return [after - before for before, after in pairwise(arrivals)]
 
     async def _prompt(self, engine: Engine, delay: float) -> None:
         await asyncio.sleep(delay)
