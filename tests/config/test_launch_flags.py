@@ -208,6 +208,13 @@ def test_memory_of_graphs_is_reported_once_they_exist(folders, num_graphs):
     assert info.graph_bytes == (row.num_bytes if num_graphs else 0)
 
 
+def test_every_flag_of_the_newest_sglang_is_known(resolved):
+    """Release 0.5.23: a launch with all its flags at SGLang's defaults starts."""
+    newest = json.loads(Path(__file__).with_name("sglang_0_5_23.json").read_text())
+    config = resolved(V3, on=machine(2000, 2048), **{k: v for k, v in newest.items() if k not in MACHINE})
+    assert config.speculation is None and config.scheduling.schedule_policy == "fcfs"
+
+
 def test_sglangs_own_dump_is_accepted(resolved):
     """SGLang's ServerArgs with defaults, which has every flag."""
     config = resolved(V3, on=machine(2000, 2048), **{k: v for k, v in SERVER_ARGS.items() if k not in MACHINE})
