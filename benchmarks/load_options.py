@@ -1,4 +1,4 @@
-"""Options of the serving benchmark for its requests and the server: headers, sampling, adapters, profile. No command."""
+"""Options of the serving benchmark: headers, sampling, adapters, profile, wait for the server. No command."""
 
 from __future__ import annotations
 

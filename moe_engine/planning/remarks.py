@@ -20,7 +20,6 @@ DEPENDENTS = {
     "log_requests_target": "log_requests",
     "otlp_service_name": "enable_trace",
     "extra_metric_labels": "enable_metrics",
-    "ssl_keyfile_password": "ssl_keyfile",
     "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
     "disable_priority_preemption": "enable_priority_scheduling",
     "default_priority_value": "enable_priority_scheduling",

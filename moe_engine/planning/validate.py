@@ -303,6 +303,8 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
         yield "--host is empty: give an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all"
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         yield "--ssl-certfile and --ssl-keyfile belong together: give both for HTTPS, or none"
+    if server.ssl_keyfile_password is not None and server.ssl_keyfile is None:
+        yield "--ssl-keyfile-password needs --ssl-keyfile, the file that it decrypts"
     root = server.fastapi_root_path
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"--fastapi-root-path {root}: must begin with / and not end with it, for instance /engine"
