@@ -61,11 +61,11 @@ class BackendArgs:
     )  # fmt: skip
     moe_runner_backend: str = flag(
         "auto",
-        "Grouped GEMM of the routed experts.",
+        "Grouped GEMM of the routed experts. flashinfer_trtllm: TensorRT-LLM's fused experts on Blackwell, for weights "
+        "in block FP8, without --moe-a2a-backend.",
         choices=_experts,
         synonyms=CPU_SYNONYMS,
         unsupported={
-            "flashinfer_trtllm": TENSORRT,
             **dict.fromkeys(
                 (
                     "triton_kernel",
