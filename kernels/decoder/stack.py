@@ -103,6 +103,7 @@ class FusedStack:
             choices: per layer, [T, K] int32 output of the router's choices, or None.
         """
         self.take(caches)
+        ids, positions, slots = ids.contiguous(), positions.contiguous(), slots.contiguous()
         struct = find(queries, plan)
         out = torch.empty((len(ids), self.embedding.shape[1]), dtype=self.embedding.dtype)
         chosen = None
