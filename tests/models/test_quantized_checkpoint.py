@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,22 @@ def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     values = codes.float() * stored[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
     weight = plain[f"{name}.weight"].float()
     assert float((values - weight).norm() / weight.norm()) < 0.15
+
+
+@pytest.mark.skipif(
+    find_spec("compressed_tensors") is None, reason="pip install compressed-tensors: transformers reads it with it"
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("target", [Target("int8"), Target("int4", 32)])
+def test_transformers_reads_the_copy(tmp_path: Path, kind: str, target: Target) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = make_checkpoint(kind, tmp_path / "in", seed=3, hidden_size=128, intermediate_size=256)
+    quantize_checkpoint(source, tmp_path / "out", target, quiet)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        wanted: torch.Tensor = theirs(torch.tensor([[3, 141, 59, 26, 5]])).logits[0]
+    torch.testing.assert_close(logits_of(tmp_path / "out")[:5], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("forked_processes")
