@@ -16,6 +16,8 @@ from moe_engine.scheduler.config import SchedulerConfig
 
 LEAST_TIMEOUT = 0.001
 """Seconds."""
+MOST_PREFILLS = 32
+"""Largest value of `max_consecutive_prefills`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,8 @@ SETTINGS: dict[str, Setting] = {
     "prefill_max_requests": Setting(
         lambda c: c.prefill_max_requests, lambda c: (1, c.prefill_max_requests or math.inf)
     ),
-    "max_consecutive_prefills": Setting(
-        lambda c: c.max_consecutive_prefills, lambda c: (1, max(c.max_consecutive_prefills, 1))
-    ),
+    "max_consecutive_prefills": Setting(lambda c: c.max_consecutive_prefills, lambda c: (1, MOST_PREFILLS)),
+    "chunk_while_decoding": Setting(lambda c: c.chunk_while_decoding, _chunk_bounds, has_off=True),
     "schedule_policy": Setting(lambda c: c.policy, _no_bounds, str, choices=_policies),
     "max_queued_requests": Setting(lambda c: c.max_queued_requests, lambda c: (1, math.inf), has_off=True),
     "request_waiting_timeout": Setting(
@@ -130,6 +131,12 @@ class RunSettings:
         if size <= 0:
             return limit
         return size if limit is None else min(size, limit)
+
+    @property
+    def chunk_while_decoding(self) -> int | None:
+        """`chunk_tokens` of a prefill-only step while requests decode."""
+        most, own = self.chunk_tokens, self._values["chunk_while_decoding"]
+        return own if most is None else most if own is None else min(own, most)
 
     def values(self) -> dict[str, Any]:
         """The values in force."""
