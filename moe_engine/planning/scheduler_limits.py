@@ -7,8 +7,8 @@ from moe_engine.config.slo import parse_slo
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.scheduler.config import SchedulerConfig
 
-CPU_CHUNK_WHILE_DECODING = 512
-"""Max prompt tokens of a step on a CPU while requests decode."""
+CPU_DELAYED_TOKENS = 48 * 2048
+"""`max_delayed_tokens` on a CPU: whole chunks for up to 48 waiting requests, 384 tokens for 256 of them."""
 
 
 def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
@@ -34,15 +34,14 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
 def _cadence(config: ResolvedConfig) -> dict[str, int]:
     """How prompts alternate with decodes, where it is not the scheduler's default.
 
-    On a CPU a prompt token costs about as much as a decode. A chunk of the default size would delay every running
-    request by several decode steps, and prompts that arrive faster than they are computed by several chunks. On a GPU a
-    decode step costs little beside a chunk and little more for more requests, so prompts come first, as in SGLang. The
-    autopilot, and a chunk size that was given, decide by themselves.
+    On a CPU a prompt token costs about as much as a decode. A chunk of the default size would delay hundreds of running
+    requests by several decode steps, and prompts that arrive faster than they are computed by several chunks. On a GPU
+    a decode step costs little beside a chunk and little more for more requests, so prompts come first, as in SGLang.
+    The autopilot, and a chunk size that was given, decide by themselves.
     """
     if config.device != "cpu" or config.scheduling.autopilot or config.args.memory.chunked_prefill_size is not None:
         return {}
-    pages = CPU_CHUNK_WHILE_DECODING // config.page_size
-    return {"max_consecutive_prefills": 1, "chunk_while_decoding": max(1, pages) * config.page_size}
+    return {"max_consecutive_prefills": 1, "max_delayed_tokens": CPU_DELAYED_TOKENS}
 
 
 def _jumps(config: ResolvedConfig) -> bool:

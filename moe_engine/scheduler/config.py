@@ -83,8 +83,10 @@ class SchedulerConfig:
     """Targets of the autopilot (``--slo``), in seconds."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
-    chunk_while_decoding: int | None = None
-    """Max prompt tokens of a prefill-only step while requests decode; None: those of any other step."""
+    max_delayed_tokens: int | None = None
+    """Max prompt tokens of a prefill-only step times the requests whose next token waits for it; `least_chunk` tokens
+    are always allowed, as smaller steps cost much more for each token. None: no limit."""
+    least_chunk: int = 256
 
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14
@@ -114,8 +116,6 @@ class SchedulerConfig:
                 f"--chunked-prefill-size is {self.chunked_prefill_size}, below --page-size {self.page_size}; "
                 "raise it, or set -1 to disable chunking"
             )
-        if self.chunk_while_decoding is not None and self.chunk_while_decoding < self.page_size:
-            raise ConfigError(f"chunk_while_decoding is {self.chunk_while_decoding}, below --page-size {self.page_size}")
         if self.max_prefill_tokens < 1:
             raise ConfigError(f"--max-prefill-tokens is {self.max_prefill_tokens}; it must be at least 1")
         if self.max_step_tokens is not None and self.max_step_tokens < max(self.decode_tokens, self.page_size):

@@ -62,7 +62,7 @@ SETTINGS: dict[str, Setting] = {
         lambda c: c.prefill_max_requests, lambda c: (1, c.prefill_max_requests or math.inf)
     ),
     "max_consecutive_prefills": Setting(lambda c: c.max_consecutive_prefills, lambda c: (1, MOST_PREFILLS)),
-    "chunk_while_decoding": Setting(lambda c: c.chunk_while_decoding, _chunk_bounds, has_off=True),
+    "max_delayed_tokens": Setting(lambda c: c.max_delayed_tokens, lambda c: (1, math.inf), has_off=True),
     "schedule_policy": Setting(lambda c: c.policy, _no_bounds, str, choices=_policies),
     "max_queued_requests": Setting(lambda c: c.max_queued_requests, lambda c: (1, math.inf), has_off=True),
     "request_waiting_timeout": Setting(
@@ -132,11 +132,14 @@ class RunSettings:
             return limit
         return size if limit is None else min(size, limit)
 
-    @property
-    def chunk_while_decoding(self) -> int | None:
-        """`chunk_tokens` of a prefill-only step while requests decode."""
-        most, own = self.chunk_tokens, self._values["chunk_while_decoding"]
-        return own if most is None else most if own is None else min(own, most)
+    def chunk_beside(self, num_waiting: int) -> int | None:
+        """`chunk_tokens` of a step for which this number of decoding requests waits."""
+        most, delayed = self.chunk_tokens, self._values["max_delayed_tokens"]
+        if delayed is None or not num_waiting:
+            return most
+        config = self.config
+        tokens = max(config.floor_page(delayed // num_waiting), config.ceil_page(config.least_chunk))
+        return tokens if most is None else min(tokens, most)
 
     def values(self) -> dict[str, Any]:
         """The values in force."""

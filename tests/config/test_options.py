@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ NOT_FLAGS: dict[Callable[..., Any], set[str]] = {
     scheduler_config: {
         "init_new_token_ratio", "min_new_token_ratio_factor", "new_token_ratio_decay_steps", "retract_decode_steps",
         "clip_max_new_tokens", "lpm_fallback_queue", "in_batch_check_threshold", "in_batch_deprioritize_threshold",
-        "max_overtakes",
+        "least_chunk", "max_overtakes",
     },
     frontend_settings: {"max_sequences", "max_prompt_tokens"},
     info_of_engine: set(),
@@ -58,9 +58,7 @@ def test_a_resolved_value_comes_before_the_flag_as_given(resolved):
 @pytest.mark.parametrize(
     ("device", "flags", "cadence"),
     [
-        ("cpu", {}, (1, 512)),
-        ("cpu", {"page_size": 48}, (1, 480)),
-        ("cpu", {"page_size": 1024}, (1, 1024)),
+        ("cpu", {}, (1, 48 * 2048)),
         ("cpu", {"chunked_prefill_size": 1024}, (32, None)),
         ("cpu", {"autopilot": True}, (32, None)),
         ("cuda", {}, (32, None)),
@@ -68,7 +66,7 @@ def test_a_resolved_value_comes_before_the_flag_as_given(resolved):
 )
 def test_prompts_alternate_with_decodes_on_a_cpu(resolved, device, flags, cadence):
     scheduler = scheduler_config(replace(resolved(load_format="dummy", **flags), device=device))
-    assert (scheduler.max_consecutive_prefills, scheduler.chunk_while_decoding) == cadence
+    assert (scheduler.max_consecutive_prefills, scheduler.max_delayed_tokens) == cadence
 
 
 def test_an_unknown_value_and_a_missing_one_are_errors(resolved):

@@ -227,8 +227,9 @@ def test_running_requests_get_a_turn_between_many_prompts() -> None:
     assert kinds == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
-def test_prompts_are_short_while_requests_decode() -> None:
-    s = scheduler(num_slots=400, chunked_prefill_size=64, max_consecutive_prefills=1, chunk_while_decoding=12)
+def test_prompts_are_short_while_many_requests_decode() -> None:
+    cadence = {"max_consecutive_prefills": 1, "max_delayed_tokens": 36, "least_chunk": 8}
+    s = scheduler(num_slots=400, chunked_prefill_size=64, **cadence)
     for i in range(3):
         s.add(make_request(f"first{i}", [i + 5] * 20, 50, eos=False))
     counts = []
@@ -241,11 +242,11 @@ def test_prompts_are_short_while_requests_decode() -> None:
         answer(s, made)
     assert counts == [
         (0, [20, 20, 20]), (3, []), (0, [8, 4]), (3, []), (0, [4, 8]), (3, []), (0, [8]), (3, []), (3, []),
-    ], "at most 12 tokens, then a decode step; the first step had nothing to delay"  # fmt: skip
-    s.table.settings.set({"chunk_while_decoding": None})
-    for i in range(4):
-        s.add(make_request(f"last{i}", [i + 20] * 8, 1))
-    assert plan(s).counts == [8] * 4
+    ], "36 / 3 tokens, then a decode step; the first step delayed no request"  # fmt: skip
+    own = s.table.settings
+    for limit, chunk in ((1, 8), (72, 24), (1000, 64), (None, 64)):
+        own.set({"max_delayed_tokens": limit})
+        assert own.chunk_beside(3) == chunk and own.chunk_beside(0) == 64
 
 
 def test_running_requests_get_a_turn_between_prompts_that_arrive_one_by_one() -> None:
