@@ -30,7 +30,7 @@ T = TypeVar("T")
 INPUT_MARGIN = 5
 """Tokens that a prompt must leave free (SGLang's margin)."""
 
-SECRETS = ("api_key", "admin_api_key")
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,14 @@ class ResolvedConfig:
     def image_cache_bytes(self) -> int:
         """Results of the vision tower that each rank keeps."""
         return self.args.multimodal.vlm_cache_size_mb << 20
+
+    @property
+    def load_balance_method(self) -> str:
+        """How the front end chooses the scheduler of a request."""
+        asked = self.args.parallel.load_balance_method
+        if asked != "auto":
+            return asked
+        return "total_tokens" if self.scheduling.disable_radix_cache else "cache_aware"
 
     @property
     def host_tier_tokens(self) -> int:
