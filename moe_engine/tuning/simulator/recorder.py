@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.simulator.workload import Arrival
+from moe_engine.types import Request
 
 
 @dataclass(slots=True)
@@ -19,6 +20,8 @@ class Running:
     first: float = 0.0
     last: float = 0.0
     group: int = -1
+    request: Request | None = None
+    """As its scheduler has it."""
 
 
 @dataclass
@@ -47,7 +50,8 @@ class Recorder:
     def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int, delay: float = 0.0) -> None:
         """Records the end of an answer. `delay`: of its last token, by the front end."""
         arrival = running.arrival
-        answer = Answer(len(arrival.prompt_ids), arrival.output_len, success=True, started=arrival.seconds)
+        count = arrival.output_len if running.request is None else len(running.request.output_ids)
+        answer = Answer(len(arrival.prompt_ids), count, success=True, started=arrival.seconds)
         answer.ttft = running.first - arrival.seconds + self.answer_seconds
         answer.latency = now + delay - arrival.seconds + self.answer_seconds
         answer.cached_tokens, answer.retractions = cached_tokens, retractions

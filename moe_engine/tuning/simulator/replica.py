@@ -140,6 +140,7 @@ class Replica:
         self._busy.add(index)
         if index in self._runs.members:
             self._runs.wait(index, holds=True)
+            group.queued_in_run(self._runs.sums)
         elif index not in self._held:
             self._awake.add(index)
         return None
@@ -293,7 +294,7 @@ class Replica:
         if limit < 1:
             return
         shape, waits = group.decode_shape(), group.scheduler.num_waiting > 0
-        group.run_rows, group.run_from = shape.decode_rows, self._runs.step
+        group.begin_run(shape.decode_rows, self._runs)
         self._runs.join(index, shape, limit, holds and waits, waits)
         self._awake.discard(index)
         flight.pending.discard(index)
@@ -305,7 +306,7 @@ class Replica:
         if steps:
             for request in group.scheduler.table.decodes:
                 group.running[request.rid].last = self._collected
-        group.end_run(steps)
+        group.end_run(self._runs.sums)
         self._runs.leave(index)
         self._awake.add(index)
         if self._flight is not None:
@@ -326,6 +327,7 @@ class Replica:
                 self._recorder.tokens(group.running[request.rid], 1, self.now)
         runs.fresh.clear()
         runs.step += 1
+        runs.sums.add(gap)
         self._count(gap, rows)
 
     def _count(self, gap: float, rows: int) -> None:
@@ -362,6 +364,7 @@ class Replica:
             for number in range(1, steps):
                 self._front.tokens(begin + number * gap, runs.total_rows)
         runs.step += steps - 1
+        runs.sums.add(first, last.seconds - (last.seconds - first) / (steps - 1), steps - 1)
         self._collected = self.now
         self._flight = _Flight(last, begin + total, flight.pending, runs.total_rows)
         self.num_steps += steps
