@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import uvloop
 
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
+from moe_engine.config.logging import RECORD_VARIABLE
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
@@ -63,7 +65,8 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
     port = _free_port()
     command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        environ = {**os.environ, RECORD_VARIABLE: "1"}
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)
@@ -156,7 +159,7 @@ def _summary(costs: CostFile) -> str:
         f"prefill step, by tokens: {prompts}",
         f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a cached token before a prompt: "
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns; an answer outside "
-        f"the steps: {costs.answer_seconds * 1e3:.2f} ms; delay of a step by a new request: "
+        f"the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps longer by "
         f"{costs.arrival_seconds * 1e3:.2f} ms; the front end takes {costs.request_seconds * 1e3:.2f} ms for a request "
         f"and {costs.token_seconds * 1e6:.0f} us for a token, of several; a request waits "
         f"{costs.idle_seconds * 1e3:.2f} ms more for an idle engine, {costs.busy_seconds * 1e3:.2f} ms for a busy one",

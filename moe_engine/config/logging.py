@@ -29,6 +29,10 @@ def _token_buckets(what: str) -> Any:
     )
 
 
+RECORD_VARIABLE = "SGLANG_RECORD_STEP_TIME"
+"""Environment variable with which a scheduler keeps the times of its steps, for comparisons with simulations."""
+
+
 @dataclass(frozen=True)
 class LoggingArgs:
     log_level: str = flag(

@@ -8,6 +8,7 @@ from ipaddress import ip_address
 
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import option_of
+from moe_engine.config.logging import RECORD_VARIABLE
 from moe_engine.config.lora import LoraArgs
 from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
 from moe_engine.planning.resolve_lora import is_enabled
@@ -40,6 +41,7 @@ OF_DISPATCH = ("deepep_mode", "deepep_version", "max_dispatch_tokens_per_rank")
 OF_GPUS = ("base_gpu_id", "gpu_id_step")
 
 PREFIXES = ("SGLANG_", "SGL_")
+READ = (DIRECTORY_VARIABLE, STORAGE_VARIABLE, RECORD_VARIABLE, "SGLANG_TORCH_PROFILER_DIR")
 VARIABLES = {
     "ENABLE_JIT_DEEPGEMM": "DeepGEMM is used if it is installed and can run; override it with --moe-runner-backend and "
     "--linear-backend",
@@ -77,7 +79,7 @@ def unread_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     found = []
     for name in sorted(environ):
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
-        if prefix is None or name in (DIRECTORY_VARIABLE, STORAGE_VARIABLE):
+        if prefix is None or name in READ:
             continue
         instead = VARIABLES.get(name.removeprefix(prefix))
         found.append(f"environment variable {name}: moe-engine does not read it" + (f"; {instead}" if instead else ""))

@@ -217,6 +217,9 @@ class Replica:
         rows = sum(shape.decode_rows for shape in shapes)
         if self._runs.members:  # their shape has the rows of the busiest group
             rows += self._runs.total_rows - shapes[-1].decode_rows
+        if self._recorder.keeps_details:
+            tokens = sum(shape.prefill_tokens for shape in shapes)
+            self._recorder.steps.append((rows, tokens, cost.seconds))
         return _Flight(cost, begin + cost.seconds, pending, rows)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
@@ -368,6 +371,8 @@ class Replica:
         self._collected = self.now
         self._flight = _Flight(last, begin + total, flight.pending, runs.total_rows)
         self.num_steps += steps
+        if self._recorder.keeps_details:
+            self._recorder.steps += [(runs.total_rows, 0, total / steps)] * steps
         self.busy_seconds += total
         return True
 
