@@ -157,7 +157,9 @@ class ParallelArgs:
     load_balance_method: str = flag(
         "auto",
         "Which replica or attention group gets a new request. total_requests: the one with the fewest requests; "
-        "total_tokens: the one with the fewest tokens; round_robin: the next one. auto: total_tokens.",
-        choices=("auto", "round_robin", "total_requests", "total_tokens"),
+        "total_tokens: the one with the fewest tokens; round_robin: the next one; cache_aware: the one that has the "
+        "longest prefix of the prompt in its KV cache, unless it is busier by more than that saves; total_tokens "
+        "without a prefix. auto: cache_aware, with --disable-radix-cache total_tokens.",
+        choices=("auto", "round_robin", "total_requests", "total_tokens", "cache_aware"),
         synonyms={"shortest_queue": "total_requests", "minimum_tokens": "total_tokens"},
     )

@@ -139,8 +139,6 @@ def why_not_captured(
         return NOT_CAPTURED
     if resolve_lora.is_enabled(args):
         return resolve_lora.NOT_CAPTURED
-    if len(model.cache_groups) > 1:
-        return "layers with different attention windows: a graph has the plan of one"
     return None
 
 

@@ -53,7 +53,7 @@ def resolve_kernels(
     deterministic = args.backends.enable_deterministic_inference
     captured = uncaptured is None
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
-    chains = chains and captured and not need.windows
+    chains = chains and captured
     need = replace(need, chains=chains)
     pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
     plan = _plan(machine, need, asked, pages, captured)

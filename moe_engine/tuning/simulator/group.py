@@ -29,7 +29,8 @@ class Group:
     """A scheduler with its requests.
 
     Attributes:
-        load_tokens: prompt and answer tokens of its requests, without those of a run.
+        load_tokens: prompt and answer tokens of its requests, without those of a run. load_uncomputed: prompt tokens
+        without known KV of requests that have no token yet.
         run_rows: requests that decode in its run; 0: it is in no run. run_from: the replica's step count at the
         beginning of its run.
     """
@@ -41,7 +42,7 @@ class Group:
         self.scheduler.keeps_facts = False
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
-        self.load_tokens = self.run_rows = self.run_from = 0
+        self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = 0
         self._run_began: Steps = Steps()
         self._contended: Steps | None = None
         """Begin of the steps of its run during which requests waited."""
@@ -71,13 +72,21 @@ class Group:
             return str(error)
         self.running[rid], running.request = running, request
         self.load_tokens += len(arrival.prompt_ids) + len(output_ids)
+        self.load_uncomputed += running.uncomputed
         return None
 
     def remove(self, rid: str) -> None:
         """Removes a request that has ended."""
-        request = self.running.pop(rid).request
+        running = self.running.pop(rid)
+        self.computed(running)
+        request = running.request
         if request is not None:  # its answer may be shorter than that of its arrival: the pool limits it
             self.load_tokens -= len(request.prompt_ids) + len(request.output_ids)
+
+    def computed(self, running: Running) -> None:
+        """The prompt of a request has been computed."""
+        self.load_uncomputed -= running.uncomputed
+        running.uncomputed = 0
 
     @property
     def is_idle(self) -> bool:

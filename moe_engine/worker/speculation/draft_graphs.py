@@ -70,7 +70,16 @@ class _ShapeRun:
         self.chain = chain = parts.chains.memory.of(shape.size, shape.count - 1)
         self._drafts = parts.drafts_of(chain)
         flat = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
-        self._verified = StaticBatch(parts.chains, chain, shape.count, *flat, parts.kv, chain.ids.flatten())
+        self._verified = StaticBatch(
+            parts.chains,
+            chain,
+            shape.count,
+            *flat,
+            parts.kv,
+            chain.ids.flatten(),
+            windows=parts.chains.windows,
+            window_slots=chain.window_slots.flatten(),
+        )
 
     def prepare(self) -> bool:
         """Plans all forwards anew, for one capture; False if an attention backend plans on the host by exact

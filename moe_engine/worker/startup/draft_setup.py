@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.model_runner import ModelRunner
@@ -37,12 +39,12 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
     elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:
         return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
+        if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and any(runner.windows.windows):
+            return "MTP layers of a model with sliding windows: their queries are planned by the model"
     elif not isinstance(drafter, NgramDrafter):
         return f"drafts of {type(drafter).__name__} need the lengths on the host"
     if runner.rows.images is not None and runner.rows.images.has_axes:
         return "images: the host computes positions after them"
-    if runner.rows.windows is not None or runner.window is not None:
-        return "sliding windows: the host maps their pages by length"
     return None
 
 
@@ -55,14 +57,17 @@ def draft_parts(
     drafter, history = step.drafter, rows.history
     states = drafter.states if isinstance(drafter, MTPDrafter) else history.lengths[:0, None]
     assert states is not None
+    form = replace(_form(drafter), windows=runner.windows.table is not None)
+    windows = rows.slot_table[:0] if runner.windows.table is None else runner.windows.table
     chains = ChainParts(
         kernels=chain_kernels(runner.sampler.kernel),
-        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states),
-        memory=ChainMemory(max(settings.sizes), max(settings.counts) - 1, rows.sampling, stream, _form(drafter)),
+        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states, windows),
+        memory=ChainMemory(max(settings.sizes), max(settings.counts) - 1, rows.sampling, stream, form),
         page_size=runner.kv_pool.page_size,
         shared=runner.shared,
         passes=runner.sampler.passes,
         stream=stream,
+        windows=runner.windows,
     )
     return DraftParts(
         model=runner.model,

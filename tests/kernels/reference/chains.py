@@ -26,10 +26,11 @@ def drawn_tables(generator: torch.Generator) -> RowTables:
 
     slots = torch.randperm(ROWS * WIDTH, generator=generator).view(ROWS, WIDTH).int() + 1
     states = torch.randn(ROWS, HIDDEN, generator=generator)
-    return RowTables(slots, ints(50, ROWS, WIDTH).int(), ints(WIDTH - 8, ROWS), ints(50, ROWS), states)
+    windows = ints(1000, ROWS, WIDTH).int()
+    return RowTables(slots, ints(50, ROWS, WIDTH).int(), ints(WIDTH - 8, ROWS), ints(50, ROWS), states, windows)
 
 
-def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int) -> ChainBuffers:
+def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int, windows: bool = True) -> ChainBuffers:
     """Requests of different rows, with about half of the drafts correct; -1 among the sampled tokens. Outputs of the
     kernels start with arbitrary values."""
     size, count = real + padded, drafts + 1
@@ -53,6 +54,7 @@ def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int)
         ids=torch.randint(0, 3, (size, count), generator=generator),
         positions=garbage(size, count),
         slots=garbage(size, count),
+        window_slots=garbage(size, count if windows else 0),
         lens=garbage(size, dtype=torch.int32),
         real=garbage(size, count, dtype=torch.int32),
         uniform=garbage(size, count, dtype=torch.float32),
