@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from benchmarks import report, serving, simulation_phases
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.server_process import ServerProcess
 from moe_engine.cli.main import main as command
-from moe_engine.config.logging import RECORD_VARIABLE
 from moe_engine.tuning.stats import mean, median
 
 LAUNCHES: dict[str, list[str]] = {
@@ -132,7 +130,7 @@ def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list
     costs = [calibrated(flags, folder / "before.json")]
     points: list[tuple[str, float, float, list[str]]] = []
     found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    with ServerProcess(flags) as server:
+    with ServerProcess([*flags, *["--record-step-times"] * args.explain]) as server:
         server.wait_ready()
         for load_name, shares in RUNS[name].items():
             load = [*LOADS[load_name], "--num-prompts", str(num_prompts)]
@@ -243,8 +241,6 @@ def main() -> None:
     )
     report.add_result_options(parser)
     args = parser.parse_args()
-    if args.explain:
-        os.environ[RECORD_VARIABLE] = "1"
     report.wait_until_quiet(args)
     rows: list[dict[str, Any]] = []
     print("figures: real/simulated; !: misses its target by more than the noise of the real runs; ~: within that noise")

@@ -75,7 +75,7 @@ def num_steps(info: dict[str, Any]) -> list[int]:
 
 
 def step_times(info: dict[str, Any], before: list[int]) -> list[Step]:
-    """Steps of all schedulers since `num_steps`; of a server with `SGLANG_RECORD_STEP_TIME`."""
+    """Steps of all schedulers since `num_steps`; of a server with `--record-step-times`."""
     found: list[Step] = []
     for state, count in zip(info["internal_states"], before):
         found += state["step_times"][count - state["total_steps"] :] if count < state["total_steps"] else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import uvloop
 
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
-from moe_engine.config.logging import RECORD_VARIABLE
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
@@ -63,10 +61,10 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
     port = _free_port()
-    command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--record-step-times"]
     with tempfile.TemporaryFile() as log:
-        environ = {**os.environ, RECORD_VARIABLE: "1"}
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config.kv_events import parse_kv_events
-from moe_engine.config.logging import RECORD_VARIABLE
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, NewWeights, settings_methods
 from moe_engine.core.dp_sync import DPSync
@@ -90,7 +88,7 @@ def make_core(
         driver,
         transport,
         status,
-        StepReporter(config.logging.decode_log_interval, bool(os.environ.get(RECORD_VARIABLE))),
+        StepReporter(config.logging.decode_log_interval, config.logging.record_step_times),
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
         worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),

@@ -8,7 +8,6 @@ from ipaddress import ip_address
 
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import option_of
-from moe_engine.config.logging import RECORD_VARIABLE
 from moe_engine.config.lora import LoraArgs
 from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
 from moe_engine.planning.resolve_lora import is_enabled
@@ -41,11 +40,12 @@ OF_DISPATCH = ("deepep_mode", "deepep_version", "max_dispatch_tokens_per_rank")
 OF_GPUS = ("base_gpu_id", "gpu_id_step")
 
 PREFIXES = ("SGLANG_", "SGL_")
-READ = (DIRECTORY_VARIABLE, STORAGE_VARIABLE, RECORD_VARIABLE, "SGLANG_TORCH_PROFILER_DIR")
+READ = (DIRECTORY_VARIABLE, STORAGE_VARIABLE, "SGLANG_TORCH_PROFILER_DIR")
 VARIABLES = {
     "ENABLE_JIT_DEEPGEMM": "DeepGEMM is used if it is installed and can run; override it with --moe-runner-backend and "
     "--linear-backend",
     "DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "use --max-dispatch-tokens-per-rank",
+    "RECORD_STEP_TIME": "use --record-step-times",
     "DISABLE_SGL_KERNEL": "use --ops-backend",
     "SIMULATE_ACC_LEN": "use --speculative-simulated-accept-length",
 }

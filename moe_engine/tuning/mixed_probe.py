@@ -2,7 +2,7 @@
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the front end and the client, where these share cores with the steps, and to planning.
-The server records its steps (`SGLANG_RECORD_STEP_TIME`); what they took beyond the costs measured alone is divided by
+The server records its steps (`--record-step-times`); what they took beyond the costs measured alone is divided by
 the number of requests.
 """
 
