@@ -28,6 +28,13 @@ TRTLLM_HEADS = 64, 128
 
 TRTLLM_PAGES = (32, 64)
 
+TRTLLM_TOP_K = 32
+"""Experts of a token in trtllm-gen's fused experts."""
+
+TRTLLM_DISPATCHED = (
+    "trtllm-gen's fused experts take tokens with their choices, not rows from a dispatcher: leave --moe-a2a-backend out"
+)
+
 FA3_WIDEST = 256
 FA3_MIN_LATENT, FA3_MAX_LATENT, FA3_MAX_ROTARY = 256, 512, 64
 
@@ -122,6 +129,17 @@ def trtllm_mla(widths: HeadWidths) -> str | None:
     """Prompts run on FlashInfer's kernels."""
     own = trtllm_absorbed(widths.latent, widths.rotary, widths.heads)
     return own or flashinfer_expanded(widths.key, widths.value)
+
+
+def trtllm_experts(hidden: int, width: int) -> str | None:
+    if hidden % 128 or width % 128:
+        return f"trtllm-gen's fused experts have widths of 128 n channels, not {hidden} and {width}"
+    return None
+
+
+def trtllm_experts_of(count: int, top_k: int) -> int:
+    """Experts that trtllm-gen counts for `count` held ones: more than these, more than `top_k`, a multiple of 4."""
+    return -(-(max(count, top_k) + 1) // 4) * 4
 
 
 def fa3_mla(widths: HeadWidths) -> str | None:

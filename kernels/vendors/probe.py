@@ -111,6 +111,18 @@ TRTLLM_MLA = Library(
     majors=(10,),
     compiles=True,
 )
+TRTLLM_MOE = Library(
+    "FlashInfer's trtllm-gen experts",
+    FLASHINFER.modules,
+    FLASHINFER.install,
+    (
+        "shuffle_matrix_a", "fused_moe.convert_to_block_layout", "fused_moe.trtllm_fp8_block_scale_routed_moe",
+        "fused_moe.WeightLayout", "fused_moe.RoutingMethodType",
+    ),
+    majors=(10,),
+    dtypes=("bfloat16",),
+    compiles=True,
+)  # fmt: skip
 FLASHINFER_SAMPLING = Library(
     "FlashInfer",
     ("flashinfer",),

@@ -71,7 +71,7 @@ def resolve_steps(
     why = why_not_captured(args, part, parallel, experts, model)
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
     chains = speculation is not None and speculation.topk == 1
-    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, record)
+    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, parallel, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)

@@ -38,11 +38,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(triton, "version", lambda: triton.OLDEST_WITH_BLACKWELL_MLA)
 
-    def make(*installed: str, **flags: Any) -> ResolvedConfig:
+    def make(*installed: str, hardware: str = "8xh200", **flags: Any) -> ResolvedConfig:
         monkeypatch.setattr(probe, "_found", lambda name: name in installed)
         (tmp_path / "config.json").write_text(json.dumps(V3))
         args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", tp=8, **flags)
-        return prepare(args, parse_hardware("8xh200"))
+        return prepare(args, parse_hardware(hardware))
 
     return make
 
@@ -65,6 +65,22 @@ def test_auto_prefers_rows_that_can_be_captured(launch: Callable[..., ResolvedCo
     named = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3", attention_backend="flashmla")
     assert attention(named) == "flashmla" and not named.graphs.sizes
     assert any(note.startswith("no CUDA graphs: FlashMLA's kernel") for note in named.notes)
+
+
+def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., ResolvedConfig]) -> None:
+    """Each of 8 ranks of V3 holds an eighth of every expert; 4 of them share an expert with EP2."""
+    named = {"hardware": "8xb200", "moe_runner_backend": "flashinfer_trtllm"}
+    for flags, width, count in (({}, 256, 257), ({"ep": 2}, 512, 129)):
+        config = launch(*LIBRARIES, hardware="8xb200", **flags)
+        assert config.kernels.model.row("experts").name == "flashinfer_trtllm"
+        widths = config.kernels.model.need.experts
+        assert widths is not None and (widths.width, widths.blocks, widths.dispatched) == (width, True, False)
+        row = next(row for row in config.ledger.rows if row.name == "experts workspace")
+        assert f"8 of {count} experts" in row.detail and row.num_bytes > 1 << 28
+    with pytest.raises(ConfigError, match=r"--moe-runner-backend flashinfer_trtllm.* leave --moe-a2a-backend out"):
+        launch(*LIBRARIES, ep=8, moe_a2a_backend="all_to_all", **named)
+    with pytest.raises(ConfigError, match="has kernels for sm_100"):
+        launch(*LIBRARIES, moe_runner_backend="flashinfer_trtllm")
 
 
 def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., ResolvedConfig]) -> None:
