@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.experts.cpu import CpuExperts
     from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
     from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
+    from moe_engine.kernels.experts.mega_moe import MegaMoe
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.experts.reference import TorchExperts
     from moe_engine.kernels.experts.triton_experts import TritonExperts
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
         torch_attention.TorchGQA(), cpu_attention.CpuGQA(), triton_attention.TritonGQA(), FA3GQA(), FlashInferGQA(),
     ]  # fmt: skip
     EXPERTS: list[ExpertsKernel] = [
-        TorchExperts(), CpuExperts(), TritonExperts(), DeepGemmExperts(), TrtllmExperts(),
+        TorchExperts(), CpuExperts(), TritonExperts(), DeepGemmExperts(), TrtllmExperts(), MegaMoe(),
     ]  # fmt: skip
     LINEAR: list[LinearKernel] = [TorchLinear(), CpuLinear(), TritonLinear(), DeepGemmLinear()]
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]

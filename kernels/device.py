@@ -48,14 +48,18 @@ class IndexWidths:
 
 @dataclass(frozen=True)
 class ExpertWidths:
-    """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token. `blocks`:
-    stored in FP8 blocks of 128 x 128. `dispatched`: their rows come from a dispatcher."""
+    """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
+
+    `blocks`: stored in FP8 blocks of 128 x 128. `dispatched`: their rows come from a dispatcher. `fused`: it leaves
+    exchange and products to one call.
+    """
 
     hidden: int
     width: int
     top_k: int
     blocks: bool = False
     dispatched: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Row:
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
+        fused: an experts backend that takes `fused` batches, and no others.
         lacks_plain: an experts backend of block FP8 only: its constructor takes `plain`, the most preferred other row.
         experts_workspace: bytes of an experts backend's scratch memory for (a rank's experts, their number, tokens) on
             an accelerator; None: in the activations of a step.
@@ -55,6 +56,7 @@ class Row:
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
     lacks_plain: bool = False
+    fused: bool = False
     experts_workspace: Callable[[ExpertWidths, int, int], int] | None = None
     windows: bool = False
     sparse: bool = False
@@ -161,6 +163,8 @@ def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
         return "no attention sinks"
     if family == "experts" and need.biases and not row.biases:
         return "no biases of experts"
+    if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
+        return f"{'runs only' if row.fused else 'does not run'} with --moe-a2a-backend megamoe"
     return row.why_not(device, need)
 
 

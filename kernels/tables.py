@@ -193,6 +193,9 @@ EXPERTS.append(
     )
 )
 EXPERTS.append(
+    Row("mega_moe", "moe_engine.kernels.experts.mega_moe:MegaMoe", 40, vendors.mega_moe, blocks=True, fused=True)
+)
+EXPERTS.append(
     Row(
         "flashinfer_trtllm",
         "moe_engine.kernels.experts.flashinfer_trtllm:TrtllmExperts",

@@ -25,14 +25,16 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
     return IndexWidths(attention.indexer.num_heads, attention.index_width, attention.indexer.top_k)
 
 
-def expert_widths(model: ModelConfig, parts: int = 1, dispatched: bool = False) -> ExpertWidths | None:
+def expert_widths(
+    model: ModelConfig, parts: int = 1, dispatched: bool = False, fused: bool = False
+) -> ExpertWidths | None:
     """Widths of its routed experts, each of which `parts` ranks share."""
     moe = model.moe
     if moe is None:
         return None
     stored = model.weight_format
     blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
-    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched)
+    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused)
 
 
 def need_of_model(

@@ -92,6 +92,18 @@ DEEP_GEMM_INDEXER = Library(
     dtypes=DEEP_GEMM.dtypes,
     compiles=True,
 )
+MEGA_MOE = Library(
+    "DeepGEMM's MegaMoE",
+    DEEP_GEMM.modules,
+    DEEP_GEMM.install,
+    (
+        "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90", "mega_moe_pre_dispatch_sm90",
+        "fp8_mega_moe",
+    ),
+    majors=(9,),
+    dtypes=DEEP_GEMM.dtypes,
+    compiles=True,
+)  # fmt: skip
 FLASHINFER = Library(
     "FlashInfer",
     ("flashinfer",),

@@ -56,8 +56,9 @@ def resolve_kernels(
     captured = uncaptured is None
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
     chains = chains and captured
-    parts, dispatched = parallel.topology.moe_tp_size, parallel.dispatch is not None
-    need = replace(need, chains=chains, experts=expert_widths(model, parts, dispatched))
+    dispatch = parallel.dispatch
+    placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
+    need = replace(need, chains=chains, experts=expert_widths(model, *placed))
     pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
     plan = _plan(machine, need, asked, pages, captured)
     page = plan.need.page_size
@@ -68,7 +69,7 @@ def resolve_kernels(
     drafts = None
     if draft is not None:
         need = need_of_model(draft, dtype, kv_dtype, page, deterministic)
-        need = replace(need, chains=chains, experts=expert_widths(draft, parts, dispatched))
+        need = replace(need, chains=chains, experts=expert_widths(draft, *placed))
         drafts = _plan(machine, need, asked, (page,), captured)
     return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
 

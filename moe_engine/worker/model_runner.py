@@ -225,7 +225,9 @@ class ModelRunner:
 
     def _drafted_shape(self, plan: StepPlan) -> StepShape | None:
         """The same for a step whose drafts are captured too."""
-        return self.drafted.graphs.shape_of(plan) if self.drafted is not None and self._replays(plan) else None
+        drafted = self.drafted
+        takes = drafted is not None and drafted.takes(plan) and self._replays(plan)
+        return drafted.graphs.shape_of(plan) if drafted is not None and takes else None
 
     def _replays(self, plan: StepPlan) -> bool:
         if self.shared.halves(plan) is not None:

@@ -240,7 +240,9 @@ class StepGraphs:
             for shape in bar:
                 bar.set_postfix_str(f"bs={shape.size}, tokens={shape.num_tokens}")
                 whole = drafted is not None and drafted.capture(shape)
-                if not (whole and shape.count > 1) and not self._capture(shape):
+                if (whole or settings.trees) and shape.count > 1:  # without a plan for a tree its steps stay eager
+                    continue
+                if not self._capture(shape):
                     return False
         self._stream.synchronize()
         logger.info(

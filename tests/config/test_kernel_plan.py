@@ -83,6 +83,27 @@ def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., 
         launch(*LIBRARIES, moe_runner_backend="flashinfer_trtllm")
 
 
+def test_megamoe_serves_v3_on_hopper(launch: Callable[..., ResolvedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch and experts are chosen together; the buffer is a row of the ledger."""
+    monkeypatch.setattr("moe_engine.parallel.dispatch.symm_mem.why_not", lambda *place: None)
+    flags = {"enable_dp_attention": True, "dp_size": 8, "ep": 8, "moe_a2a_backend": "megamoe"}
+    config = launch(*LIBRARIES, max_running_requests=1024, chunked_prefill_size=1024, **flags)
+    assert config.kernels.model.row("experts").name == "mega_moe" and config.graphs.sizes
+    (row,) = (row for row in config.ledger.rows if row.name == "dispatch buffers")
+    capacity = -(-config.limits.dispatch_tokens // 128) * 128
+    pool = 8 * capacity * 8 + 32 * 128
+    assert row.detail == f"{pool} rows, megamoe"
+    assert row.num_bytes > pool * (7168 + 2048) + capacity * (7168 + 8 * 2 * 7168)
+    for more, text in (
+        ({"enable_two_batch_overlap": True}, "one buffer holds the tokens of one batch"),
+        ({"moe_dispatch_dtype": "bf16"}, "sends FP8"),
+        ({"hardware": "8xb200"}, "MegaMoE has kernels for sm_90"),
+        ({"moe_runner_backend": "triton"}, "does not run with --moe-a2a-backend megamoe"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            launch(*LIBRARIES, **flags, **more)
+
+
 def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., ResolvedConfig]) -> None:
     best = launch(FLASHINFER, FLASHMLA)
     assert (attention(best), best.page_size) == ("flashmla", 64)
@@ -100,9 +121,13 @@ def test_chains_of_drafts_take_rows_that_read_lengths_on_the_device(launch: Call
     assert attention(drafting) == "triton"
     assert "would wait" in drafting.kernels.model.choices[3].refused["flashinfer"]
     assert attention(launch(FLASHINFER)) == "flashinfer"
-    tree = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
-    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"},
-                  tree | {"speculative_num_draft_tokens": 4}):  # fmt: skip
+    tree: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
+    tree |= {"speculative_num_draft_tokens": 4}
+    trees = launch(FLASHINFER, **tree)
+    assert attention(trees) == "triton" and trees.graphs.trees and trees.graphs.counts == (1, 4)
+    lossy = tree | {"speculative_accept_threshold_single": 0.5}  # trees that are not captured
+    assert launch(FLASHINFER, **lossy).graphs.counts == (1,)
+    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"}, lossy):
         assert attention(launch(FLASHINFER, **flags)) == "flashinfer"
 
 

@@ -124,7 +124,8 @@ class PlanInPlace(GroupPlan):
 
     def serves(self, queries: PagedQueries) -> bool:
         mine = self.queries
-        return mine.query_lens == queries.query_lens and mine.window == queries.window
+        alike = mine.window == queries.window and (mine.visible is None) == (queries.visible is None)
+        return alike and mine.query_lens == queries.query_lens
 
     def renew(self) -> None:
         self._schedules.clear()

@@ -52,12 +52,13 @@ class StaticBatch:
     Args:
         shared: ranks share its layers.
         windows: of its layers; with a table `window_slots` [R * count] are the tokens' slots there.
+        visible: [R * count], as `PagedQueries.visible`, of draft trees.
     """
 
     def __init__(
         self, parts: ChainParts, chain: ChainBuffers, count: int, positions: Tensor, slots: Tensor, lens: Tensor,
         real: Tensor, kv: Sequence[Any], ids: Tensor | None = None, *, shared: bool = True,
-        windows: AttentionWindows = ALL_POSITIONS, window_slots: Tensor | None = None,
+        windows: AttentionWindows = ALL_POSITIONS, window_slots: Tensor | None = None, visible: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._size, self._count, self._windows, self._slots = len(lens), count, windows, parts.tables.slots
         starts = torch.arange(0, self._size * count + 1, count, dtype=torch.int32)
@@ -70,6 +71,7 @@ class StaticBatch:
             slot_table=windows.table_of(windows.first, self._slots),
             page_size=parts.page_size,
             window=windows.first,
+            visible=visible,
         )
         own = None
         if windows.table is not None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
-from moe_engine.kernels.speculation.choice import chain_kernels
+from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
+from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
@@ -22,6 +23,8 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import FORCE_SALT
+from moe_engine.worker.speculation.tree import TreeSize
+from moe_engine.worker.speculation.tree_graphs import TreeDrafts, TreeParts
 from moe_engine.worker.step_graphs import StepOutputs
 
 
@@ -31,9 +34,9 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     step = runner.speculation
     if step is None:
         return "no drafts"
-    if step.config.topk > 1:
-        return "trees: the host builds their masks"
     drafter = step.drafter
+    if step.config.topk > 1 and (why := _why_no_trees(step.config, drafter)) is not None:
+        return why
     if isinstance(drafter, MTPDrafter | StandaloneDrafter):
         if drafter.attention.capabilities.plan_in_place is None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
@@ -48,6 +51,16 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     return None
 
 
+def _why_no_trees(config: SpeculationConfig, drafter: Drafter) -> str | None:
+    if not isinstance(drafter, MTPDrafter):
+        return "trees of a draft model: the host orders the KV of their nodes"
+    if drafter.layers.num_layers > 1:
+        return "trees of several MTP layers: a level recomputes the nodes above it in its own layer"
+    if config.has_thresholds or config.simulated_accept_length is not None:
+        return "trees with acceptance thresholds: the host draws a number for each node"
+    return None
+
+
 def draft_parts(
     runner: ModelRunner, settings: GraphSettings, plan_in_place: InPlacePlanner, outputs: StepOutputs
 ) -> DraftParts:
@@ -58,17 +71,26 @@ def draft_parts(
     states = drafter.states if isinstance(drafter, MTPDrafter) else history.lengths[:0, None]
     assert states is not None
     form = replace(_form(drafter), windows=runner.windows.table is not None)
+    is_tree = step.config.topk > 1
+    depth = step.config.num_steps if is_tree else max(settings.counts) - 1
     windows = rows.slot_table[:0] if runner.windows.table is None else runner.windows.table
     chains = ChainParts(
         kernels=chain_kernels(runner.sampler.kernel),
         tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states, windows),
-        memory=ChainMemory(max(settings.sizes), max(settings.counts) - 1, rows.sampling, stream, form),
+        memory=ChainMemory(max(settings.sizes), depth, rows.sampling, stream, form),
         page_size=runner.kv_pool.page_size,
         shared=runner.shared,
         passes=runner.sampler.passes,
         stream=stream,
         windows=runner.windows,
     )
+    trees = None
+    if is_tree:
+        config = step.config
+        size = TreeSize(config.topk, config.num_steps, config.num_nodes(config.num_steps))
+        trees = TreeParts.of(
+            tree_kernels(runner.sampler.kernel), size, runner.kv_pool, max(settings.sizes), stream.device
+        )
     return DraftParts(
         model=runner.model,
         chains=chains,
@@ -78,6 +100,8 @@ def draft_parts(
         outputs=outputs,
         rule=_rule(step.config),
         catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
+        trees=trees,
+        trees_of=None if trees is None else _trees_of(runner, drafter, chains, trees, plan_in_place),
     )
 
 
@@ -103,6 +127,16 @@ def _drafts_of(
     if isinstance(drafter, StandaloneDrafter):
         return lambda chain: StandaloneChain(parts, chain, drafter, planner)
     return lambda chain: MTPChain(parts, chain, drafter, planner, own, runner.taps)
+
+
+def _trees_of(
+    runner: ModelRunner, drafter: Drafter, parts: ChainParts, trees: TreeParts, plan_in_place: InPlacePlanner
+) -> Callable[[ChainBuffers, TreeBuffers], TreeDrafts]:
+    assert isinstance(drafter, MTPDrafter)
+    own = drafter.attention is not runner.attention
+    planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
+    assert planner is not None
+    return lambda chain, tree: TreeDrafts(parts, trees, chain, tree, drafter, planner, runner.taps)
 
 
 def _rule(config: SpeculationConfig) -> SimulatedAcceptance | Thresholds | None:

@@ -288,6 +288,41 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
     assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {DRAFTS + 1})
 
 
+@pytest.mark.parametrize("row", ["triton", "fa3"])
+def test_captured_trees_never_wait(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of steps without graphs, and as many accepted drafts."""
+    choose = worker.kernels_for
+    libraries.install()
+    make: Callable[[], Any] = TritonMLA if row == "triton" else lambda: FA3MLA(fa3_emulator.module())
+    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    fields, dtype = ({}, "float32") if row == "triton" else (LATENT, "bfloat16")
+    path = agreeing_checkpoint(
+        "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=1, first_k_dense_replace=3, **fields
+    )
+    engine = InProcessEngine(
+        path, tmp_path / "board", device="cuda", dtype=dtype, page_size=1, max_total_tokens=256,
+        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True,
+        **FEW, **(TREE | {"speculative_num_draft_tokens": 5}),
+    )  # fmt: skip
+    requests = [
+        Scripted(f"r{i}", [*range(5, 9), 5, 20 + i], 10, 0, seed=i, sampling={"temperature": i / 2}, logprob=True)
+        for i in range(2)
+    ]
+    try:
+        runner = engine.worker.runner
+        expected = engine.run(requests)
+        settings = GraphSettings((1, 2), counts=(1, 5), trees=True)
+        assert capture_graphs(runner, settings) == settings.num_graphs and runner.drafted is not None
+        found = watched(engine, requests)
+    finally:
+        engine.close()
+    check_answers(found.answers, expected, tolerance=1e-4)
+    drafted = [step for step in found.steps if step.plan.speculation is not None and step.plan.speculation.depth]
+    captured = [step for step in drafted if step.cuda_graph]
+    assert len(captured) > 1 and not any(step.waits for step in captured), captured
+    assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {5})
+
+
 def mixed_script(seed: int) -> list[Scripted]:
     """The first request ends first and has a penalty: with drafts its steps wait for the lengths."""
     pick = random.Random(seed)
