@@ -93,6 +93,12 @@ class Group:
         """Whether it has no request and no step."""
         return not self.running and not self.scheduler.num_in_flight
 
+    @property
+    def only_waits(self) -> bool:
+        """Whether it has no step while prompts are held back: nothing decodes."""
+        scheduler = self.scheduler
+        return scheduler.num_waiting > 0 and not scheduler.table.decodes
+
     # -- steps
 
     def plan(self, hold_prefill: bool) -> StepPlan | NeedsResult | None:

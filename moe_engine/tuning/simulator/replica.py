@@ -169,6 +169,10 @@ class Replica:
             if group.is_idle:
                 self._awake.discard(index)
                 continue
+            if hold and not self.spec.exact and group.only_waits:
+                self._awake.discard(index)
+                self._held.add(index)
+                continue
             plan = group.plan(hold)
             while plan is NEEDS_RESULT:
                 self._apply(index)
