@@ -85,7 +85,7 @@ def _processed(processor: Any, data: bytes) -> Processed:
                 return Processed(f"the image has {width} x {height} pixels; send at most {MAX_PIXELS >> 20} megapixels")
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError:
-        return Processed("is no image of a known format")
+        return Processed("is not an image of a known format")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return Processed(f"cannot be decoded as an image ({error})")
     try:

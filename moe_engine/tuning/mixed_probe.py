@@ -22,9 +22,9 @@ BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
 LOAD = 0.6
 """Rate of the requests as a share of the estimate."""
-SECONDS = 6.0
+SECONDS, MOST_SECONDS = 6.0, 40.0
 LEAST, MOST = 24, 400
-"""Requests."""
+"""Requests, of a server that answers as many within `MOST_SECONDS`."""
 Step = Sequence[float]
 """Requests that decode, prompt tokens, prompts, seconds."""
 
@@ -53,7 +53,7 @@ async def run(ask: Callable[[int, int], Awaitable[object]], rate: float, most_pr
     Args:
         ask: sends a request with a prompt and an answer of these lengths, and waits for its end.
     """
-    count = min(max(round(rate * SECONDS), LEAST), MOST)
+    count = min(max(round(rate * SECONDS), LEAST), MOST, max(round(rate * MOST_SECONDS), 4))
     due, tasks = time.perf_counter(), []
     for _ in range(count):
         tasks.append(asyncio.ensure_future(ask(*request_lengths(rng, most_prompt))))
