@@ -12,7 +12,7 @@ Legend: R requests, S drafts of each, K = S + 1, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAccep
 from moe_engine.models.batch import Model
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
+from moe_engine.worker.kv_cache.state_pool import StatePool
+from moe_engine.worker.kv_cache.static_states import ChainStates
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
 from moe_engine.worker.step_graphs import (
     CapturedGraph,
@@ -38,8 +40,8 @@ from moe_engine.worker.step_graphs import (
 class DraftParts:
     """The parts from which the graphs of a rank are made.
 
-    `plan_in_place` plans verification. `kv`: of the model. `drafts_of` makes the drafts of a size. `catch_up`: computes
-    what captured drafts expect of rows, with the lower bounds of their lengths, or None.
+    `plan_in_place` plans verification. `kv`, `states`: of the model. `drafts_of` makes the drafts of a size.
+    `catch_up`: computes what captured drafts expect of rows, with the lower bounds of their lengths, or None.
     """
 
     model: Model
@@ -50,6 +52,7 @@ class DraftParts:
     outputs: StepOutputs
     rule: SimulatedAcceptance | Thresholds | None = None
     catch_up: Callable[[np.ndarray, Sequence[int], int], None] | None = None
+    states: StatePool | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class _ShapeRun:
         self._drafts = parts.drafts_of(chain)
         flat = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
         self._verified = StaticBatch(parts.chains, chain, shape.count, *flat, parts.kv, chain.ids.flatten())
+        self._states = None if parts.states is None else ChainStates(parts.states, chain.rows, shape.count)
+        if self._states is not None:
+            self._verified.forward = replace(self._verified.forward, stored_states=self._states.runs)
 
     def prepare(self) -> bool:
         """Plans all forwards anew, for one capture; False if an attention backend plans on the host by exact
@@ -88,11 +94,15 @@ class _ShapeRun:
         self._drafts.draft()
 
     def verify(self) -> None:
+        if self._states is not None:
+            self._states.find()
         self._parts.outputs.run(self._verified.forward)
 
     def follow(self) -> None:
         parts, chain = self._parts, self.chain
         parts.chains.kernels.accept(parts.chains.tables, chain, parts.rule)
+        if self._states is not None:
+            self._states.keep(chain.result[:, -1])
         hidden, _ = parts.outputs.of(chain.ids.numel(), chain.ids.numel())
         self._drafts.follow(hidden, self._verified.forward)
 

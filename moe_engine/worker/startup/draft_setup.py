@@ -73,6 +73,7 @@ def draft_parts(
         outputs=outputs,
         rule=_rule(step.config),
         catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
+        states=rows.states,
     )
 
 
