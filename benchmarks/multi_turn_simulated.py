@@ -23,8 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +125,31 @@ def point(way: str, load: float, seed: int, args: argparse.Namespace, model: Pat
     }
 
 
+def measure(cases: list[tuple[int, float, str]], args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    """The points of all cases (seed, load, variant) in their order; prints each as soon as it has ended."""
+    ended = itertools.count(1)
+
+    def show(point: dict[str, Any]) -> None:
+        print(
+            f"{next(ended)} of {len(cases)}: {point['way']}, load {point['load']:g}, seed {point['seed']}: "
+            f"{point['tokens_per_second']:.0f} tokens/s, after {point['wall_seconds']:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    if args.jobs == 1:
+        points = []
+        for seed, load, way in cases:
+            points.append(point(way, load, seed, args, model))
+            show(points[-1])
+        return points
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(point, way, load, seed, args, model) for seed, load, way in cases]
+        for future in as_completed(futures):
+            show(future.result())
+        return [future.result() for future in futures]
+
+
 def mean_of(points: list[dict[str, Any]]) -> dict[str, Any]:
     """The mean over the seeds; `least` and `most`: range of the throughput."""
     rates = [each["tokens_per_second"] for each in points]
@@ -165,13 +189,11 @@ def main(argv: list[str] | None = None) -> int:
         model = Path(temporary) / "config.json"
         model.write_text(json.dumps(config_of("v3")))
         cases = list(itertools.product(args.seeds, args.loads, WAYS))
-        seeds, loads, ways = zip(*cases)
-        if args.jobs > 1:
-            with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-                points = list(pool.map(point, ways, loads, seeds, repeat(args), repeat(model)))
-        else:
-            points = list(map(point, ways, loads, seeds, repeat(args), repeat(model)))
-    shown = [mean_of([p for p in points if (p["way"], p["load"]) == case]) for case in dict.fromkeys(zip(ways, loads))]
+        points = measure(cases, args, model)
+    shown = [
+        mean_of([p for p in points if (p["way"], p["load"]) == (way, load)])
+        for way, load in dict.fromkeys((way, load) for _, load, way in cases)
+    ]
     head = ["way", "load", "sessions", "tokens/s", "least", "most", "TTFT returning, s", "p90", "cached"]
     rows = [
         [

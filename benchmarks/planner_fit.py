@@ -1,8 +1,10 @@
 """Fits the planner's constants of each engine to measured points, and evaluates them on held-out points.
 
     python -m benchmarks.planner_fit                 fit on all points of benchmarks/planner_points, write the constants
-    python -m benchmarks.planner_fit --halves 5      fit on random halves, evaluate on the other halves; writes nothing
+    python -m benchmarks.planner_fit --halves 5      fit on random halves, evaluate on the other halves
     python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups held out
+
+An evaluation is printed, and written with --json FILE only.
 
 Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP without a field
 for it.
@@ -195,13 +197,13 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
     parser.add_argument("--halves", type=int, default=0, help="number of random halves for the evaluation")
     parser.add_argument("--groups", type=int, default=0, help="the same with whole groups held out")
-    report.add_result_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the evaluation to FILE too")
     args = parser.parse_args()
     points = read_points(args.points) if args.points else read_points()
     if args.halves or args.groups:
         lines = judge(points, args.halves or args.groups, bool(args.groups))
         print("\n".join(lines))
-        if not args.no_json:
+        if args.json:
             values = {"points": len(points), "draws": args.halves or args.groups, "lines": lines}
             name = "planner_held_out_groups" if args.groups else "planner_held_out"
             print(report.write_result(name, values, path=args.json), file=sys.stderr)

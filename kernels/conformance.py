@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moe_engine.kernels.delta.triton_delta import TritonDelta
     from moe_engine.kernels.experts.cpu import CpuExperts
     from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+    from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
+    from moe_engine.kernels.experts.mega_moe import MegaMoe
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.experts.reference import TorchExperts
     from moe_engine.kernels.experts.triton_experts import TritonExperts
@@ -64,7 +66,9 @@ if TYPE_CHECKING:
     GQA: list[GQABackend] = [
         torch_attention.TorchGQA(), cpu_attention.CpuGQA(), triton_attention.TritonGQA(), FA3GQA(), FlashInferGQA(),
     ]  # fmt: skip
-    EXPERTS: list[ExpertsKernel] = [TorchExperts(), CpuExperts(), TritonExperts(), DeepGemmExperts()]
+    EXPERTS: list[ExpertsKernel] = [
+        TorchExperts(), CpuExperts(), TritonExperts(), DeepGemmExperts(), TrtllmExperts(), MegaMoe(),
+    ]  # fmt: skip
     LINEAR: list[LinearKernel] = [TorchLinear(), CpuLinear(), TritonLinear(), DeepGemmLinear()]
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]

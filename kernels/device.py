@@ -47,6 +47,22 @@ class IndexWidths:
 
 
 @dataclass(frozen=True)
+class ExpertWidths:
+    """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
+
+    `blocks`: stored in FP8 blocks of 128 x 128. `dispatched`: their rows come from a dispatcher. `fused`: it leaves
+    exchange and products to one call.
+    """
+
+    hidden: int
+    width: int
+    top_k: int
+    blocks: bool = False
+    dispatched: bool = False
+    fused: bool = False
+
+
+@dataclass(frozen=True)
 class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
@@ -54,7 +70,7 @@ class Need:
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
     attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
     it has sparse attention. `delta`: layers with a gated delta rule. `chains`: captured decodes draft chains, whose
-    lengths only the device knows. `varlen`: a vision tower.
+    lengths only the device knows. `varlen`: a vision tower. `experts` None: not known yet, or none.
     """
 
     dtype: str
@@ -71,6 +87,7 @@ class Need:
     delta: bool = False
     chains: bool = False
     varlen: bool = False
+    experts: ExpertWidths | None = None
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.device import Device, ExpertWidths, Need
 from moe_engine.kernels.workspaces import Workspace
 
 EXACT_LENGTHS = 15
@@ -31,6 +31,10 @@ class Row:
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
+        fused: an experts backend that takes `fused` batches, and no others.
+        lacks_plain: an experts backend of block FP8 only: its constructor takes `plain`, the most preferred other row.
+        experts_workspace: bytes of an experts backend's scratch memory for (a rank's experts, their number, tokens) on
+            an accelerator; None: in the activations of a step.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
@@ -51,6 +55,9 @@ class Row:
     prefers: Callable[[Device, Need], int] | None = None
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
+    lacks_plain: bool = False
+    fused: bool = False
+    experts_workspace: Callable[[ExpertWidths, int, int], int] | None = None
     windows: bool = False
     sparse: bool = False
     sinks: bool = False
@@ -137,6 +144,8 @@ def select(
     options: dict[str, Any] = {name: getattr(need, name) for name in best.takes}
     if best.lacks_expanded:
         options["expanded"] = _expanded(family, [row for row in rows if row is not best], device, need)
+    if best.lacks_plain:
+        options["plain"] = select(family, [row for row in rows if row is not best], "auto", device, need)
     return Choice(family, best, reason, others, options)
 
 
@@ -154,6 +163,8 @@ def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
         return "no attention sinks"
     if family == "experts" and need.biases and not row.biases:
         return "no biases of experts"
+    if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
+        return f"{'runs only' if row.fused else 'does not run'} with --moe-a2a-backend megamoe"
     return row.why_not(device, need)
 
 

@@ -192,6 +192,21 @@ EXPERTS.append(
         reads_fp8=_multiplies_fp8,
     )
 )
+EXPERTS.append(
+    Row("mega_moe", "moe_engine.kernels.experts.mega_moe:MegaMoe", 40, vendors.mega_moe, blocks=True, fused=True)
+)
+EXPERTS.append(
+    Row(
+        "flashinfer_trtllm",
+        "moe_engine.kernels.experts.flashinfer_trtllm:TrtllmExperts",
+        45,  # SGLang's default for DeepSeek V3 in FP8 on Blackwell
+        vendors.trtllm_experts,
+        blocks=True,
+        reads_fp8=_multiplies_fp8,
+        lacks_plain=True,
+        experts_workspace=workspaces.trtllm_experts,
+    )
+)
 INDEXER.append(Row("deep_gemm", "moe_engine.kernels.indexer.deep_gemm:DeepGemmIndexer", 40, vendors.deep_gemm_indexer))
 MLA += [
     Row(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moe_engine.kernels.device import HeadWidths
+from moe_engine.kernels.device import ExpertWidths, HeadWidths
 
 MIB = 1 << 20
 MULTIPROCESSORS = 160
@@ -46,6 +46,9 @@ FA3_MOST_SPLITS = 128
 FA3_SPLIT_BYTES = 256 * MIB
 """FlashAttention 3 allocates for as many splits of every context as the longest in a batch may need: gigabytes for
 MLA's wide results. Caps the requested splits."""
+
+TRTLLM_MOST_TILE = 128
+"""Rows of the largest tile of trtllm-gen's fused experts."""
 
 WEIGHT_BUFFERS = 2
 """Device buffers of the layers whose weights wait in host memory (`weight_stream`)."""
@@ -174,3 +177,11 @@ def triton(load: AttentionLoad) -> int:
     """Partial results of contexts split over SMs; no table: kernels read slots. (With --enable-deterministic-inference
     contexts are cut at fixed places, and the memory grows with their length.)"""
     return len(load.sizes) * 4 * MULTIPROCESSORS * TRITON_ROWS * (load.widths.result + 1)
+
+
+def trtllm_experts(experts: ExpertWidths, count: int, tokens: int) -> int:
+    """Results of both products and the quantized activation, of all choices, each expert padded to whole tiles.
+    Source: prepare_moe of csrc/trtllm_fused_moe_kernel_launcher.cu."""
+    rows = tokens * experts.top_k + (count + 4) * (TRTLLM_MOST_TILE - 1)
+    each = 3 * experts.width + 3 * experts.width // 128 * 4 + 2 * experts.hidden
+    return rows * each

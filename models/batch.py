@@ -5,7 +5,7 @@ Legend: T tokens in the step, S rows with logits, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -48,7 +48,8 @@ class ForwardBatch:
     with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
     own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real. `adapters`: LoRA
     adapters of the tokens; None: none has one. `images`: image tokens, whose `input_ids` are placeholders; None: there
-    are none.
+    are none. `other_groups`: queries and plan of cache groups with another window than `attention`, by window, planned
+    in advance; None: the model plans them.
     """
 
     input_ids: Tensor  # [T] int64
@@ -64,6 +65,7 @@ class ForwardBatch:
     adapters: AdapterTokens | None = None
     stored_states: StateRuns | None = None
     images: ImageRows | None = None
+    other_groups: Mapping[int | None, tuple[AttentionBatch, Any]] | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

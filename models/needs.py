@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.device import HeadWidths, IndexWidths, Need
+from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 
 
@@ -25,10 +25,22 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
     return IndexWidths(attention.indexer.num_heads, attention.index_width, attention.indexer.top_k)
 
 
+def expert_widths(
+    model: ModelConfig, parts: int = 1, dispatched: bool = False, fused: bool = False
+) -> ExpertWidths | None:
+    """Widths of its routed experts, each of which `parts` ranks share."""
+    moe = model.moe
+    if moe is None:
+        return None
+    stored = model.weight_format
+    blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
+    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused)
+
+
 def need_of_model(
     model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
 ) -> Need:
-    """Requirements of a model (its local part, on many ranks) and a launch."""
+    """Requirements of a model (its local part, on many ranks) and a launch; of its routed experts as on one rank."""
     return Need(
         dtype,
         kv_dtype,
@@ -43,4 +55,5 @@ def need_of_model(
         biases=model.moe is not None and model.moe.biased,
         delta=model.delta is not None,
         varlen=model.vision is not None,
+        experts=expert_widths(model),
     )

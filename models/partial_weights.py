@@ -92,7 +92,7 @@ class FilledWeights:
 
     def __init__(self, structure: WeightSource, fill: Fill) -> None:
         self.dtype, self.device, self.format = structure.dtype, structure.device, structure.format
-        if derived_codes(self.format) is not None:
+        if derived_codes(self.format, 1) is not None:
             raise MoeEngineError(
                 f"weights held as {self.format.name} are not available by name; load a checkpoint from disk instead"
             )

@@ -37,4 +37,5 @@ def dispatch_shape(
         hidden=config.hidden_size,
         max_tokens=per_rank,
         dtype=dtype,
+        width=config.moe.width,
     )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
 from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.topology import Topology
@@ -109,7 +109,8 @@ def tensor_bytes(
 ) -> int:
     """`weight_bytes` of some tensors of a model, and of its rotary table."""
     plain = wide = 0
-    kept, derived = Fraction(0), derived_codes(format)
+    kept, derived = Fraction(0), derived_codes(format, 1) is not None
+    head = derived_codes(format, config.hidden_size, is_head=True)
     for spec in specs:
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
@@ -117,10 +118,10 @@ def tensor_bytes(
             wide += held if sharded else spec.num_elements
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
-            kept += _absorbed_bytes(config, held, derived) if derived else 0
-        elif spec.name == "lm_head.weight" and derived and derived.takes(spec.shape[1]):
-            kept += held * Fraction(derived.num_bytes(1, spec.shape[1]), spec.shape[1])
-        elif spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
+            kept += _absorbed_bytes(config, held, format) if derived else 0
+        elif spec.name == "lm_head.weight" and head and head.takes(spec.shape[1]):
+            kept += held * Fraction(head.num_bytes(1, spec.shape[1]), spec.shape[1])
+        elif spec.kind is Kind.LINEAR and (spec.name.startswith(_LAYER) or _head_as_stored(spec, format, topology)):
             kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
         else:
             plain += held
@@ -128,13 +129,19 @@ def tensor_bytes(
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 
-def _absorbed_bytes(config: ModelConfig, elements: int, form: GroupCodes) -> int:
+def _head_as_stored(spec: TensorSpec, format: WeightFormat, topology: Topology) -> bool:
+    stored = isinstance(format, SchemeFormat) and format.stores_head
+    return stored and spec.name == "lm_head.weight" and topology.tp_size == 1
+
+
+def _absorbed_bytes(config: ModelConfig, elements: int, format: WeightFormat) -> int:
     """Bytes of kv_b's halves by head, [C, N] and [V, C], with this many elements of all heads."""
     mla = config.attention
     assert isinstance(mla, MLAConfig)
     heads = elements // (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim))
     keys, values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
-    return heads * (form.num_bytes(*keys) + form.num_bytes(*values))
+    forms = [(shape, derived_codes(format, shape[1])) for shape in (keys, values)]
+    return heads * sum(form.num_bytes(*shape) for shape, form in forms if form is not None)
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,12 +11,13 @@ class GraphSettings:
     """Which steps are captured as CUDA graphs before the first request.
 
     `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 if
-    drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
+    drafts are verified, in `trees` or chains. Without `pad` only steps of exactly these sizes are replayed.
     """
 
     sizes: tuple[int, ...] = ()
     counts: tuple[int, ...] = (1,)
     pad: bool = True
+    trees: bool = False
 
     def size_for(self, num_requests: int) -> int | None:
         """Graph size that replays a step of `num_requests`, or None."""
@@ -27,7 +28,7 @@ class GraphSettings:
 
     def up_to(self, num_requests: int) -> GraphSettings:
         """These settings without sizes above `num_requests`, which no step reaches."""
-        return GraphSettings(tuple(size for size in self.sizes if size <= num_requests), self.counts, self.pad)
+        return replace(self, sizes=tuple(size for size in self.sizes if size <= num_requests))
 
     @property
     def num_graphs(self) -> int:

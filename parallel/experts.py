@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
@@ -70,9 +71,7 @@ class DispatchedExperts:
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
         batch, handle = self._dispatch(x, topk_ids, topk_weights, phase)
-        if self.on_arrival is not None:
-            self.on_arrival(_rows_of_slots(batch))
-        out = self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
+        out = self._dispatcher.combine(self._multiplied(batch), topk_weights, handle)
         return out if add is None else out.add_(add)
 
     def _dispatch(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]:
@@ -90,9 +89,17 @@ class DispatchedExperts:
     def compute(self, stream: CommStream, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
         """Waits for the received tokens, runs the experts, and starts the combine."""
         batch, handle = sent.wait()
+        return stream.run(self._dispatcher.combine, self._multiplied(batch), topk_weights, handle)
+
+    def _multiplied(self, batch: ExpertBatch) -> Tensor:
+        """The experts' results of a batch, whose rows are counted if there is a recorder."""
+        if self.on_arrival is not None and batch.fused is not None:
+            counts = torch.zeros(self._weights.num_experts, dtype=torch.int32, device=batch.x.device)
+            batch = replace(batch, counts=counts)
+        rows = self._kernel.run(batch, self._weights)
         if self.on_arrival is not None:
             self.on_arrival(_rows_of_slots(batch))
-        return stream.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
+        return rows
 
 
 def _rows_of_slots(batch: ExpertBatch) -> Tensor:

@@ -24,7 +24,8 @@ class Cost:
     """Work of one launch. Bytes are of device memory; `flops` by dtype (``bf16``, ``fp8``, ``fp32``).
 
     nvlink, network: bytes that this rank sends. link_us: latency of a message in addition to its bytes, or the whole
-    time if it was measured. launches: kernels that a library starts for the call.
+    time if it was measured. launches: kernels that a library starts for the call. empty_us: time of programs without
+    work, in addition to everything else.
     """
 
     read: float = 0
@@ -34,6 +35,7 @@ class Cost:
     network: float = 0
     link_us: float = 0
     launches: int = 1
+    empty_us: float = 0
 
     @property
     def bytes(self) -> float:

@@ -1,6 +1,6 @@
 """A device's constants, from ``hardware.json``, and the time of a launch by them.
 
-time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages)
+time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages) + programs without work
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Hardware:
             compute = sum(count / rates[dtype] for dtype, count in cost.flops.items())
         work = max(cost.bytes / self[f"{kind}_bytes_per_s"], compute) * 1e6
         gap = self["graph_node_us" if graph else "eager_gap_us"]
-        return gap * cost.launches + max(self["kernel_floor_us"] * cost.launches, work, cost.link_us)
+        return gap * cost.launches + max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
 
     def nccl_us(self, operation: str, num_bytes: int) -> float:
         """Interpolated between measured sizes."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from moe_engine.kernels.experts.group_tiles import programs_per_sm
 
 FP32 = 4
 BF16 = 2
@@ -22,6 +23,12 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp
 
 def product(x: Tensor, rows: float, n: int, k: int) -> dict[str, float]:
     return {NAMES[x.dtype]: 2.0 * rows * n * k}
+
+
+def matrix_of(x: Any) -> Tensor:
+    """The tensor of an argument that may be a TMA descriptor."""
+    found: Tensor = x.base if hasattr(x, "base") else x
+    return found
 
 
 def given(x: Any) -> Tensor | None:
@@ -168,7 +175,7 @@ def gather(a: Any, s: Setting) -> Cost:
 @cost_of("block_gemm_kernel")
 def block_gemm(a: Any, s: Setting) -> Cost:
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
-    return Cost(size(a.x, a.x_scales, a.weight_scales) + a.N * a.K, size(a.out), flops)
+    return Cost(size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K, size(a.out), flops)
 
 
 @cost_of("fixed_gemm_kernel")
@@ -261,7 +268,7 @@ def combine_norm(a: Any, s: Setting) -> Cost:
 def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     """The weights of experts with a token, and the rows routed to them; the products of valid rows."""
     s.routing.check_slots(a.NUM_EXPERTS)
-    weight = a.weight.base if hasattr(a.weight, "base") else a.weight
+    weight = matrix_of(a.weight)
     matrix = weight.numel() // a.NUM_EXPERTS * weight.element_size()
     scales = 0 if given(a.weight_scales) is None else a.weight_scales.numel() // a.NUM_EXPERTS * FP32
     rows, kind = s.routing.rows, a.x.element_size()
@@ -269,8 +276,19 @@ def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     read = min(rows, len(a.x)) * per_row if gathers else rows * per_row
     return Cost(
         s.routing.touched * (matrix + scales) + read, rows * a.WIDTH * a.out.element_size(),
-        product(weight, rows, n, a.K),
+        product(weight, rows, n, a.K), empty_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
     )  # fmt: skip
+
+
+def _without_tile(a: Any, s: Setting, weight_rows: int) -> float:
+    """Time of the programs of a grouped product that find no tile; `weight_rows` are rows of weights in a tile."""
+    assert s.hardware is not None
+    if a.PAIRS or not s.routing.touched:
+        return 0.0
+    tiles = s.routing.touched * -(-s.routing.rows / s.routing.touched // a.BLOCK_M) * -(-a.WIDTH // a.BLOCK_N)
+    stage = (a.BLOCK_M + weight_rows) * a.BLOCK_K * a.x.element_size()
+    places = s.hardware["multiprocessors"] * programs_per_sm(stage, a.num_stages, a.num_warps)
+    return max(0.0, a.grid[0] - tiles) / places * float(s.hardware["empty_program_us"])
 
 
 @cost_of("gate_up_kernel")

@@ -52,9 +52,9 @@ class AttentionCapabilities:
     """Decode launches that depend only on memory at fixed addresses (CUDA-graph capturable): `plan`'s result for
     queries whose tensors and lists are overwritten at later steps.
 
-    All requests have the same number of query tokens; no trees, no prefill group. Called after one eager run of the
-    batch's shapes. Lazy per-layer work happens during capture, so a plan serves one captured graph. None if the results
-    would differ from `plan`'s."""
+    All requests have the same number of query tokens; no prefill group; trees only if the plan is `on_device`. Called
+    after one eager run of the batch's shapes. Lazy per-layer work happens during capture, so a plan serves one captured
+    graph. None if the results would differ from `plan`'s."""
 
     chunks: ContextChunks | None = None
 

@@ -54,7 +54,8 @@ class Schedule:
     Records after the last are zero: no rows.
 
     `query_len`: contexts may be shorter than the schedule's, for requests of this many query tokens each; the kernels
-    read the lengths on the device. None: the schedule has the exact lengths.
+    read the lengths on the device. With a window the tokens to read then count from the first tile that the block's
+    window touches. None: the schedule has the exact lengths.
     """
 
     segments: Tensor
@@ -74,7 +75,8 @@ class ScheduleBuffers:
         self, max_segments: int, max_merges: int, max_partials: int, device: torch.device, query_len: int | None = None
     ) -> None:
         self._limits = (max_segments, max_merges, max_partials)
-        self._query_len = query_len
+        self.query_len = query_len
+        """As `Schedule.query_len`."""
         self._records = torch.zeros(max_segments + max_merges, RECORD, dtype=torch.int32, device=device)
 
     @classmethod
@@ -106,7 +108,7 @@ class ScheduleBuffers:
         host[max_segments : max_segments + len(merges)] = merges
         self._records.copy_(pinned(host, self._records.device), non_blocking=True)
         records, more = self._records[:max_segments], self._records[max_segments:]
-        return Schedule(records, more, max_partials, block_m, self._query_len)
+        return Schedule(records, more, max_partials, block_m, self.query_len)
 
 
 def schedule(
@@ -127,7 +129,8 @@ def schedule(
         tree: query tokens may see later query tokens of their request, so every block reads the whole context.
         window: positions that a query token sees; None: all.
     """
-    segments, merges, num_partials = cut(query_lens, context_lens, rows_per_token, split, tree, window)
+    bounds = buffers is not None and buffers.query_len is not None
+    segments, merges, num_partials = cut(query_lens, context_lens, rows_per_token, split, tree, window, bounds)
     if buffers is not None:
         return buffers.fill(segments, merges, num_partials, split.block_m)
     records = upload(np.concatenate((segments, merges)), device)
@@ -136,12 +139,13 @@ def schedule(
 
 def cut(
     query_lens: Sequence[int], context_lens: Sequence[int], rows_per_token: int, split: Split, tree: bool = False,
-    window: int | None = None,
+    window: int | None = None, bounds: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
     """(segments, merges, number of partial results), as in `Schedule`, on the host.
 
     With a window, tiles that a band does not see are left out; with `fixed_tiles` in whole segments, so that the other
-    cuts do not move.
+    cuts do not move. `bounds`: the lengths are upper bounds; with a window a band gets as many tiles as its window may
+    touch.
     """
     queries = np.asarray(query_lens, dtype=np.int64)
     contexts = np.asarray(context_lens, dtype=np.int64)
@@ -157,8 +161,11 @@ def cut(
     unseen = 0 if tree else queries[request] - 1 - last_row // rows_per_token
     end = contexts[request] - unseen  # context tokens that the band reads
     skipped = np.zeros_like(end)  # tiles before the window of the band's first row
-    if window is not None:
-        first_row = first_block * split.block_m // rows_per_token
+    first_row = first_block * split.block_m // rows_per_token
+    if window is not None and bounds:
+        seen = window + last_row // rows_per_token - first_row  # positions that the band sees, at any offset in a tile
+        end = np.minimum(end, ((seen + split.block_n - 2) // split.block_n + 1) * split.block_n)
+    elif window is not None:
         seen = np.maximum(0, (contexts - queries)[request] + first_row - (window - 1))
         unit = split.fixed_tiles or 1
         skipped = seen // (split.block_n * unit) * unit

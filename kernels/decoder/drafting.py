@@ -53,6 +53,7 @@ class RowTables(NamedTuple):
     lengths: Tensor  # [max_rows] int64
     last_tokens: Tensor  # [max_rows] int64
     states: Tensor  # [max_rows, D]: target hidden state at the position before the last token
+    windows: Tensor  # [max_rows, W] int32: slots of layers with a bounded window; [0, W]: there are none
 
 
 @dataclass(frozen=True)

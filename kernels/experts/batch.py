@@ -3,7 +3,8 @@
 Legend: D hidden, E (local) experts, M rows.
 Dispatchers produce, and kernels accept, two batch layouts:
 `grouped`: rows sorted by expert, contiguous, with counts per expert; `padded`: [E, capacity, D] with counts. A kernel
-with `row_alignment` also accepts `aligned`: rows sorted by expert, with gaps before the starts of groups.
+with `row_alignment` also accepts `aligned`: rows sorted by expert, with gaps before the starts of groups. `fused`
+batches are for kernels that exchange tokens themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class FusedTokens:
+    """Tokens that a kernel sends, multiplies and sums in one call: they are in the library's symmetric `buffer`, with
+    their choices. `bound`: max tokens of any rank in the call, the same on all ranks."""
+
+    buffer: Any
+    bound: int
+
+
+@dataclass(frozen=True)
 class ExpertBatch:
     """Input rows of the experts. Router weights are applied later, by the dispatcher's combine.
 
@@ -23,6 +33,8 @@ class ExpertBatch:
     aligned: `x` [M, D], `ends` int32 [E] on the device: end of the rows of expert e, which start at the next multiple
     of `alignment` after the end of the previous expert (`RowGroups`). `mean_rows`: rows of an expert that the host
     expects from the step's size, for the choice of tiles; 0: unknown.
+    fused: `x` [T, D] this rank's tokens, also in the buffer of `fused`; the result is that of `combine`. `counts`, if
+    given, zeroes to which the call adds the rows of each expert.
 
     If the kernel's `input_format` has rows, rows dispatched in FP8 may stay quantized: `x` e4m3, `scales` float32 of
     its leading dimensions and D / 128, in any strides; value = element * scale. `dtype` is then the result dtype.
@@ -37,6 +49,7 @@ class ExpertBatch:
     mean_rows: int = 0
     ends: Tensor | None = None
     alignment: int = 1
+    fused: FusedTokens | None = None
 
     @property
     def result_dtype(self) -> Any:

@@ -39,7 +39,7 @@ class CpuExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        coded = QuantizedExperts(self.allocate_coded, self.load_coded)
+        coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two)
         return ExpertsCapabilities({GroupCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
@@ -53,7 +53,13 @@ class CpuExperts:
         self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
     ) -> ExpertWeights:
         """Reserves experts of 4 or 8 bits, multiplied as stored."""
-        up_form, down_form = (coded.form_of(format, k).address for k in (hidden, width))
+        return self.allocate_two(format, num_experts, hidden, width, device, format)
+
+    def allocate_two(
+        self, down: GroupCodes, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
+    ) -> ExpertWeights:
+        """The same with another form of down."""
+        up_form, down_form = coded.form_of(format, hidden).address, coded.form_of(down, width).address
         gate = self._lib.moe_coded_bytes(up_form, width, hidden)
         storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form))
         data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)

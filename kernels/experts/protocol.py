@@ -30,6 +30,9 @@ class QuantizedExperts:
     load: Callable[[ExpertWeights, int, Any, Any, Any], None]
     """(weights, expert, gate, up, down): copies one expert: gate, up [I, D], down [D, I], each a `QuantizedWeight`."""
 
+    of_two: Callable[[Any, int, int, int, Any, Any], ExpertWeights] | None = None
+    """`allocate` with the format of down as first argument, if it may differ from that of gate and up."""
+
 
 @dataclass(frozen=True)
 class ExpertsCapabilities:

@@ -5,8 +5,8 @@
 
 Legend: M rows, D hidden, I expert width, E experts. A row is multiplied with the weights of its group's expert.
 
-Row counts are known only on the device: the grid is sized for the worst case, each program finds its tile from the
-group sizes, and programs without a tile exit. No host synchronisation; all shapes depend on M and E alone.
+Row counts are known only on the device: programs count the tiles from the group sizes and share them
+(`group_tiles.py`). No host synchronisation; all shapes depend on M and E alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_engine.kernels.experts.batch import ExpertBiases
+from moe_engine.kernels.experts.group_tiles import expert_tiles, find_tile, num_programs
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B, ExpertModel
 from moe_engine.kernels.experts.tiles import ExpertTiles, tiles_of
 from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
-    grouped_order,
     load_scale,
     load_step,
     weight_tile,
@@ -70,61 +70,16 @@ class Groups:
 
 
 @triton.jit
-def find_tile(
-    program, sizes, capacity, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    NUM_N: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Program -> (expert, column tile, its first row, end of the expert's rows); expert >= NUM_EXPERTS: no tile."""
-    if PAIRS:
-        row = program // NUM_N
-        expert = tl.load(sizes + row)
-        return tl.where(expert < 0, NUM_EXPERTS, expert), program % NUM_N, row, row + 1
-    experts = tl.arange(0, EXPERTS)
-    known = experts < NUM_EXPERTS
-    if PADDED:
-        start = experts * capacity
-        count = tl.load(sizes + experts, mask=known, other=0)
-    else:
-        start = tl.load(sizes + experts, mask=known, other=0)
-        count = tl.load(sizes + experts + 1, mask=known, other=0) - start
-    tiles = tl.cdiv(count, BLOCK_M)
-    ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
-    tile_m, tile_n = grouped_order(program, total, NUM_N, GROUP)
-    tile_m = tl.where(program < total * NUM_N, tile_m, total)
-    expert = tl.sum((ends <= tile_m).to(tl.int32), 0)  # experts whose tiles all precede this one
-    is_expert = experts == expert
-    first = tl.sum(tl.where(is_expert, start + (tile_m - ends + tiles) * BLOCK_M, 0), 0)
-    return expert, tile_n, first, tl.sum(tl.where(is_expert, start + count, 0), 0)
-
-
-@triton.jit(
-    do_not_specialize=["capacity", "x_scale_stride", "x_scale_row", "x_scale_skip", "out_scale_stride"],
-    do_not_specialize_on_alignment=["sizes"],
-)
-def gate_up_kernel(
-    x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, x_scale_row,
-    x_scale_skip, out_scale_stride, bias, alpha, limit,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
+def gate_up_tile(
+    x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
+    out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
+    K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
-    [E, 2 * WIDTH] and the activation of `ExpertBiases`.
-
-    With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
-    [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
-    x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride].
-    """
-    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    """One tile of `gate_up_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
-    expert, tile_n, first, end = find_tile(
-        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED, PAIRS
-    )
-    if expert >= NUM_EXPERTS:
-        return
     rows = first + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
@@ -179,27 +134,57 @@ def gate_up_kernel(
         tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
-def down_kernel(
-    x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride, bias,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["capacity", "x_scale_stride", "x_scale_row", "x_scale_skip", "out_scale_stride"],
+    do_not_specialize_on_alignment=["sizes"],
+)
+def gate_up_kernel(
+    x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, x_scale_row,
+    x_scale_skip, out_scale_stride, bias, alpha, limit,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
+    GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
-    BIASED: + bias [E, WIDTH]."""
+    """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
+    [E, 2 * WIDTH] and the activation of `ExpertBiases`.
+
+    With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
+    [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
+    x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride]. Grid: `num_programs`, with PAIRS every tile.
+    """
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    if PAIRS:
+        row = tl.program_id(0) // NUM_N
+        expert = tl.load(sizes + row)
+        if (expert >= 0) & (expert < NUM_EXPERTS):
+            gate_up_tile(
+                x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
+                out_scale_stride, bias, alpha, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
+                K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
+            )  # fmt: skip
+    else:
+        start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
+        total = tl.max(ends, 0)
+        for tile in range(tl.program_id(0), total * NUM_N, tl.num_programs(0)):
+            expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
+            gate_up_tile(
+                x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
+                out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
+                K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
+            )  # fmt: skip
+
+
+@triton.jit
+def down_tile(
+    x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, first, end,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """One tile of `down_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
-    expert, tile_n, first, end = find_tile(
-        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED, PAIRS
-    )
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if expert >= NUM_EXPERTS:
-        if PAIRS:  # the sum reads the rows of all pairs
-            nothing = tl.zeros((BLOCK_N,), out.dtype.element_ty)
-            tl.store(out + first.to(tl.int64) * WIDTH + cols, nothing, mask=cols < WIDTH)
-        return
     rows = first + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_K)
     x_rows = tl.minimum(rows, end - 1)
@@ -223,6 +208,39 @@ def down_kernel(
     mask = (rows < end)[:, None] & (cols < WIDTH)[None, :]
     place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
+def down_kernel(
+    x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride, bias,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
+    BIASED: + bias [E, WIDTH]. Grid: `num_programs`, with PAIRS every tile."""
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    if PAIRS:
+        row, tile_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N
+        expert = tl.load(sizes + row)
+        if (expert >= 0) & (expert < NUM_EXPERTS):
+            down_tile(
+                x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, row, row + 1,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED,
+            )  # fmt: skip
+        else:  # the sum reads the rows of all pairs
+            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            nothing = tl.zeros((BLOCK_N,), out.dtype.element_ty)
+            tl.store(out + row.to(tl.int64) * WIDTH + cols, nothing, mask=cols < WIDTH)
+    else:
+        start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
+        total = tl.max(ends, 0)
+        for tile in range(tl.program_id(0), total * NUM_N, tl.num_programs(0)):
+            expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
+            down_tile(
+                x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, first, end,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED,
+            )  # fmt: skip
 
 
 def gate_up(
@@ -253,7 +271,7 @@ def gate_up(
         out = QuantizedRows.empty(groups.num_rows, width, data.device)
     else:
         out = torch.empty(groups.num_rows, width, dtype=data.dtype, device=data.device)
-    grid = groups.max_tiles(tiles.block_m) * triton.cdiv(width, tiles.block_n)
+    grid = _grid(groups, tiles, width, 2, data)
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
@@ -278,7 +296,7 @@ def down(
     tiles, block_k = groups.tiles.down.at(groups.mean_rows), groups.tiles.block_k
     matrix, tma = _weight(weight, tiles, block_k)
     out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
-    grid = groups.max_tiles(tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+    grid = _grid(groups, tiles, hidden, 1, data)
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
@@ -287,6 +305,14 @@ def down(
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
+
+
+def _grid(groups: Groups, tiles: Tiles, width: int, weights: int, x: Tensor) -> int:
+    """Programs of a product with `width` columns, whose tiles read `weights` tiles of weights in a step."""
+    most = groups.max_tiles(tiles.block_m) * triton.cdiv(width, tiles.block_n)
+    if groups.pairs:
+        return most
+    return num_programs(most, tiles, weights * tiles.block_n, groups.tiles.block_k, x.itemsize, x.device)
 
 
 def _bias_args(bias: ExpertBiases | None) -> tuple[Tensor | None, float, float]:

@@ -52,6 +52,25 @@ def logits_of_tile(
 
 
 @triton.jit
+def all_logits(
+    x, residual, norm, gate, logits, barrier, stride, num_tokens,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BF16X3: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """The tiles of all tokens, divided among the programs of a one-dimensional grid, which wait for each other after
+    them: `logits` is complete, and x and residual are no longer read."""
+    EXPERT_BLOCKS: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
+    tiles = tl.cdiv(num_tokens, BLOCK_T) * EXPERT_BLOCKS * PARTS
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        rest = tile // EXPERT_BLOCKS
+        logits_of_tile(
+            x, residual, norm, gate, logits, stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
+            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, SUM,
+        )  # fmt: skip
+    grid_barrier(barrier)
+
+
+@triton.jit
 def _take_best(value, index, none):
     """(largest, its lowest index, value without it); `none` marks values already taken."""
     best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -163,18 +182,11 @@ def route_kernel(
 ):  # fmt: skip
     """Both kernels in one launch: all programs compute tiles of the logits, wait for each other, then choose for
     tokens. Cooperative; any one-dimensional grid."""
-    EXPERT_BLOCKS: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
-    programs = tl.num_programs(0)
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * EXPERT_BLOCKS * PARTS, programs, num_stages=1
-    ):
-        rest = tile // EXPERT_BLOCKS
-        logits_of_tile(
-            x, None, None, gate, logits, stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
-            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,
-        )  # fmt: skip
-    grid_barrier(barrier)
-    for token in tl.range(tl.program_id(0), num_tokens, programs, num_stages=1):
+    all_logits(
+        x, None, None, gate, logits, barrier, stride, num_tokens,
+        EXPERTS, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,
+    )  # fmt: skip
+    for token in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0), num_stages=1):
         choose(
             logits, bias, real, weights, ids, num_tokens, scale, tl.cast(token, tl.int64), 1.0,
             PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS,

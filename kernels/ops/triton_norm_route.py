@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.ops.router_kernels import choose, logits_of_tile
+from moe_engine.kernels.ops.router_kernels import all_logits, choose
 from moe_engine.kernels.ops.triton_norm import add_rms_norm
 from moe_engine.kernels.ops.triton_router import (
     ONE_LAUNCH_TOKENS,
@@ -42,7 +42,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.triton_rows import norm_blocks, rms_norm_quantize, store_norm
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.grid_barrier import grid_barrier, resident_programs
+from moe_engine.kernels.triton.grid_barrier import resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -62,21 +62,15 @@ def norm_route_kernel(
 ):  # fmt: skip
     """residual += x; normed = rms_norm(residual), with QUANTIZE also as e4m3 in `out`, with scales; weights and ids as
     of `route_kernel` for it. residual and normed are contiguous. Cooperative; any one-dimensional grid."""
-    EXPERT_BLOCKS: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
-    programs = tl.num_programs(0)
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * EXPERT_BLOCKS * PARTS, programs, num_stages=1
-    ):
-        rest = tile // EXPERT_BLOCKS
-        logits_of_tile(
-            x, residual, norm, gate, logits, x_stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
-            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,
-        )  # fmt: skip
-    grid_barrier(barrier)  # from here on the residual changes
+    all_logits(
+        x, residual, norm, gate, logits, barrier, x_stride, num_tokens,
+        EXPERTS, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,
+    )  # fmt: skip
+    # from here on the residual changes
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = cols < HIDDEN
     kind = residual.dtype.element_ty
-    for token in tl.range(tl.program_id(0), num_tokens, programs, num_stages=1):
+    for token in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0), num_stages=1):
         row = tl.cast(token, tl.int64)
         stream = residual + row * HIDDEN + cols
         value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)

@@ -1,10 +1,11 @@
-"""The choice of a rank's `ChainKernels`."""
+"""The choice of a rank's `ChainKernels` and `TreeKernels`."""
 
 from __future__ import annotations
 
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.kernels.speculation.protocol import ChainKernels
 from moe_engine.kernels.speculation.reference import TorchChains
+from moe_engine.kernels.speculation.trees import TorchTrees, TreeKernels
 
 
 def chain_kernels(sampling: SamplingKernel) -> ChainKernels:
@@ -14,3 +15,12 @@ def chain_kernels(sampling: SamplingKernel) -> ChainKernels:
     from moe_engine.kernels.speculation.triton_chains import TritonChains
 
     return TritonChains()
+
+
+def tree_kernels(sampling: SamplingKernel) -> TreeKernels:
+    """As `chain_kernels`."""
+    if sampling.name != "triton":
+        return TorchTrees()
+    from moe_engine.kernels.speculation.triton_trees import TritonTrees
+
+    return TritonTrees()

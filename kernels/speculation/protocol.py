@@ -68,6 +68,7 @@ class ChainBuffers:
     ids: Tensor  # [R, K] int64: the last tokens; the drafts are copied there
     positions: Tensor  # [R, K] int64
     slots: Tensor  # [R, K] int64
+    window_slots: Tensor  # [R, K] int64, of `RowTables.windows`; [R, 0] without
     lens: Tensor  # [R] int32: context tokens
     real: Tensor  # [R, K] int32
     uniform: Tensor  # [R, K] float32

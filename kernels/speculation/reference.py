@@ -80,6 +80,9 @@ class TorchChains:
         verified = torch.where(real[:, None], starts[:, None] + places, 0)
         chain.positions.copy_(verified)
         chain.slots.copy_(torch.where(real[:, None], _taken(tables.slots, (rows * width)[:, None] + verified), 0))
+        if chain.window_slots.numel():
+            windowed = _taken(tables.windows, (rows * width)[:, None] + verified)
+            chain.window_slots.copy_(torch.where(real[:, None], windowed, 0))
         chain.lens.copy_(torch.where(real, starts, 0) + len(places))
         numbers = device_uniforms(chain.seeds[:, None], starts[:, None] + 1 + places)
         chain.uniform.copy_(numbers)

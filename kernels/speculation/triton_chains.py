@@ -53,9 +53,10 @@ def _uniform(seed, position):
 
 @triton.jit(do_not_specialize=["num_requests", "width"])
 def chain_inputs_kernel(
-    rows, seeds, lengths, last_tokens, slot_table, starts, draft_ids, draft_positions, draft_slots,
-    draft_lens, draft_real, draft_uniform, ids, positions, slots, lens, real, uniform, num_requests, width,
-    K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr,
+    rows, seeds, lengths, last_tokens, slot_table, window_table, starts, draft_ids, draft_positions, draft_slots,
+    draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens, real, uniform, num_requests,
+    width,
+    K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """See `ChainKernels.inputs`."""
     request = tl.program_id(0).to(tl.int64)
@@ -77,6 +78,9 @@ def chain_inputs_kernel(
     verified = tl.where(has_row, start + place, 0)
     tl.store(positions + at, verified, place < K)
     tl.store(slots + at, tl.load(table + verified, (place < K) & has_row, 0).to(tl.int64), place < K)
+    if WINDOWS:
+        slot = tl.load(window_table + row * width + verified, (place < K) & has_row, 0)
+        tl.store(window_slots + at, slot.to(tl.int64), place < K)
     tl.store(real + at, tl.zeros([BLOCK], tl.int32) + is_real.to(tl.int32), place < K)
     tl.store(uniform + at, numbers, place < K)
     drafting = place < K - 1
@@ -250,10 +254,11 @@ class TritonChains:
     def inputs(self, tables: RowTables, chain: ChainBuffers) -> None:
         c, count = chain, chain.ids.shape[1]
         chain_inputs_kernel[(len(c.rows),)](
-            c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, c.starts, c.draft_ids,
+            c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, tables.windows, c.starts, c.draft_ids,
             c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids, c.positions, c.slots,
-            c.lens, c.real, c.uniform, len(c.rows), tables.slots.shape[1], K=count, BLOCK=next_power_of_2(count),
-            FIRST=c.first_draft, LOOKBACK=c.lookback, num_warps=1,
+            c.window_slots, c.lens, c.real, c.uniform, len(c.rows), tables.slots.shape[1], K=count,
+            BLOCK=next_power_of_2(count), FIRST=c.first_draft, LOOKBACK=c.lookback, WINDOWS=c.window_slots.numel() > 0,
+            num_warps=1,
         )  # fmt: skip
 
     def accept(self, tables: RowTables, chain: ChainBuffers, rule: SimulatedAcceptance | Thresholds | None) -> None:
@@ -308,7 +313,7 @@ class TritonChains:
 
 def aot_cases() -> list[AotCase]:
     """Chains of one draft and of three; rows of V3's hidden states."""
-    narrow = ("slot_table", "draft_lens", "draft_real", "lens", "real", "tokens")
+    narrow = ("slot_table", "window_table", "draft_lens", "draft_real", "lens", "real", "tokens")
     kinds = dict.fromkeys(narrow, "*i32") | dict.fromkeys(("num_requests", "width", "blocks"), "i32")
     kinds |= {"share": "fp32", "acc": "fp32"}
     kinds |= dict.fromkeys(("draft_uniform", "uniform", "chances"), "*fp32")
@@ -320,7 +325,7 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for count in (2, 4):
         size = {"K": count, "BLOCK": next_power_of_2(count)}
-        places = {"FIRST": -1, "LOOKBACK": count // 4}
+        places = {"FIRST": -1, "LOOKBACK": count // 4, "WINDOWS": count == 4}
         cases.append(case(f"chain_inputs_{count}", chain_inputs_kernel, **size, **places))
         cases.append(case(f"chain_accept_{count}", chain_accept_kernel, SALT=0, LEAST=0, FORCE=False, **size))
     size = {"K": 4, "BLOCK": 4}

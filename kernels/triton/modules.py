@@ -46,6 +46,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.varlen.triton_varlen",
     f"{_FAMILIES}.sampling.triton_sampling",
     f"{_FAMILIES}.speculation.triton_chains",
+    f"{_FAMILIES}.speculation.triton_trees",
 )
 
 

@@ -11,6 +11,30 @@ def deep_gemm(device: Device, need: Need) -> str | None:
     return _promises("DeepGEMM", need) or probe.DEEP_GEMM.why_not(device, need)
 
 
+def mega_moe(device: Device, need: Need) -> str | None:
+    reason = _promises("MegaMoE", need) or probe.MEGA_MOE.why_not(device, need)
+    if reason or need.experts is None:
+        return reason
+    if not need.experts.blocks:
+        return "MegaMoE on Hopper multiplies block FP8; this checkpoint's experts are not in FP8 blocks of 128 x 128"
+    return limits.mega_moe(need.experts.hidden, need.experts.width, need.experts.top_k)
+
+
+def trtllm_experts(device: Device, need: Need) -> str | None:
+    name = "trtllm-gen's fused experts"
+    reason = _promises(name, need) or probe.TRTLLM_MOE.why_not(device, need)
+    if reason or need.experts is None:
+        return reason
+    experts = need.experts
+    if not experts.blocks:
+        return f"{name} multiply block FP8; this checkpoint's experts are not stored in FP8 blocks of 128 x 128"
+    if experts.dispatched:
+        return limits.TRTLLM_DISPATCHED
+    if experts.top_k > limits.TRTLLM_TOP_K:
+        return f"{name} sum at most {limits.TRTLLM_TOP_K} experts of a token, not {experts.top_k}"
+    return limits.trtllm_experts(experts.hidden, experts.width)
+
+
 DEEP_GEMM_INDEX_HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
 """By major compute capability (csrc/apis/attention.hpp)."""
 DEEP_GEMM_INDEX_WIDTHS = (32, 64, 128)

@@ -28,6 +28,16 @@ TRTLLM_HEADS = 64, 128
 
 TRTLLM_PAGES = (32, 64)
 
+TRTLLM_TOP_K = 32
+"""Experts of a token in trtllm-gen's fused experts."""
+
+TRTLLM_DISPATCHED = (
+    "trtllm-gen's fused experts take tokens with their choices, not rows from a dispatcher: leave --moe-a2a-backend out"
+)
+
+MEGA_RANKS, MEGA_TOP_K, MEGA_WIDEST, MEGA_TOKENS = 32, 32, 4096, 128
+"""MegaMoE on Hopper: most ranks, experts of a token, channels of an expert; its capacity is a multiple of the last."""
+
 FA3_WIDEST = 256
 FA3_MIN_LATENT, FA3_MAX_LATENT, FA3_MAX_ROTARY = 256, 512, 64
 
@@ -122,6 +132,28 @@ def trtllm_mla(widths: HeadWidths) -> str | None:
     """Prompts run on FlashInfer's kernels."""
     own = trtllm_absorbed(widths.latent, widths.rotary, widths.heads)
     return own or flashinfer_expanded(widths.key, widths.value)
+
+
+def trtllm_experts(hidden: int, width: int) -> str | None:
+    if hidden % 128 or width % 128:
+        return f"trtllm-gen's fused experts have widths of 128 n channels, not {hidden} and {width}"
+    return None
+
+
+def mega_moe(hidden: int, width: int, top_k: int) -> str | None:
+    """Source: asserts of csrc/apis/sm90_mega.hpp, sgl-deep-gemm 0.2.5; the pre-dispatch kernel has a thread for 8
+    channels."""
+    if hidden % 512 or hidden > 8192 or width % 256 or width > MEGA_WIDEST:
+        return (
+            f"MegaMoE has hidden sizes of 512 n up to 8192 and experts of 256 n up to {MEGA_WIDEST} channels, not "
+            f"{hidden} and {width}"
+        )
+    return f"MegaMoE sums at most {MEGA_TOP_K} experts of a token, not {top_k}" if top_k > MEGA_TOP_K else None
+
+
+def trtllm_experts_of(count: int, top_k: int) -> int:
+    """Experts that trtllm-gen counts for `count` held ones: more than these, more than `top_k`, a multiple of 4."""
+    return -(-(max(count, top_k) + 1) // 4) * 4
 
 
 def fa3_mla(widths: HeadWidths) -> str | None:

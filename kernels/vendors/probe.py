@@ -92,6 +92,18 @@ DEEP_GEMM_INDEXER = Library(
     dtypes=DEEP_GEMM.dtypes,
     compiles=True,
 )
+MEGA_MOE = Library(
+    "DeepGEMM's MegaMoE",
+    DEEP_GEMM.modules,
+    DEEP_GEMM.install,
+    (
+        "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90", "mega_moe_pre_dispatch_sm90",
+        "fp8_mega_moe",
+    ),
+    majors=(9,),
+    dtypes=DEEP_GEMM.dtypes,
+    compiles=True,
+)  # fmt: skip
 FLASHINFER = Library(
     "FlashInfer",
     ("flashinfer",),
@@ -111,6 +123,18 @@ TRTLLM_MLA = Library(
     majors=(10,),
     compiles=True,
 )
+TRTLLM_MOE = Library(
+    "FlashInfer's trtllm-gen experts",
+    FLASHINFER.modules,
+    FLASHINFER.install,
+    (
+        "shuffle_matrix_a", "fused_moe.convert_to_block_layout", "fused_moe.trtllm_fp8_block_scale_routed_moe",
+        "fused_moe.WeightLayout", "fused_moe.RoutingMethodType",
+    ),
+    majors=(10,),
+    dtypes=("bfloat16",),
+    compiles=True,
+)  # fmt: skip
 FLASHINFER_SAMPLING = Library(
     "FlashInfer",
     ("flashinfer",),

@@ -1,7 +1,8 @@
 """Matrices of GGUF files: blocks of numbers along the rows. Imports no torch.
 
 Each matrix has its own type. All have a kernel form with exactly their values: 4 bits for Q4_0, Q4_1 and Q4_K, else 8,
-with a scale per 32 columns (Q6_K: 16). Q4_1, Q4_K and Q5_K have offsets too.
+with a scale per 32 columns (Q6_K: 16). Q4_1, Q4_K and Q5_K have offsets too. Matrices of several types that a layer
+stacks have a common form of 8 bits, also with exactly their values.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _CODES = {
 }  # fmt: skip
 """Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly, and the groups
 with a common scale and offset (`GroupCodes.factors`)."""
+_WIDE = (8, 16, "float16", 2)
+"""The form that represents every type exactly: 10 bits a number."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MERGED = (
     re.compile(r"(.*\.self_attn)\.(?:q|k|v|q_a)_proj|(.*\.self_attn)\.kv_a_proj_with_mqa"),
     re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"),
 )
-"""Projections that layers stack: a stack is kept as stored if all its matrices have one type."""
-_OF_EXPERTS = re.compile(r"(.*\.experts)\.\*\.\w+")
-"""The projections of all experts of a layer are one weight."""
+"""Projections that layers stack, those of experts too: a stack has one kernel form."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ class Blocks:
 
     Attributes:
         type: a key of `BLOCK_TYPES`.
-        kept: True if kernels may multiply the blocks as stored.
+        wide: True for the common form of a stack of several types.
     """
 
     type: str
-    kept: bool = True
+    wide: bool = False
 
     @property
     def coded(self) -> bool:
-        return self.kept and self.type in _CODES
+        return self.type in _CODES
 
     @property
     def blocks(self) -> bool:
@@ -86,7 +87,7 @@ class Blocks:
 
         if not self.coded:
             return None
-        bits, group, scales, factors = _CODES[self.type]
+        bits, group, scales, factors = _WIDE if self.wide else _CODES[self.type]
         return GroupCodes(bits, group, scales=scales, factors=factors)
 
     def of_dtype(self, dtype: str) -> Blocks:
@@ -100,14 +101,14 @@ class Blocks:
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         from moe_engine.kernels.quantization.codes import CodedWeight
-        from moe_engine.models.formats.gguf_blocks import codes_into
+        from moe_engine.models.formats.gguf_blocks import codes_into, wide_codes_into
 
         (stored,) = self.tensors(prefix, shape, source.names)
         if not isinstance(out, CodedWeight):
             source.read_into(stored, cut, out)  # type: ignore[arg-type]  # a Tensor
             return
         with source.open(stored, cut) as blocks:
-            codes_into(self.type, blocks, out)
+            (wide_codes_into if self.wide else codes_into)(self.type, blocks, out)
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         from moe_engine.kernels.quantization.codes import CodedWeight
@@ -127,6 +128,7 @@ class GGUFFormat(SchemeFormat):
     types: tuple[tuple[str, Blocks], ...] = ()
 
     checkpoint = "GGUF"
+    stores_head = True
 
     @staticmethod
     def parse(section: Fields) -> GGUFFormat:
@@ -163,20 +165,18 @@ def matrix_types(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
 
 
 def _schemes(types: Mapping[str, str]) -> dict[str, Blocks]:
-    """The schemes by matrix. Stacks with several types are not kept as stored."""
+    """The schemes by matrix. The matrices of a stack have one form."""
     stacks: dict[str, list[str]] = {}
     for name in types:
         stacks.setdefault(_stack_of(name), []).append(name)
     found: dict[str, Blocks] = {}
     for names in stacks.values():
-        one = len({types[name] for name in names}) == 1
-        found |= {name: Blocks(types[name], one) for name in names}
+        several = len({_CODES.get(types[name]) for name in names}) > 1
+        found |= {name: Blocks(types[name], several) for name in names}
     return found
 
 
 def _stack_of(name: str) -> str:
-    if match := _OF_EXPERTS.fullmatch(name):
-        return match[1]
     for number, pattern in enumerate(_MERGED):
         if match := pattern.fullmatch(name):
             return f"{next(group for group in match.groups() if group)} {number}"

@@ -45,6 +45,29 @@ def codes_into(type: str, blocks: Tensor, out: CodedWeight) -> None:
     out.scales.copy_(scales.flatten(1))
 
 
+def wide_codes_into(type: str, blocks: Tensor, out: CodedWeight) -> None:
+    """The same values as codes of 8 bits in groups of 16 columns, with a scale and an offset for two groups."""
+    assert out.factors is not None
+    middle = out.format.middle
+    if type in _OFFSETS:
+        codes, pairs, factors = _OFFSETS[type](blocks)
+        out.codes.copy_((codes + middle).flatten(1))
+        out.scales.copy_(pairs.repeat_interleave(out.scales.shape[1] // pairs.shape[1], 1))
+        out.factors.copy_(factors.repeat_interleave(2, 1))
+        return
+    out.scales[..., 1], out.factors[..., 1] = 0, 0
+    if type == "Q6_K":  # a factor's sign moves to its codes
+        codes, _, own = _q6_k(blocks)
+        signed = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1).short()  # [R, groups]
+        out.codes.copy_(((codes.short() - own) * signed.sign().unsqueeze(-1) + middle).flatten(1))
+        out.factors[..., 0] = signed.abs()
+        out.scales[..., 0] = _half(blocks, 208).flatten(1).repeat_interleave(8, 1)
+        return
+    codes, scales, own = _codes_of(type, blocks)
+    out.codes.copy_((codes + (middle - own)).flatten(1))
+    out.scales[..., 0], out.factors[..., 0] = scales, 1
+
+
 def _codes_of(type: str, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
     """Codes uint8 [R, groups, n], scales [R, groups] in the dtype that represents them exactly, and the code of 0."""
     if type == "Q4_0":

@@ -147,15 +147,21 @@ def online_format(name: str) -> SchemeFormat | None:
     return SchemeFormat("fp8" if name.startswith("fp8") else name, rules, Modules(parts=_UNQUANTIZED))
 
 
-def derived_codes(format: WeightFormat) -> GroupCodes | None:
-    """The form of matrices that layers hold in a layout of their own, kv_b's absorbed halves and the head: 8 bits if
-    the projections have 4 or 8; None: plain."""
-    from moe_engine.kernels.quantization.codes import GroupCodes
+def derived_codes(format: WeightFormat, columns: int, is_head: bool = False) -> GroupCodes | None:
+    """The form of a matrix that a layer holds in a layout of its own, one of kv_b's absorbed halves or the head; None:
+    plain.
 
+    4 bits if the projections have 4 and the columns form whole groups, else 8 bits. The head has 4 bits only with
+    ``int4``: torchao's names leave it to the engine.
+    """
     if not isinstance(format, SchemeFormat) or "linear" not in format.kept:
         return None
-    online = any(isinstance(scheme, Online) and scheme.coded for _, scheme in format.rules)
-    return GroupCodes(8, 0, scales="float32") if online else None
+    codes = [scheme.codes for _, scheme in format.rules if isinstance(scheme, Online) and scheme.codes is not None]
+    if not codes:
+        return None
+    wanted, wide = codes[0], _codes_of("int8")
+    small = wanted.bits == 4 and wanted.takes(columns) and (not is_head or format.name == "int4")
+    return wanted if small else wide
 
 
 def _codes_of(name: str) -> GroupCodes | None:

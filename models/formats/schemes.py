@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
@@ -72,6 +72,9 @@ class SchemeFormat:
     skipped: Modules = NONE
     kept: frozenset[str] = frozenset(("linear", "experts"))
     """Kernel families whose rows multiply the weights as stored, for the memory ledger."""
+
+    stores_head: ClassVar[bool] = False
+    """True if a head may be multiplied as stored: its scheme is known from the files."""
 
     def of_dtype(self, dtype: str) -> SchemeFormat:
         """For a model whose unquantized weights have this dtype."""

@@ -17,7 +17,8 @@ from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.online import derived_codes
-from moe_engine.models.layers.linear import Linear, quantized
+from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.layers.linear import Linear, Projection, format_for, load_linear, quantized
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -67,8 +68,23 @@ class Head:
         self._group = parallel.world if self._spans else parallel.attn_tp
         self._repeats = parallel.attn_tp_size
         self._vocab_size = config.vocab_size
-        form = None if config.tie_word_embeddings else derived_codes(reader.format)
-        self._linear = head_linear(kernel, self._load(config, reader, embedding), form)
+        self._linear = self._as_stored(config, reader, kernel) or head_linear(
+            kernel,
+            self._load(config, reader, embedding),
+            None if config.tie_word_embeddings else derived_codes(reader.format, config.hidden_size, is_head=True),
+        )
+
+    def _as_stored(self, config: ModelConfig, reader: WeightSource, kernel: LinearKernel) -> Linear | None:
+        """The head in the checkpoint's form, if the files say that it has one and the kernel multiplies it."""
+        format, shape = reader.format, (config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings or not isinstance(format, SchemeFormat) or not format.stores_head:
+            return None
+        if (
+            self._group.size > 1
+            or format_for(kernel.capabilities.quantized, reader, [Projection("lm_head", shape)]) is None
+        ):
+            return None
+        return load_linear(kernel, reader, ["lm_head"], shape[:1], shape[1])
 
     def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
         if not config.tie_word_embeddings:

@@ -207,14 +207,17 @@ def _group_of(config: ModelConfig, layer_index: int) -> int:
 
 def group_inputs(batch: ForwardBatch, groups: Sequence[CacheGroup], backend: GQABackend) -> Groups:
     """Inputs of all layers; host work once per step. A group with another window than the batch's queries is planned
-    here. If the KV of windows is bounded, the batch's queries have the table of the first group."""
+    here, unless it was planned with the batch. If the KV of windows is bounded, the batch's queries have the table of
+    the first group."""
     return [_inputs(batch, group, backend) for group in groups]
 
 
 def _inputs(batch: ForwardBatch, group: CacheGroup, backend: GQABackend) -> GroupInputs:
     attention, plan = batch.attention, batch.attention_plan
     windows = None if group.window is None else batch.windows
-    if group.window != attention.window:
+    if group.window != attention.window and batch.other_groups is not None:
+        attention, plan = batch.other_groups[group.window]
+    elif group.window != attention.window:
         attention = attention.with_window(group.window, None if windows is None else windows.table)
         plan = backend.plan(attention)
     inputs = GroupInputs([], plan, batch.slots if windows is None else windows.slots)

@@ -158,10 +158,11 @@ class MLAAttention:
         """kv_b as stored, with this rank's rows."""
         weight = reader.linear(*self.kv_b_part)
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
-        form, first = derived_codes(reader.format), heads[:, : mla.qk_nope_head_dim]
-        last = heads[:, mla.qk_nope_head_dim :]
+        first, last = heads[:, : mla.qk_nope_head_dim], heads[:, mla.qk_nope_head_dim :]
+        form = derived_codes(reader.format, mla.qk_nope_head_dim)
         self._w_uk, keys = prepare_heads(self._linear, first.transpose(1, 2).contiguous(), form)  # [H, C, N]
         self._keys = None if self._absorb_and_write is None else keys
+        form = derived_codes(reader.format, mla.kv_lora_rank)
         self._w_uv, values = prepare_heads(self._linear, last.contiguous(), form)  # [H, V, C]
         if form is not None:
             first.copy_(keys.transpose(1, 2))

@@ -6,6 +6,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -368,18 +369,20 @@ class StoredExperts:
         ones'."""
         count, rest = divmod(self._shared_width, self._whole)
         last = self._num_experts + count - 1
-        return count if not rest and count and self._format(reader, last) == self._format(reader, 0) else 0
+        return count if not rest and count and self._formats(reader, last) == self._formats(reader, 0) else 0
 
     def load(self, reader: WeightSource, held: Sequence[int]) -> ExpertWeights:
         """New weights with a slot for each of the experts `held`; each expert is read once for all its slots."""
         slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
-        format, sizes = self._format(reader, held[0]), (len(held), self._hidden, self._width)
+        (format, down), sizes = self._formats(reader, held[0]), (len(held), self._hidden, self._width)
         if format is None:
             weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         else:
-            weights = self.kernel.capabilities.quantized[type(format)].allocate(*sizes, reader.device, format)
+            kept = self.kernel.capabilities.quantized[type(format)]
+            make = kept.allocate if down == format or kept.of_two is None else partial(kept.of_two, down)
+            weights = make(*sizes, reader.device, format)
         if self._moe.biased:
             weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
             weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)
@@ -392,11 +395,11 @@ class StoredExperts:
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
         """Reads experts into their slots, by expert."""
         experts, kernel, wide = list(slots), self.kernel, (self._width, self._hidden)
-        format = self._format(reader, experts[0])
+        format, down = self._formats(reader, experts[0])
         store = kernel.load_expert if format is None else kernel.capabilities.quantized[type(format)].load
 
         def scratch() -> list[Any]:
-            return [empty_weight(format, *shape, reader) for shape in (wide, wide, wide[::-1])]
+            return [*(empty_weight(format, *wide, reader) for _ in range(2)), empty_weight(down, *wide[::-1], reader)]
 
         def load(index: int, parts: list[Any]) -> None:
             for projection, out in zip(self._projections(experts[index]), parts):
@@ -409,8 +412,13 @@ class StoredExperts:
             block = self._prefix.removesuffix(".experts")
             fill_biases(weights.bias, reader, block, self._moe, slots, self._cut)
 
-    def _format(self, reader: WeightSource, expert: int) -> KernelFormat | None:
-        return format_for(self.kernel.capabilities.quantized, reader, self._projections(expert))
+    def _formats(self, reader: WeightSource, expert: int) -> tuple[KernelFormat | None, KernelFormat | None]:
+        """The formats of gate and up, and of down; None: Tensors."""
+        declared, (*up, down) = self.kernel.capabilities.quantized, self._projections(expert)
+        first, last = format_for(declared, reader, up), format_for(declared, reader, [down])
+        if first is None or last is None or (first != last and declared[type(first)].of_two is None):
+            return None, None
+        return first, last
 
     def _projections(self, expert: int) -> list[Projection]:
         """Gate, up and down."""

@@ -232,7 +232,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
     return FleetSpec(
         replica,
         parallel.dp_size,
-        parallel.load_balance_method,
+        config.load_balance_method,
         faults=tuple(Fault.parse(text, num_ranks) for text in own.fail),
         request_seconds=source.request_seconds,
         token_seconds=source.token_seconds,

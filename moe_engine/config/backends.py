@@ -57,16 +57,14 @@ class BackendArgs:
     )  # fmt: skip
     moe_runner_backend: str = flag(
         "auto",
-        "Grouped GEMM of the routed experts.",
+        "Grouped GEMM of the routed experts. flashinfer_trtllm: TensorRT-LLM's fused experts on Blackwell, for weights "
+        "in block FP8, without --moe-a2a-backend.",
         choices=_experts,
         synonyms=CPU_SYNONYMS,
-        unsupported={
-            "flashinfer_trtllm": TENSORRT,
-            **dict.fromkeys(
-                ("triton_kernel", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4", "cutlass", "marlin"),
-                MORE_GPU,
-            ),
-        },
+        unsupported=dict.fromkeys(
+            ("triton_kernel", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4", "cutlass", "marlin"),
+            MORE_GPU,
+        ),
     )
     linear_backend: str = flag("auto", "GEMM of dense weights.", choices=_linear)
     ops_backend: str = flag("auto", "Norms, rotary embedding, activation, KV cache writes and routing.", choices=_ops)

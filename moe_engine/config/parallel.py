@@ -59,11 +59,12 @@ class ParallelArgs:
     moe_a2a_backend: str = flag(
         "none",
         "Dispatch backend (all-to-all of tokens to the ranks of their experts). none: every rank processes all tokens. "
-        "auto: the best that can run here (deepep on GPUs, shared_memory on one CPU host, two_hop on several nodes).",
+        "auto: the best that can run here (deepep on GPUs, shared_memory on one CPU host, two_hop on several nodes). "
+        "megamoe: dispatch, experts and combine in one call of DeepGEMM, for block FP8 on Hopper GPUs of one host.",
         choices=_dispatchers,
         unsupported=dict.fromkeys(
-            ("deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "flashinfer_megamoe",
-             "pplx", "ascend_tp"),
+            ("deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe", "pplx",
+             "ascend_tp"),
             OTHER_DISPATCHERS,
         ),
     )  # fmt: skip
@@ -157,7 +158,9 @@ class ParallelArgs:
     load_balance_method: str = flag(
         "auto",
         "Which replica or attention group gets a new request. total_requests: the one with the fewest requests; "
-        "total_tokens: the one with the fewest tokens; round_robin: the next one. auto: total_tokens.",
-        choices=("auto", "round_robin", "total_requests", "total_tokens"),
+        "total_tokens: the one with the fewest tokens; round_robin: the next one; cache_aware: the one that has the "
+        "longest prefix of the prompt in its KV cache, unless it is busier by more than that saves; total_tokens "
+        "without a prefix. auto: cache_aware, with --disable-radix-cache total_tokens.",
+        choices=("auto", "round_robin", "total_requests", "total_tokens", "cache_aware"),
         synonyms={"shortest_queue": "total_requests", "minimum_tokens": "total_tokens"},
     )

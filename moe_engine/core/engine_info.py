@@ -31,6 +31,8 @@ class EngineInfo:
     hidden_size: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+    host_tier_tokens: int = 0
+    """Tokens of the host-RAM tier of the KV cache; 0 without one."""
     num_window_slots: int = 0
     """Tokens of the pool of windowed layers; 0: these layers have no pool of their own."""
     graph_bytes: int = 0

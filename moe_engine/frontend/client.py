@@ -35,8 +35,9 @@ from moe_engine.frontend.client_api import (
     values_of,
 )
 from moe_engine.frontend.core_process import CoreProcess
-from moe_engine.frontend.dp_routing import Router
+from moe_engine.frontend.dp_routing import Room, Router
 from moe_engine.frontend.inbox import Inbox
+from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, connect
 from moe_engine.types import FinishReason
@@ -92,7 +93,7 @@ class CoreClient:
         self,
         cores: CoreProcess | Sequence[CoreProcess],
         info: EngineInfo,
-        method: str = "auto",
+        method: str = "total_tokens",
         *,
         by_room: bool = False,
     ) -> None:
@@ -104,7 +105,8 @@ class CoreClient:
             for core in self._cores
             for group, (address, status) in enumerate(zip(core.to_core_addresses, core.statuses))
         ]
-        self._router = Router(len(self._endpoints), method)
+        room = Room(info.max_total_num_tokens, info.max_running_requests, info.host_tier_tokens)
+        self._router = Router(len(self._endpoints), method, room)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
@@ -123,10 +125,14 @@ class CoreClient:
     async def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncIterator[RequestDelta]:
         if request.rid in self._inboxes:
             raise ValueError(f"request id {request.rid!r} is in use")
-        number = self._choose(request)
+        router = self._router
+        prompt = router.blocks_of(request.prompt_ids, (request.lora_id, request.lora_key, request.extra_key))
+        number = self._choose(request, prompt)
         if len(self._endpoints) > 1:
             request.routed_dp_rank = number  # for the response's meta_info
-        inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number], direct)
+        uncomputed = router.sent(number, prompt)
+        inbox = Inbox(request, number, router.loads[number], direct, prompt=prompt, uncomputed=uncomputed)
+        self._inboxes[request.rid] = inbox
         finished = False
         try:
             self._endpoints[number].send(request)
@@ -146,6 +152,7 @@ class CoreClient:
         """Drops a request that has no reader and whose scheduler has ended it or is lost."""
         del self._inboxes[inbox.request.rid]
         inbox.leave()
+        self._router.ended(inbox.endpoint, inbox.prompt, inbox.generated_ids)
 
     def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
         by_endpoint: dict[int, list[str]] = {}
@@ -158,6 +165,8 @@ class CoreClient:
             self._endpoints[number].send(messages.AbortRequest(rids_there, reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
+        if method == "flush_cache":
+            self._router.forget()
         endpoints = self._alive()
         answers = await asyncio.gather(
             *(self._call(endpoint, messages.Call(0, method, args)) for endpoint in endpoints), return_exceptions=True
@@ -212,7 +221,7 @@ class CoreClient:
             raise EngineDeadError(self._cause())
         return alive
 
-    def _choose(self, request: AddRequest) -> int:
+    def _choose(self, request: AddRequest, prompt: PromptBlocks | None) -> int:
         able = [number for number, endpoint in enumerate(self._endpoints) if not endpoint.dead]
         if not able:
             raise EngineDeadError(self._cause())
@@ -220,7 +229,7 @@ class CoreClient:
         if self._by_room and request.bootstrap is not None:
             asked = self._of_room(request.bootstrap[2], asked)
         if asked is None:
-            return able[0] if len(able) == 1 else self._router.choose(able)
+            return able[0] if len(able) == 1 else self._router.choose(able, prompt)
         if not 0 <= asked < len(self._endpoints):
             ranks = (
                 "one data-parallel rank, 0" if len(self._endpoints) == 1 else f"ranks 0 to {len(self._endpoints) - 1}"
@@ -383,14 +392,14 @@ class CoreClient:
             inbox.fail(f"{cause}; this request has lost {MAX_MIGRATIONS + 1} schedulers")
             return
         try:
-            number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None))
+            number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None), inbox.prompt)
         except EngineDeadError:  # no scheduler is left
             inbox.fail(cause)
             return
         request.routed_dp_rank, request.generated_ids = number, list(inbox.generated_ids)
         request.num_migrations += 1
         inbox.leave()
-        inbox.enter(number, self._router.loads[number])
+        inbox.enter(number, self._router.loads[number], self._router.sent(number, inbox.prompt))
         self._endpoints[number].send(request)
 
     def _died(self, core: CoreProcess, cause: str) -> None:

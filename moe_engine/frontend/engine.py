@@ -83,7 +83,7 @@ class Engine:
 
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
         by_room = self.config.args.disaggregation.disaggregation_mode == "prefill"
-        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method, by_room=by_room)
+        client = CoreClient(self._cores, self.info, self.config.load_balance_method, by_room=by_room)
         # No batch size limits: the memory is that of the caller's own process.
         settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
         return Frontend(client, tokenizer, settings)

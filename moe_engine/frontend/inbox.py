@@ -9,6 +9,7 @@ from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client_api import DirectReader
 from moe_engine.frontend.dp_routing import Load
+from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.types import PackedLogprobs
 
 MAX_ENTRIES = 256
@@ -24,13 +25,23 @@ class Inbox:
 
     Attributes:
         generated_ids: tokens received so far; with the prompt, the state for a migration to another scheduler.
+        prompt: blocks of the prompt, for the choice of a scheduler; None if the choice does not depend on them.
         abort_reason: set by an abort: if the scheduler is lost before it ends the request, there is no migration.
         left: the reader has left.
         ended: the scheduler has ended the request.
     """
 
-    def __init__(self, request: AddRequest, endpoint: int, load: Load, direct: DirectReader | None = None) -> None:
-        self.request = request
+    def __init__(
+        self,
+        request: AddRequest,
+        endpoint: int,
+        load: Load,
+        direct: DirectReader | None = None,
+        *,
+        prompt: PromptBlocks | None = None,
+        uncomputed: int = 0,
+    ) -> None:
+        self.request, self.prompt = request, prompt
         self.generated_ids: list[int] = []
         self.cached_tokens = 0
         self.abort_reason: str | None = None
@@ -43,24 +54,32 @@ class Inbox:
         self._is_awaited = False
         """The reader has read everything and waits: a plain delta may go to `direct`."""
         self._num_tokens = len(request.prompt_ids)
-        self.enter(endpoint, load)
+        self.enter(endpoint, load, uncomputed)
 
-    def enter(self, endpoint: int, load: Load) -> None:
-        """Assigns the request to a scheduler and adds it to its load."""
-        self.endpoint, self._load = endpoint, load
+    def enter(self, endpoint: int, load: Load, uncomputed: int = 0) -> None:
+        """Assigns the request to a scheduler and adds it to its load; `uncomputed`: prompt tokens without known KV."""
+        self.endpoint, self._load, self._uncomputed = endpoint, load, uncomputed
         load.num_requests += 1
         load.num_tokens += self._num_tokens
+        load.num_uncomputed += uncomputed
 
     def leave(self) -> None:
         """Removes the request from its scheduler's load."""
         self._load.num_requests -= 1
         self._load.num_tokens -= self._num_tokens
+        self._computed()
+
+    def _computed(self) -> None:
+        self._load.num_uncomputed -= self._uncomputed
+        self._uncomputed = 0
 
     def take(self, delta: RequestDelta) -> None:
         """Adds a delta from the scheduler."""
         count = len(delta.token_ids)
         self._num_tokens += count
         self._load.num_tokens += count
+        if count and self._uncomputed:
+            self._computed()
         if self.request.generated_ids:  # migrated: keep the first scheduler's count
             delta.cached_tokens = self.cached_tokens
         self.cached_tokens = delta.cached_tokens

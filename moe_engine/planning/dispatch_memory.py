@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
+from moe_engine.kernels.vendors.limits import MEGA_TOKENS
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.host_memory import OF_BACKEND, ROOM_TOKENS, HostLoad
 from moe_engine.planning.ledger import LedgerRow
@@ -22,6 +23,8 @@ def dispatch_rows(
     if plan.dispatch is None or model.moe is None:
         return []
     per_rank, decoded = limits.dispatch_tokens, limits.low_latency_tokens
+    if plan.dispatch.row.fused:
+        return [_fused(plan, model, max(per_rank, decoded))]
     if device == "cpu":
         return [_on_host(plan, model, dtype_bytes, per_rank, decoded)]
     return [_on_device(plan, model, dtype_bytes, per_rank, decoded)]
@@ -61,6 +64,20 @@ def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_ran
     rows += 2 * topology.tp_size * per_rank
     num_bytes = rows * model.hidden_size * dtype_bytes + choices * (CHOICE_BYTES + POSITION_BYTES)
     return LedgerRow("dispatch buffers", num_bytes, f"{rows} rows, {plan.dispatch.row.name}")
+
+
+def _fused(plan: ParallelPlan, model: ModelConfig, tokens: int) -> LedgerRow:
+    """MegaMoE's symmetric buffer, at most: tokens and results of a rank, and a pool of the rows of its experts with
+    scales of 4 bytes (per 128 channels of a token, 64 of an expert) and indices. The library may keep a smaller pool.
+    Source: deep_gemm/include/deep_gemm/layout/sm90_mega_moe.cuh, sgl-deep-gemm 0.2.5."""
+    assert plan.dispatch is not None and model.moe is not None
+    topology, moe, hidden = plan.topology, model.moe, model.hidden_size
+    held, ranks = moe.num_experts // topology.ep_size, topology.tp_size
+    capacity = -(-tokens // MEGA_TOKENS) * MEGA_TOKENS
+    pool = ranks * capacity * min(moe.top_k, held) + held * MEGA_TOKENS
+    own = capacity * (hidden + hidden // 32 + 12 * moe.top_k + 2 * hidden * moe.top_k)
+    rows = pool * (hidden + hidden // 32 + moe.width + moe.width // 16 + 20)
+    return LedgerRow("dispatch buffers", own + rows + 4 * held * ranks * ranks * capacity, f"{pool} rows, megamoe")
 
 
 def _on_host(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:

@@ -54,7 +54,7 @@ def _chosen(config: ResolvedConfig) -> dict[str, Any]:
     if flags.model.load_format == "auto":
         found["load_format"] = "safetensors"
     if flags.parallel.load_balance_method == "auto":
-        found["load_balance_method"] = "total_tokens"
+        found["load_balance_method"] = config.load_balance_method
     if plan.dispatch is not None:
         found["moe_a2a_backend"] = plan.dispatch.row.name
         found["max_dispatch_tokens_per_rank"] = config.limits.low_latency_tokens

@@ -11,6 +11,7 @@ from moe_engine.planning.images import image_rows
 from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_lora import lora_rows
+from moe_engine.planning.runner_memory import runner_rows
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import state_rows
 from moe_engine.planning.window_memory import window_rows
@@ -55,6 +56,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *image_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
+        *runner_rows(given),
         *_exchange_rows(given),
         *graph_row(
             graphs,

@@ -38,12 +38,14 @@ def resolve_graphs(
     speculation: SpeculationConfig | None,
     limits: StepLimits,
     why: str | None,
+    trees: bool,
     record: Record,
 ) -> GraphSettings:
     """Pure. `note_graphs` logs the result, when the number of running requests is known.
 
     Args:
         why: the reason against capturing: `why_not_captured`, or a kernel row's.
+        trees: steps with draft trees may be captured.
 
     Raises:
         ConfigError: flags that contradict each other.
@@ -66,10 +68,10 @@ def resolve_graphs(
         return GraphSettings()
     if flags.cuda_graph_backend_decode is None:
         record.note("cuda_graph_backend_decode", "full", "one launch per step costs less than one per kernel")
-    counts = _counts(speculation)
+    counts = _counts(speculation, trees)
     most, _ = _most(limits, counts, limits.running)
     sizes = tuple(size for size in _sizes(args, machine, parallel, limits, most) if size <= most)
-    return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding)
+    return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding, trees)
 
 
 def note_graphs(
@@ -136,15 +138,22 @@ def why_not_captured(
         return resolve_pooling.NOT_CAPTURED
     if resolve_lora.is_enabled(args):
         return resolve_lora.NOT_CAPTURED
-    if len(model.cache_groups) > 1:
-        return "layers with different attention windows: a graph has the plan of one"
     return None
 
 
-def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:
-    """Tokens of a request: of a chain of drafts, and one without drafts. Trees are not captured."""
-    if speculation is None or speculation.topk > 1:
+def captures_trees(speculation: SpeculationConfig | None, model: ModelConfig) -> bool:
+    """Whether drafts are trees that may be captured: of layers that `draft_setup` does not refuse."""
+    if speculation is None or speculation.topk == 1 or speculation.has_thresholds:
+        return False
+    return speculation.method == "eagle" or (speculation.method == "nextn" and model.num_nextn_predict_layers == 1)
+
+
+def _counts(speculation: SpeculationConfig | None, trees: bool) -> tuple[int, ...]:
+    """Tokens of a request: of a chain or tree of drafts, and one without drafts."""
+    if speculation is None or (speculation.topk > 1 and not trees):
         return (1,)
+    if trees:
+        return (1, speculation.num_nodes(speculation.num_steps))
     if speculation.auto_depth:
         return tuple(range(1, speculation.num_steps + 2))
     return (1, speculation.num_steps + 1)

@@ -11,9 +11,10 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import KernelPlan, LaunchKernels, page_sizes_of, plan_kernels
 from moe_engine.kernels.device import Need
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.needs import need_of_model
+from moe_engine.models.needs import expert_widths, need_of_model
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.validate import attention_groups
 
 FLAGS = {
@@ -36,6 +37,7 @@ def resolve_kernels(
     kv_dtype: str,
     uncaptured: str | None,
     chains: bool,
+    parallel: ParallelPlan,
     record: Record,
 ) -> LaunchKernels:
     """Checks which libraries are installed; imports none.
@@ -53,8 +55,10 @@ def resolve_kernels(
     deterministic = args.backends.enable_deterministic_inference
     captured = uncaptured is None
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
-    chains = chains and captured and not need.windows
-    need = replace(need, chains=chains)
+    chains = chains and captured
+    dispatch = parallel.dispatch
+    placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
+    need = replace(need, chains=chains, experts=expert_widths(model, *placed))
     pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
     plan = _plan(machine, need, asked, pages, captured)
     page = plan.need.page_size
@@ -64,7 +68,8 @@ def resolve_kernels(
         record.note("page_size", page, reason)
     drafts = None
     if draft is not None:
-        need = replace(need_of_model(draft, dtype, kv_dtype, page, deterministic), chains=chains)
+        need = need_of_model(draft, dtype, kv_dtype, page, deterministic)
+        need = replace(need, chains=chains, experts=expert_widths(draft, *placed))
         drafts = _plan(machine, need, asked, (page,), captured)
     return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
 

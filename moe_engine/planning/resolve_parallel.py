@@ -113,6 +113,7 @@ def resolve_parallel(
         where = Place(device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version)
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
+    _check_fused(flags, dispatch)
     fp8 = flags.moe_dispatch_dtype == "fp8"  # auto: `with_dispatch_dtype`
     if fp8 and (dispatch is None or model.hidden_size % 128):
         why = "no --moe-a2a-backend" if dispatch is None else f"hidden size {model.hidden_size}"
@@ -240,6 +241,17 @@ def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | N
             f"{plan.ranks_per_node} here, --base-gpu-id {flags.base_gpu_id}, --gpu-id-step {flags.gpu_id_step}), and "
             f"this machine has {num_devices}, numbered from 0"
         )
+
+
+def _check_fused(flags: ParallelArgs, dispatch: DispatchChoice | None) -> None:
+    """Raises ConfigError for flags that a fused exchange excludes."""
+    if dispatch is None or not dispatch.row.fused:
+        return
+    name = f"--moe-a2a-backend {dispatch.row.name}"
+    if flags.enable_two_batch_overlap:
+        raise ConfigError(f"--enable-two-batch-overlap with {name}: its one buffer holds the tokens of one batch")
+    if flags.moe_dispatch_dtype == "bf16":
+        raise ConfigError(f"--moe-dispatch-dtype bf16 with {name}, which sends FP8: leave it out")
 
 
 def _check_overlap(flags: ParallelArgs, travels: bool) -> None:

@@ -17,7 +17,7 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_compile import compiled_rows
 from moe_engine.planning.resolve_dtype import DTYPE_BYTES
-from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
+from moe_engine.planning.resolve_graphs import captures_trees, note_graphs, resolve_graphs, why_not_captured
 from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, with_dispatch_dtype
@@ -70,13 +70,14 @@ def resolve_steps(
     local = local_heads(model, parallel.topology.attn_tp_size)
     why = why_not_captured(args, part, parallel, experts, model)
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
-    chains = speculation is not None and speculation.topk == 1
-    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, record)
+    trees = captures_trees(speculation, model)
+    chains = speculation is not None and (speculation.topk == 1 or trees)
+    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, parallel, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
-    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, record)
+    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
     kept = kept_format(model.weight_format, part.device, kernels.model.codes)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record

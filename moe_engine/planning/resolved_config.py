@@ -120,6 +120,14 @@ class ResolvedConfig:
         return self.args.multimodal.vlm_cache_size_mb << 20
 
     @property
+    def load_balance_method(self) -> str:
+        """How the front end chooses the scheduler of a request."""
+        asked = self.args.parallel.load_balance_method
+        if asked != "auto":
+            return asked
+        return "total_tokens" if self.scheduling.disable_radix_cache else "cache_aware"
+
+    @property
     def host_tier_tokens(self) -> int:
         """Tokens of the host-RAM tier of the KV cache; 0: none."""
         return self.ledger.host_tier_tokens

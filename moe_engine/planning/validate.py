@@ -115,6 +115,8 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
             f"--schedule-policy {policy} orders by cached prefixes, and --disable-radix-cache caches none; "
             "drop one of them"
         )
+    if args.parallel.load_balance_method == "cache_aware" and scheduling.disable_radix_cache:
+        yield "--load-balance-method cache_aware follows cached prefixes, --disable-radix-cache caches none; drop one"
     priorities = scheduling.enable_priority_scheduling or policy == "priority"
     if scheduling.enable_priority_scheduling and policy not in ("fcfs", "lof", "priority"):
         yield f"--enable-priority-scheduling works with --schedule-policy fcfs, lof or priority, not with {policy}"

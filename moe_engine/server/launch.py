@@ -132,7 +132,7 @@ async def _serve(
     from moe_engine.server.stop import StopSwitch
 
     by_room = config.args.disaggregation.disaggregation_mode == "prefill"
-    client = CoreClient(cores, info, config.args.parallel.load_balance_method, by_room=by_room)
+    client = CoreClient(cores, info, config.load_balance_method, by_room=by_room)
     app = create_app(Frontend(client, tokenizer, settings.frontend), client, settings)
     switch = StopSwitch()
 

@@ -28,6 +28,7 @@ from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
+from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
@@ -58,7 +59,7 @@ class ModelRunner:
     whole steps with drafts are captured. `taps`: the model's hidden states that an EAGLE-3 head reads.
 
     Args:
-        window: sliding window of the model's first cache group.
+        windows: sliding windows of the model's cache groups, the first group first.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class ModelRunner:
         sampling: SamplingKernel | None = None,
         parallel: ParallelContext = SINGLE,
         passes: LogitsPasses = UNBOUNDED,
-        window: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.rows = rows
         self.attention = attention
         self.stream = stream
-        self.window = window
-        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, window, rows.windows)
+        self.windows = AttentionWindows(windows, None if rows.windows is None else rows.windows.table)
+        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, windows[0], rows.windows)
         self.sampler = Sampler(rows.sampling, stream, sampling, passes)
         self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
@@ -224,7 +225,9 @@ class ModelRunner:
 
     def _drafted_shape(self, plan: StepPlan) -> StepShape | None:
         """The same for a step whose drafts are captured too."""
-        return self.drafted.graphs.shape_of(plan) if self.drafted is not None and self._replays(plan) else None
+        drafted = self.drafted
+        takes = drafted is not None and drafted.takes(plan) and self._replays(plan)
+        return drafted.graphs.shape_of(plan) if drafted is not None and takes else None
 
     def _replays(self, plan: StepPlan) -> bool:
         if self.shared.halves(plan) is not None:

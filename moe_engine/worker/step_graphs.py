@@ -15,7 +15,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
@@ -34,6 +35,7 @@ from moe_engine.types import StepFacts, StepPlan
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
+from moe_engine.worker.captured_groups import AttentionWindows, GroupPlans
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -81,12 +83,12 @@ class DraftCapture(Protocol):
 
 @dataclass(frozen=True)
 class _GraphEntry:
-    """A graph, its static queries, its attention plan, which must be renewed before each replay, and its runs of
+    """A graph, its static queries, its attention plans, which must be renewed before each replay, and its runs of
     states, whose memory the graph reads."""
 
     launches: CapturedGraph
     queries: PagedQueries
-    plan: RenewablePlan
+    plan: GroupPlans
     states: StateRuns | None
 
 
@@ -210,7 +212,7 @@ class StepGraphs:
         stream: DeviceStream,
         backend: GraphBackend,
         outputs: StepOutputs,
-        window: int | None = None,
+        windows: AttentionWindows,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -221,9 +223,8 @@ class StepGraphs:
         self._stream = stream
         self._backend = backend
         self._outputs = outputs
-        self._window = window
-        self._windows = rows.windows
-        self._inputs = _Inputs(settings, stream, rows.windows is not None, rows.states)
+        self._windows = windows
+        self._inputs = _Inputs(settings, stream, windows.table is not None, rows.states)
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
@@ -249,7 +250,9 @@ class StepGraphs:
             for shape in bar:
                 bar.set_postfix_str(f"bs={shape.size}, tokens={shape.num_tokens}")
                 whole = drafted is not None and drafted.capture(shape)
-                if not (whole and shape.count > 1) and not self._capture(shape):
+                if (whole or settings.trees) and shape.count > 1:  # without a plan for a tree its steps stay eager
+                    continue
+                if not self._capture(shape):
                     return False
         self._stream.synchronize()
         logger.info(
@@ -262,15 +265,15 @@ class StepGraphs:
 
     def _capture(self, shape: StepShape) -> bool:
         batch = self._static_batch(shape)
-        plan = self._plan_in_place(batch.attention)
+        plan = self._plan(batch)
         if plan is None:
             return False
-        self._run(replace(batch, attention_plan=plan))  # eager first: allocations and initialization of a first call
-        plan = self._plan_in_place(batch.attention)
+        self._run(plan.planned(batch))  # eager first: allocations and initialization of a first call
+        plan = self._plan(batch)
         queries = batch.attention.decode
         assert plan is not None and queries is not None
         try:
-            launches = self._backend.capture(lambda: self._run(replace(batch, attention_plan=plan)))
+            launches = self._backend.capture(partial(self._run, plan.planned(batch)))
         except RuntimeError as error:
             raise CaptureError(
                 f"a decode step of {shape.size} requests cannot be captured as a CUDA graph: {error}; "
@@ -279,9 +282,12 @@ class StepGraphs:
         self._graphs[shape] = _GraphEntry(launches, queries, plan, batch.stored_states)
         return True
 
+    def _plan(self, batch: ForwardBatch) -> GroupPlans | None:
+        return GroupPlans.of(batch.attention, self._plan_in_place, self._windows, self._rows.slot_table)
+
     def _static_batch(self, shape: StepShape) -> ForwardBatch:
         """A step over the static buffers."""
-        inputs, size, count, tokens = self._inputs, shape.size, shape.count, shape.num_tokens
+        windows, inputs, size, count, tokens = self._windows, self._inputs, shape.size, shape.count, shape.num_tokens
         starts = torch.arange(0, tokens + 1, count, dtype=torch.int32)
         queries = PagedQueries(
             query_lens=[count] * size,
@@ -289,9 +295,9 @@ class StepGraphs:
             rows=inputs.rows[:size],
             query_starts=self._stream.upload(starts),
             context_lens_device=inputs.context_lens[:size],
-            slot_table=self._rows.slot_table if self._windows is None else self._windows.table,
+            slot_table=windows.table_of(windows.first, self._rows.slot_table),
             page_size=self._kv_pool.page_size,
-            window=self._window,
+            window=windows.first,
         )
         return ForwardBatch(
             input_ids=inputs.input_ids[:tokens],
@@ -302,7 +308,7 @@ class StepGraphs:
             attention_plan=None,
             kv=self._kv_pool.layers,
             sizes=self._shared.even_sizes(tokens),
-            windows=None if self._windows is None else WindowSlots(inputs.window_slots[:tokens], self._windows.table),
+            windows=None if windows.table is None else WindowSlots(inputs.window_slots[:tokens], windows.table),
             real=inputs.real[:tokens],
             stored_states=None if inputs.states is None else inputs.states.runs(size, count),
         )

@@ -272,7 +272,7 @@ def _prepare(
     make_runner = ModelRunner if config.pooling is None else partial(PoolingRunner, config.pooling)
     runner = make_runner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
-        passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
+        passes=LogitsPasses(options.logits_rows), windows=tuple(group.window for group in config.cache_groups),
     )  # fmt: skip
     if options.host_tier_tokens:
         runner.kv_copies = make_copies(options, pool, parallel, stream, rows.states)

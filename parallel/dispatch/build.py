@@ -14,6 +14,7 @@ from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
+from moe_engine.kernels.vendors.probe import MEGA_MOE
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
@@ -23,6 +24,7 @@ from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher, LocalExc
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
 from moe_engine.parallel.dispatch.host_memory import ROOM_TOKENS
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
+from moe_engine.parallel.dispatch.mega_moe import MegaDispatcher, make_buffer
 from moe_engine.parallel.dispatch.protocol import (
     Dispatcher,
     DispatchShape,
@@ -55,6 +57,7 @@ class Groups:
         on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
         permutation: permute/unpermute kernels; None: this machine's best.
         overlaps: computation on another stream overlaps with dispatch.
+        deep_gemm: the library of megamoe; None imports it.
     """
 
     experts: Group
@@ -69,6 +72,7 @@ class Groups:
     on_host: bool | None = None
     permutation: Permutation | None = None
     overlaps: bool = False
+    deep_gemm: ModuleType | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -249,6 +253,14 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     )
 
 
+def _megamoe(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """One symmetric buffer for both modes."""
+    library = groups.deep_gemm or MEGA_MOE.load()
+    largest = max(shapes.values(), key=lambda shape: shape.max_tokens)
+    buffer = make_buffer(library, groups.process_group, largest)
+    return [MegaDispatcher(library, buffer, shape) for shape in shapes.values()]
+
+
 def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     """Low latency by NVSHMEM: its Python package if all ranks have it, else torch's shuffles. Prefill by the backend
     with the least traffic between nodes."""
@@ -290,5 +302,6 @@ _MAKERS: dict[str, Maker] = {
     "shared_memory": _exchanged(lambda groups, shape, static: _shared_memory(groups, shape)),
     "symm_mem": _symm_mem,
     "nvshmem": _nvshmem,
+    "megamoe": _megamoe,
     "two_hop": _exchanged(_two_hop),
 }

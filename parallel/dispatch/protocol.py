@@ -36,6 +36,7 @@ class DispatchShape:
         num_ranks: R; divides num_experts.
         max_tokens: max tokens of a rank per call.
         dtype: of the activations.
+        width: channels of an expert; 0: not known.
         fp8: tokens are sent as float8_e4m3 with a float32 scale per 128 channels; results are sent in `dtype`.
     """
 
@@ -46,6 +47,7 @@ class DispatchShape:
     max_tokens: int
     dtype: torch.dtype
     fp8: bool = False
+    width: int = 0
 
     def __post_init__(self) -> None:
         if self.num_experts % self.num_ranks:

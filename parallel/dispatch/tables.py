@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.vendors.limits import MEGA_RANKS
+from moe_engine.kernels.vendors.probe import MEGA_MOE
 from moe_engine.parallel import host_support
 from moe_engine.parallel.dispatch import symm_mem
 from moe_engine.parallel.dispatch.deepep import generation as deepep
@@ -61,6 +63,8 @@ class DispatchRow:
     preference: int
     why_not: Callable[[Place], str | None]
     fixed_sizes: Callable[[Place], FixedSizes] = _any_size
+    fused: bool = False
+    """Exchange and products of the experts are one call (layout `fused`)."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,15 @@ def _nvshmem(place: Place) -> str | None:
     return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks)
 
 
+def _megamoe(place: Place) -> str | None:
+    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
+    if reason is None and place.num_ranks > MEGA_RANKS:
+        return f"MegaMoE supports at most {MEGA_RANKS} ranks; there are {place.num_ranks}"
+    if reason is None and MEGA_MOE.installed() is None:
+        return f"DeepGEMM is not installed ({MEGA_MOE.install})"
+    return reason
+
+
 def _two_hop(place: Place) -> str | None:
     if place.num_nodes == 1:
         return "there is only one node"
@@ -124,9 +137,10 @@ ROWS = [
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
     DispatchRow("all_to_all", MODES, 10, _many),
-    # only on request: neither has been measured on several GPUs
+    # only on request: none has been measured on several GPUs
     DispatchRow("symm_mem", MODES, 5, _symm_mem),
     DispatchRow("nvshmem", MODES, 4, _nvshmem),
+    DispatchRow("megamoe", MODES, 3, _megamoe, fused=True),
     DispatchRow("allgather", MODES, 0, _many),
 ]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks import planner_fit, report
 from benchmarks.planner_fit import PRIOR, fit, residuals, share_of, toml_of
 from benchmarks.planner_points import Point, read_points
 from benchmarks.planner_published import SYSTEMS
@@ -86,3 +87,14 @@ def test_the_ablations_go_the_published_way():
     rates = {system.name.strip(): system.predicted for system in SYSTEMS[:6]}
     full = rates["96xH100 prefill 2K (LMSYS 2025-05-05)"]
     assert full > rates["without two-batch overlap"] > rates["without EPLB"]
+
+
+def test_an_evaluation_is_written_only_to_a_named_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planner_fit, "judge", lambda *arguments: ["draw 0"])
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr("sys.argv", ["planner_fit", "--halves", "1"])
+    planner_fit.main()
+    assert capsys.readouterr().out == "draw 0\n" and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("sys.argv", ["planner_fit", "--halves", "1", "--json", str(tmp_path / "held_out.json")])
+    planner_fit.main()
+    assert "draw 0" in (tmp_path / "held_out.json").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +115,22 @@ def test_unknown_kernels_are_errors() -> None:
 def test_a_view_that_repeats_an_element_counts_it_once() -> None:
     assert size(meta(4, 1).expand(4, 8), None) == 8
     assert size(meta(2, 3, 5)) == 60
+
+
+def test_programs_without_a_tile_take_time() -> None:
+    """32 experts of about 4 rows: 32 row tiles of 16 rows, with 7,168 / 128 columns each."""
+    down = SimpleNamespace(
+        x=meta(4096, 2048, dtype=torch.float8_e4m3fn), weight=meta(32, 7168, 2048, dtype=torch.float8_e4m3fn),
+        weight_scales=meta(32, 56, 16, dtype=torch.float32), out=meta(4096, 7168), NUM_EXPERTS=32, K=2048, WIDTH=7168,
+        BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, FP8=True, PAIRS=False, num_stages=5, num_warps=4,
+    )  # fmt: skip
+    setting = Setting(2048, Routing(tokens=128, top_k=8, num_experts=256, local=32), H200)
+    tiles = setting.routing.touched * 56
+    places = 132 * 3  # stages of 18 KiB, four of them of 227 KiB
+    for grid, without in ((256 * 56, 256 * 56 - tiles), (132, 0)):
+        found = triton_costs.down(SimpleNamespace(grid=(grid,), **vars(down)), setting)
+        assert found.empty_us == pytest.approx(without / places * H200["empty_program_us"])
+    assert H200.microseconds("product", found, True) < H200.microseconds("product", replace(found, empty_us=1.0), True)
 
 
 def test_operators_read_inputs_and_write_results_once() -> None:

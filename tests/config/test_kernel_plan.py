@@ -38,11 +38,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(triton, "version", lambda: triton.OLDEST_WITH_BLACKWELL_MLA)
 
-    def make(*installed: str, **flags: Any) -> ResolvedConfig:
+    def make(*installed: str, hardware: str = "8xh200", **flags: Any) -> ResolvedConfig:
         monkeypatch.setattr(probe, "_found", lambda name: name in installed)
         (tmp_path / "config.json").write_text(json.dumps(V3))
         args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", tp=8, **flags)
-        return prepare(args, parse_hardware("8xh200"))
+        return prepare(args, parse_hardware(hardware))
 
     return make
 
@@ -67,6 +67,43 @@ def test_auto_prefers_rows_that_can_be_captured(launch: Callable[..., ResolvedCo
     assert any(note.startswith("no CUDA graphs: FlashMLA's kernel") for note in named.notes)
 
 
+def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., ResolvedConfig]) -> None:
+    """Each of 8 ranks of V3 holds an eighth of every expert; 4 of them share an expert with EP2."""
+    named = {"hardware": "8xb200", "moe_runner_backend": "flashinfer_trtllm"}
+    for flags, width, count in (({}, 256, 257), ({"ep": 2}, 512, 129)):
+        config = launch(*LIBRARIES, hardware="8xb200", **flags)
+        assert config.kernels.model.row("experts").name == "flashinfer_trtllm"
+        widths = config.kernels.model.need.experts
+        assert widths is not None and (widths.width, widths.blocks, widths.dispatched) == (width, True, False)
+        row = next(row for row in config.ledger.rows if row.name == "experts workspace")
+        assert f"8 of {count} experts" in row.detail and row.num_bytes > 1 << 28
+    with pytest.raises(ConfigError, match=r"--moe-runner-backend flashinfer_trtllm.* leave --moe-a2a-backend out"):
+        launch(*LIBRARIES, ep=8, moe_a2a_backend="all_to_all", **named)
+    with pytest.raises(ConfigError, match="has kernels for sm_100"):
+        launch(*LIBRARIES, moe_runner_backend="flashinfer_trtllm")
+
+
+def test_megamoe_serves_v3_on_hopper(launch: Callable[..., ResolvedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch and experts are chosen together; the buffer is a row of the ledger."""
+    monkeypatch.setattr("moe_engine.parallel.dispatch.symm_mem.why_not", lambda *place: None)
+    flags = {"enable_dp_attention": True, "dp_size": 8, "ep": 8, "moe_a2a_backend": "megamoe"}
+    config = launch(*LIBRARIES, max_running_requests=1024, chunked_prefill_size=1024, **flags)
+    assert config.kernels.model.row("experts").name == "mega_moe" and config.graphs.sizes
+    (row,) = (row for row in config.ledger.rows if row.name == "dispatch buffers")
+    capacity = -(-config.limits.dispatch_tokens // 128) * 128
+    pool = 8 * capacity * 8 + 32 * 128
+    assert row.detail == f"{pool} rows, megamoe"
+    assert row.num_bytes > pool * (7168 + 2048) + capacity * (7168 + 8 * 2 * 7168)
+    for more, text in (
+        ({"enable_two_batch_overlap": True}, "one buffer holds the tokens of one batch"),
+        ({"moe_dispatch_dtype": "bf16"}, "sends FP8"),
+        ({"hardware": "8xb200"}, "MegaMoE has kernels for sm_90"),
+        ({"moe_runner_backend": "triton"}, "does not run with --moe-a2a-backend megamoe"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            launch(*LIBRARIES, **flags, **more)
+
+
 def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., ResolvedConfig]) -> None:
     best = launch(FLASHINFER, FLASHMLA)
     assert (attention(best), best.page_size) == ("flashmla", 64)
@@ -84,9 +121,13 @@ def test_chains_of_drafts_take_rows_that_read_lengths_on_the_device(launch: Call
     assert attention(drafting) == "triton"
     assert "would wait" in drafting.kernels.model.choices[3].refused["flashinfer"]
     assert attention(launch(FLASHINFER)) == "flashinfer"
-    tree = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
-    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"},
-                  tree | {"speculative_num_draft_tokens": 4}):  # fmt: skip
+    tree: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2}
+    tree |= {"speculative_num_draft_tokens": 4}
+    trees = launch(FLASHINFER, **tree)
+    assert attention(trees) == "triton" and trees.graphs.trees and trees.graphs.counts == (1, 4)
+    lossy = tree | {"speculative_accept_threshold_single": 0.5}  # trees that are not captured
+    assert launch(FLASHINFER, **lossy).graphs.counts == (1,)
+    for flags in (chain | {"disable_cuda_graph": True}, chain | {"attention_backend": "flashinfer"}, lossy):
         assert attention(launch(FLASHINFER, **flags)) == "flashinfer"
 
 

@@ -171,7 +171,7 @@ def test_every_flag_of_sglang_is_shown(resolved):
     true = {
         "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "llguidance", "use_mla_backend": True,
         "disable_cuda_graph": True, "cuda_graph_max_bs": None, "attention_backend": "cpu", "sampling_backend": "cpu",
-        "page_size": 1, "chunked_prefill_size": 2048, "load_balance_method": "total_tokens", "lora_paths": None,
+        "page_size": 1, "chunked_prefill_size": 2048, "load_balance_method": "cache_aware", "lora_paths": None,
         "load_format": "safetensors", "device": "cpu", "stream_output": False, "torchao_config": "",
     }  # fmt: skip
     assert {name: dump[name] for name in true} == true

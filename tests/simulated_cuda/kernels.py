@@ -92,11 +92,11 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _bound(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """A launch's arguments by name, and its grid."""
+    """A launch's arguments and options by name, and its grid."""
     names = inspect.getfullargspec(executor.fn)
     known = {key: x for key, x in kwargs.items() if key in names.args or key in names.kwonlyargs}
     bound = inspect.getcallargs(executor.fn, *args, **known)
-    return bound, tuple(executor.grid(bound) if callable(executor.grid) else executor.grid)
+    return {**kwargs, **bound}, tuple(executor.grid(bound) if callable(executor.grid) else executor.grid)
 
 
 def _host(x: Any) -> Any:

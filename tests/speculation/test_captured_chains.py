@@ -11,7 +11,7 @@ import pytest
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.ngram import NgramDrafter
-from tests.speculation.test_drafters import LIMITS, MAKERS, VOCAB, method_of, requests_of
+from tests.speculation.test_drafters import LIMITS, MAKERS, TREES, VOCAB, method_of, requests_of
 from tests.speculation.toy_engine import MakeDrafter, MarkovTarget, Step, ToyEngine, random_table
 
 MOST = 64
@@ -55,7 +55,27 @@ def test_exact_drafts_are_always_accepted(
     """A few captured steps among steps that compute prompts too, chunks of them, and retractions."""
     engine, captured = run(name, depth, page_size, limits, temperature)
     stats = engine.scheduler.stats().speculation
-    assert captured and stats is not None and stats.accepted == stats.proposed
+    assert captured or limits == "retracted"  # a few steps, or none
+    assert stats is not None and stats.accepted == stats.proposed
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("depth", "topk", "nodes", "limits", "temperature"), TREES)
+def test_trees(depth: int, topk: int, nodes: int, limits: str, temperature: float) -> None:
+    """The same tokens, and as many accepted drafts as in steps that are not captured; KV of accepted nodes moves. The
+    toy models check the text that every node sees."""
+    table, found = random_table(VOCAB, seed=4, spread=1.5), []
+    config = SpeculationConfig("nextn", depth, topk, nodes)
+    for captured in (0, MOST):
+        engine = ToyEngine(table, config, half_right("mtp 1"), page_size=4, captured=captured, **LIMITS[limits])
+        requests = requests_of(4, temperature)
+        steps = engine.run(requests)
+        assert any(whole(step) for step in steps) == bool(captured)
+        stats = engine.scheduler.stats().speculation
+        assert stats is not None
+        assert 0 < stats.accepted[0] < stats.proposed[0] or limits == "retracted"  # few steps have drafts there
+        found.append(([request.output_ids for request in requests], stats.accepted, stats.proposed))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("limits", ["cut", "retracted"])

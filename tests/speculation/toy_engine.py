@@ -316,14 +316,14 @@ class ToyEngine:
                 speculation, self.drafter, rows, runner.builder, runner.sampler, pool, batches, stream
             )
         if captured:
-            self._capture(captured, speculation.num_steps if speculation else 0)
+            self._capture(captured, speculation or SpeculationConfig("ngram", 0))
 
-    def _capture(self, most: int, depth: int) -> None:
+    def _capture(self, most: int, config: SpeculationConfig) -> None:
         if isinstance(self.drafter, MTPDrafter):  # as a draft extend leaves them
             rows, layers = self.runner.rows.max_rows, self.drafter.layers.num_layers
             self.drafter.states = torch.zeros(rows, 2, dtype=torch.int64)
             self.drafter.last_states = torch.zeros(rows, layers - 1, 2, dtype=torch.int64)
-        settings = GraphSettings((1, 3, most), counts=(1, depth + 1))
+        settings = GraphSettings((1, 3, most), counts=(1, config.num_nodes(config.num_steps)), trees=config.topk > 1)
         assert capture_graphs(self.runner, settings, backend=RepeatedCalls()) == settings.num_graphs
         assert self.runner.drafted is not None
 

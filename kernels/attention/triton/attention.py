@@ -108,11 +108,9 @@ class GroupPlan:
 
 
 class PlanInPlace(GroupPlan):
-    """`RenewablePlan`, and the plan of its only group: one schedule, at fixed addresses, for queries of one size.
+    """`RenewablePlan`, and the plan of its only group: one schedule, at fixed addresses, for queries of one size."""
 
-    With a window the schedule leaves out tiles by the exact lengths.
-    """
-
+    on_device = True
     common = False
 
     def __init__(self, queries: PagedQueries, rows_per_token: int, split: Split) -> None:
@@ -122,11 +120,12 @@ class PlanInPlace(GroupPlan):
         )
         super().__init__(queries, buffers)
         self._key = (rows_per_token, split)
-        self.on_device = queries.window is None
         self.renew()
 
     def serves(self, queries: PagedQueries) -> bool:
-        return self.queries.num_requests == queries.num_requests and self.queries.query_lens == queries.query_lens
+        mine = self.queries
+        alike = mine.window == queries.window and (mine.visible is None) == (queries.visible is None)
+        return alike and mine.query_lens == queries.query_lens
 
     def renew(self) -> None:
         self._schedules.clear()

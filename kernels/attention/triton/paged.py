@@ -23,6 +23,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     finish,
     hide,
     inside_window,
+    moved_window,
     next_slots,
     seen_tokens,
     softmax_step,
@@ -109,6 +110,8 @@ def paged_kernel(
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
         lowest = tl.maximum(first + first_row // PER_GROUP - WINDOW, 0)
+        if BOUNDS and WINDOW > 0:
+            begin, stop = moved_window(record, lens, lowest, BLOCK_N)
         slots = next_slots(table_row, inside_window(begin + inside, lowest, WINDOW), stop)
         for start in range(begin, stop, BLOCK_N):
             slot = slots.to(tl.int64) if WIDE else slots
@@ -228,7 +231,7 @@ def aot_cases() -> list[AotCase]:
         constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False, "WINDOW": 128 * sinks}
         constants |= {"SINKS": sinks} | ({} if sinks else {"sinks": None})
         signature |= {"sinks": "*fp32"} if sinks else {}
-        bounds = tokens <= 8 and not tree and not sinks  # decodes
+        bounds = tokens <= 8 and not tree  # decodes
         constants |= {"BOUNDS": bounds} | ({} if bounds else {"lens": None})
         signature |= {"lens": "*i32:1"} if bounds else {}
         if not tree:

@@ -73,6 +73,15 @@ def seen_tokens(record, lens, query_len, BOUNDS: tl.constexpr):
 
 
 @triton.jit
+def moved_window(record, lens, lowest, BLOCK_N: tl.constexpr):
+    """First and end context token of a segment that counts from the first tile of its block's window, which begins at
+    `lowest`; `lens` as in `seen_tokens`."""
+    shift = lowest // BLOCK_N * BLOCK_N
+    stop = tl.minimum(tl.load(record + 6) + shift, tl.load(lens + tl.load(record)))
+    return tl.load(record + 5) + shift, stop
+
+
+@triton.jit
 def hide(scores, position, limit, word, before, stop, TREE: tl.constexpr, ALIKE: tl.constexpr):
     """-inf where row m must not see context token `position` [N]: from `limit` [M] on, or with TREE where bit
     `position - before` of `word` [M] is not set; and from `stop` on. ALIKE: limit and word are scalars, common to all

@@ -75,7 +75,8 @@ class Lists:
         query_starts, page_starts, lens = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (count + 1, count + 1, count)
         )
-        return cls(query_starts, page_starts, buffer.take(count * widest(queries, queries.page_size), device), lens)
+        pages = buffer.take(count * widest(queries, queries.page_size), queries)
+        return cls(query_starts, page_starts, pages, lens)
 
 
 class WrapperInPlace(StepPlan):

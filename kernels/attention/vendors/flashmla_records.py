@@ -96,7 +96,7 @@ class ChosenInPlace(StepPlan):
         self._request = token // count
         self._unseen = count - 1 - token % count  # context tokens hidden from each query token
         self._lengths = torch.empty(queries.num_tokens, dtype=torch.int32, device=device)
-        self._indices = buffer.take(queries.num_tokens * width, device).view(-1, 1, width)
+        self._indices = buffer.take(queries.num_tokens * width, queries).view(-1, 1, width)
         self._schedule = schedule
         self.get(queries, key, lambda: self)
         self.renew()

@@ -16,17 +16,19 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
 class PageBuffer:
-    """int32 memory for the page numbers of the next graph. The largest graph is captured first; a graph that needs more
+    """int32 memory for the page numbers of the next graph, for each window: layers with different windows are in the
+    same graph, and may have different slot tables. The largest graph is captured first; a graph that needs more
     allocates anew, and earlier graphs keep their memory."""
 
     def __init__(self) -> None:
-        self._buffer: Tensor | None = None
+        self._buffers: dict[int | None, Tensor] = {}
 
-    def take(self, count: int, device: torch.device) -> Tensor:
-        """[count], the start of the shared memory; initially 0."""
-        if self._buffer is None or len(self._buffer) < count or self._buffer.device != device:
-            self._buffer = torch.zeros(count, dtype=torch.int32, device=device)
-        return self._buffer[:count]
+    def take(self, count: int, queries: PagedQueries) -> Tensor:
+        """[count] on the queries' device, the start of their window's memory; initially 0."""
+        known, device = self._buffers.get(queries.window), queries.slot_table.device
+        if known is None or len(known) < count or known.device != device:
+            known = self._buffers[queries.window] = torch.zeros(count, dtype=torch.int32, device=device)
+        return known[:count]
 
 
 def widest(queries: PagedQueries, page_size: int) -> int:
@@ -50,7 +52,7 @@ class TableInPlace(StepPlan):
         super().__init__(batch)
         self._queries, self._page_size = queries, page_size or queries.page_size
         shape = queries.num_requests, widest(queries, self._page_size)
-        self._table = buffer.take(shape[0] * shape[1], queries.slot_table.device).view(shape)
+        self._table = buffer.take(shape[0] * shape[1], queries).view(shape)
         self.get(queries, TABLE, lambda: self._table)
         self.renew()
 

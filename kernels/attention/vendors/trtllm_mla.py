@@ -81,7 +81,8 @@ class TrtllmMLA(FlashInferMLA):
         return plan
 
     def _table_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
-        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._tables)
+        queries = batch.decode  # trees run in FlashInfer's wrapper, which plans on the host
+        return None if queries is None or queries.visible is not None else TableInPlace(batch, queries, self._tables)
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None

@@ -1,7 +1,7 @@
 // Key layouts of attention: MLA's paged latent, paged keys and values, or per-head keys and values expanded from the
 // latent.
 #include "api.h"
-#include "attention.h"
+#include "attention_together.h"
 #include "fp8.h"
 
 namespace moe {
@@ -83,10 +83,29 @@ static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t
 // `row` and similar strides count stored elements: T, or bytes of FP8 rows.
 template <class T>
 struct LatentSource {
+  static constexpr bool TOGETHER = true;
   const Queries& queries;
   int form;
   const void* cache;
   int64_t row, width, latent;
+  int64_t channel = 0;  // the first one of the values
+
+  // Keys and values of a block can be read apart, and some channels of the values.
+  bool splits_values() const { return form == PLAIN; }
+  LatentSource part(int64_t first, int64_t channels) const {
+    return {queries, form, cache, row, width, channels, first};
+  }
+  Keys keys(const Unit& u, int64_t first, int64_t count) const {
+    const T* rows[BLOCK];
+    const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
+    return paged_keys(static_cast<const T*>(cache), row, width, slots, count, rows);
+  }
+  void values(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
+    const T* rows[BLOCK];
+    const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
+    for (int64_t i = 0; i < count; i++) rows[i] = static_cast<const T*>(cache) + slots[i] * row + channel;
+    pack_values(rows, count, latent, steps, values);
+  }
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
@@ -108,6 +127,7 @@ struct LatentSource {
 
 template <class T>
 struct PagedSource {
+  static constexpr bool TOGETHER = false;
   const Queries& queries;
   int form;
   const void *k, *v;
@@ -152,6 +172,7 @@ struct PagedSource {
 // or, with `table`, at the queries' slots: requests may share rows.
 template <class T>
 struct ExpandedSource {
+  static constexpr bool TOGETHER = false;
   const Queries* table;
   const int64_t* starts;  // start of each request's context, if there is no table
   const T *kv, *rope;

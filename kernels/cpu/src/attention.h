@@ -98,6 +98,11 @@ static INLINE Running running_at(float* base, int64_t padded) {
 }
 
 template <class T, class Source>
+struct Attention;
+template <class T, class Source>
+bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t count, int64_t threads);
+
+template <class T, class Source>
 struct Attention {
   const Queries& queries;
   const Heads<T>& heads;
@@ -303,9 +308,10 @@ struct Attention {
     gemm<T>(rows, key_steps * 4, columns, panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
   }
 
-  // One split of a unit. `next`, if given, is the unit that this thread will probably run next.
+  // One split of a unit. `next`, if given, is the unit that this thread will probably run next. `ready`: the scores of
+  // the unit's blocks, BLOCK * padded each; null: computed here.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run,
-             const Unit* next = nullptr) const {
+             const Unit* next = nullptr, const float* ready = nullptr) const {
     const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
     const bool few = u.columns <= FEW;
     const int64_t whole = last_position(u, u.columns - 1) + 1, at = (u.from / SPLIT + index) * SPLIT;
@@ -322,7 +328,15 @@ struct Attention {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
       const bool fresh = first == begin;
       while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels past their last position
-      const Keys keys = source.block(u, first, count, steps, values);
+      const float* found = scores;
+      Keys keys;
+      if (!ready) {
+        keys = source.block(u, first, count, steps, values);
+      } else {
+        if constexpr (Source::TOGETHER) source.values(u, first, count, steps, values);
+        found = ready + first * padded;
+        if (few) std::memcpy(scores, found, size_t(u.columns * BLOCK) * sizeof(float));
+      }
       Ahead ahead;
       if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
       else if (next) {
@@ -330,11 +344,12 @@ struct Attention {
         source.ahead(*next, from, std::min<int64_t>(BLOCK, queries.contexts[next->request] - from), &ahead);
       }
       const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
-      if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
+      if (ready) {}
+      else if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
       else score(keys, count, panels, seeing, padded, scores, &ahead, share);
       const bool moved =
           few ? weigh_few(u, scores, masked, first, count, steps, run, rescale, weights)
-              : weigh(u, scores, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
+              : weigh(u, found, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
       if (moved && !fresh)
         for (int64_t c = seeing; c < u.columns; c++) {
           if (rescale[c] == 1.f) continue;
@@ -378,6 +393,30 @@ struct Attention {
       store_some(out + v, load(run.out + c * value + v) * factor, heads.value_width - v);
   }
 
+  // Query panels and last positions in this thread's memory.
+  void prepare(const Unit& u, uint32_t** panels, int32_t** last) const {
+    const int64_t padded = panels_of(u.columns) * LANES;
+    *panels = scratch<uint32_t>(QUERIES, padded * key_steps);
+    *last = scratch<int32_t>(STATS, 3 * padded);
+    begin(u, *panels, *last);
+  }
+
+  // All splits of a unit, in order.
+  void whole(const Unit& u, const Unit* next = nullptr, const float* ready = nullptr) const {
+    const int64_t padded = panels_of(u.columns) * LANES;
+    uint32_t* panels;
+    int32_t* last;
+    prepare(u, &panels, &last);
+    Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
+    Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
+    split(u, 0, panels, last, total, next, ready);
+    for (int64_t s = 1; s < u.splits; s++) {
+      split(u, s, panels, last, here, next, ready);
+      for (int64_t c = 0; c < u.columns; c++) merge(total, here, c);
+    }
+    for (int64_t c = 0; c < u.columns; c++) finish(u, total, c);
+  }
+
   void run(int64_t most_columns) const {
     int64_t count = 0, partial = 0, threads = omp_get_max_threads(), most_splits = 0;
     for (int64_t r = 0; r < queries.requests; r++)
@@ -397,27 +436,12 @@ struct Attention {
           units[count++] = u;
         }
     }
-    auto prepare = [&](const Unit& u, uint32_t** panels, int32_t** last) {
-      const int64_t padded = panels_of(u.columns) * LANES;
-      *panels = scratch<uint32_t>(QUERIES, padded * key_steps);
-      *last = scratch<int32_t>(STATS, 3 * padded);
-      begin(u, *panels, *last);
-    };
+    if constexpr (Source::TOGETHER)
+      if (count < 2 * threads && partial < 4 * threads && threads > 1 && source.splits_values() && !queries.window)
+        if (run_together(*this, units, count, threads)) return;
     if (count >= 2 * threads || most_splits == 1 || threads == 1) {
       parallel(count, [&](int64_t task) {
-        const Unit &u = units[task], *next = task + threads < count ? &units[task + threads] : nullptr;
-        const int64_t padded = panels_of(u.columns) * LANES;
-        uint32_t* panels;
-        int32_t* last;
-        prepare(u, &panels, &last);
-        Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
-        Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
-        split(u, 0, panels, last, total, next);
-        for (int64_t s = 1; s < u.splits; s++) {
-          split(u, s, panels, last, here, next);
-          for (int64_t c = 0; c < u.columns; c++) merge(total, here, c);
-        }
-        for (int64_t c = 0; c < u.columns; c++) finish(u, total, c);
+        whole(units[task], task + threads < count ? &units[task + threads] : nullptr);
       });
       return;
     }

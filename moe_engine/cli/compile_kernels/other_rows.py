@@ -83,7 +83,7 @@ def build_triton(
     choices: tuple[Choice, ...], capability: tuple[int, int] | None = None, takes_ends: bool = True
 ) -> Backends:
     """The chosen backends; attention and sampling are replaced by stand-ins unless they are Triton's, experts if they
-    are torch's, and DeepGEMM's products.
+    are torch's, TensorRT-LLM's or MegaMoE, and DeepGEMM's products.
 
     Args:
         capability, takes_ends: of the target, as in `absent_products`; needed with DeepGEMM only.
@@ -94,7 +94,7 @@ def build_triton(
             assert capability is not None
             built[choice.family] = DEEP_GEMM[choice.family](absent_products(capability, takes_ends))
             continue
-        if (choice.family, choice.row.name) == ("experts", NoExperts.name):
+        if choice.family == "experts" and choice.row.name in (NoExperts.name, "flashinfer_trtllm", "mega_moe"):
             built[choice.family] = NoExperts()
         elif choice.row.name == "triton" or choice.family in ("ops", "linear", "experts", "delta"):
             built[choice.family] = choice.build()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_engine.frontend.dp_routing import Router
+from moe_engine.frontend.dp_routing import Room, Router
 from moe_engine.tuning.simulator import expert_load
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.front_end import FrontEnd
@@ -27,7 +27,7 @@ class FleetSpec:
 
     replica: ReplicaSpec
     num_replicas: int = 1
-    method: str = "auto"
+    method: str = "total_tokens"
     faults: tuple[Fault, ...] = ()
     request_seconds: float = 0.0
     token_seconds: float = 0.0
@@ -93,8 +93,11 @@ class Fleet:
         ]
         groups = spec.replica.num_groups
         self._places = [(replica, group) for replica in self.replicas for group in range(groups)]
+        self._indices = {place: index for index, place in enumerate(self._places)}
         self._able = list(range(len(self._places)))
-        self._router = Router(len(self._places), spec.method)
+        scheduler = spec.replica.scheduler
+        room = Room(scheduler.num_slots, scheduler.max_rows)
+        self._router = Router(len(self._places), spec.method, room)
         loads = self._router.loads
         self._loads = [loads[i : i + groups] for i in range(0, len(loads), groups)]
         """By replica."""
@@ -210,8 +213,11 @@ class Fleet:
         if not self._able:
             self.recorder.fail(running, running.arrival.seconds, "all ranks are lost")
             return
-        index = self._router.choose(self._able)
+        if running.prompt is None:
+            running.prompt = self._router.blocks_of(running.arrival.prompt_ids)
+        index = self._router.choose(self._able, running.prompt)
         replica, group = self._places[index]
+        running.uncomputed = self._router.sent(index, running.prompt)
         refused = replica.add(group, running, rid, output_ids)
         self._time(index // self.spec.replica.num_groups)
         if refused is not None:
@@ -219,7 +225,11 @@ class Fleet:
             self._followed_by(running.arrival, running.arrival.seconds)
 
     def _ended(self, replica: Replica, group: int, running: Running, now: float) -> None:
-        self._followed_by(running.arrival, now + self.recorder.answer_seconds)
+        arrival = running.arrival
+        first = arrival.answer_ids
+        index = self._indices[replica, group]
+        self._router.ended(index, running.prompt, range(first, first + arrival.output_len))
+        self._followed_by(arrival, now + self.recorder.answer_seconds)
 
     def _followed_by(self, arrival: Arrival, now: float) -> None:
         follower = self._workload.after(arrival, now)
@@ -237,11 +247,15 @@ class Fleet:
         if group in replica.lost:
             return
         if not self.spec.elastic or groups - len(replica.lost) <= self.spec.least_groups:
-            self._able = sorted({*self._able, *(i for i, place in enumerate(self._places) if place[0] is replica)})
+            places = [i for i, place in enumerate(self._places) if place[0] is replica]
+            for place in places:
+                self._router.forget(place)
+            self._able = sorted({*self._able, *places})
             for running in replica.restart(fault.seconds, self.spec.restart_seconds):
                 self.recorder.fail(running, fault.seconds, f"rank {fault.rank} was lost")
                 self._followed_by(running.arrival, fault.seconds)
             return
+        self._router.forget(index)
         moved = replica.lose(group, fault.seconds, self.spec.recovery_seconds)
         if index in self._able:
             self._able.remove(index)

@@ -27,7 +27,8 @@ class Group:
     """A scheduler with its requests.
 
     Attributes:
-        load_tokens: prompt and answer tokens of its requests, without those of a run.
+        load_tokens: prompt and answer tokens of its requests, without those of a run. load_uncomputed: prompt tokens
+        without known KV of requests that have no token yet.
         run_rows: requests that decode in its run; 0: it is in no run. run_from: the replica's step count at the
         beginning of its run.
     """
@@ -39,7 +40,7 @@ class Group:
         self.scheduler.keeps_facts = False
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
-        self.load_tokens = self.run_rows = self.run_from = 0
+        self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = 0
         self._acceptance = list(acceptance)
         self._rng = random.Random(seed)
         self._plans: list[tuple[StepPlan, list[Request]]] = []
@@ -66,12 +67,20 @@ class Group:
             return str(error)
         self.running[rid] = running
         self.load_tokens += len(arrival.prompt_ids) + len(output_ids)
+        self.load_uncomputed += running.uncomputed
         return None
 
     def remove(self, rid: str) -> None:
         """Removes a request that has ended."""
-        arrival = self.running.pop(rid).arrival
+        running = self.running.pop(rid)
+        arrival = running.arrival
+        self.computed(running)
         self.load_tokens -= len(arrival.prompt_ids) + arrival.output_len
+
+    def computed(self, running: Running) -> None:
+        """The prompt of a request has been computed."""
+        self.load_uncomputed -= running.uncomputed
+        running.uncomputed = 0
 
     @property
     def is_idle(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.simulator.workload import Arrival
@@ -12,13 +13,15 @@ from moe_engine.tuning.simulator.workload import Arrival
 @dataclass(slots=True)
 class Running:
     """A request in the engine. `last`: arrival of its newest token; `first`: of its first token. `entered`: moment at
-    which its scheduler receives it."""
+    which its scheduler receives it. `uncomputed`: prompt tokens without known KV, until the first token."""
 
     arrival: Arrival
     entered: float
     first: float = 0.0
     last: float = 0.0
     group: int = -1
+    prompt: PromptBlocks | None = None
+    uncomputed: int = 0
 
 
 @dataclass

@@ -112,6 +112,7 @@ class Replica:
         for index in list(self._busy):
             load, group = loads[index], self.groups[index]
             load.num_requests = len(group.running)
+            load.num_uncomputed = group.load_uncomputed
             load.num_tokens = group.load_tokens + group.run_rows * (step - group.run_from)
             if not group.running:
                 self._busy.remove(index)
@@ -270,6 +271,8 @@ class Replica:
         if event.token_ids:
             self._recorder.tokens(running, len(event.token_ids), self.now, delay)
             group.load_tokens += len(event.token_ids)
+            if running.uncomputed:
+                group.computed(running)
         reason = event.finish_reason
         if reason is None:
             return

@@ -14,15 +14,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels
-from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.batch.dp_step import DPSteps
+from moe_engine.worker.captured_groups import ALL_POSITIONS, AttentionWindows, GroupPlans
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.logits_passes import Head, LogitsPasses
 from moe_engine.worker.speculation.chain_memory import ChainMemory
@@ -33,7 +34,7 @@ from moe_engine.worker.speculation.standalone import StandaloneDrafter
 
 @dataclass(frozen=True)
 class ChainParts:
-    """Objects shared by all sizes. `tables`: of all rows, on the device."""
+    """Objects shared by all sizes. `tables`: of all rows, on the device. `windows`: of the model."""
 
     kernels: ChainKernels
     tables: RowTables
@@ -42,20 +43,24 @@ class ChainParts:
     shared: DPSteps
     passes: LogitsPasses
     stream: DeviceStream
+    windows: AttentionWindows = ALL_POSITIONS
 
 
 class StaticBatch:
-    """A forward over fixed buffers, of `count` tokens for each request, with the plan of the last `prepare`.
+    """A forward over fixed buffers, of `count` tokens for each request, with the plans of the last `prepare`.
 
     Args:
         shared: ranks share its layers.
+        windows: of its layers; with a table `window_slots` [R * count] are the tokens' slots there.
+        visible: [R * count], as `PagedQueries.visible`, of draft trees.
     """
 
     def __init__(
         self, parts: ChainParts, chain: ChainBuffers, count: int, positions: Tensor, slots: Tensor, lens: Tensor,
         real: Tensor, kv: Sequence[Any], ids: Tensor | None = None, *, shared: bool = True,
+        windows: AttentionWindows = ALL_POSITIONS, window_slots: Tensor | None = None, visible: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._size, self._count = len(lens), count
+        self._size, self._count, self._windows, self._slots = len(lens), count, windows, parts.tables.slots
         starts = torch.arange(0, self._size * count + 1, count, dtype=torch.int32)
         self.queries = queries = PagedQueries(
             query_lens=[count] * self._size,
@@ -63,29 +68,38 @@ class StaticBatch:
             rows=chain.query_rows,
             query_starts=parts.stream.upload(starts),
             context_lens_device=lens,
-            slot_table=parts.tables.slots,
+            slot_table=windows.table_of(windows.first, self._slots),
             page_size=parts.page_size,
+            window=windows.first,
+            visible=visible,
         )
+        own = None
+        if windows.table is not None:
+            assert window_slots is not None
+            own = WindowSlots(window_slots, windows.table)
         self.forward = ForwardBatch(
             input_ids=positions[:0] if ids is None else ids, positions=positions, slots=slots,
             logits_rows=positions[:0], attention=AttentionBatch(queries, None), attention_plan=None, kv=kv,
-            sizes=parts.shared.even_sizes(len(positions)) if shared else None, real=real,
+            sizes=parts.shared.even_sizes(len(positions)) if shared else None, real=real, windows=own,
         )  # fmt: skip
-        self.plan: RenewablePlan | None = None
+        self.plan: GroupPlans | None = None
 
     def prepare(self, planner: InPlacePlanner) -> bool:
         """Plans anew, for one capture; False if the attention backend plans by exact lengths on the host."""
-        return self._has(planner(self.forward.attention))
+        return self._has(self._planned(planner))
 
     def share(self, other: StaticBatch, planner: InPlacePlanner) -> bool:
         """`prepare`, with the plan of a batch of the same size if it is valid for this batch too."""
         plan = other.plan
-        return self._has(planner(self.forward.attention) if plan is None or plan.common else plan)
+        return self._has(self._planned(planner) if plan is None or plan.common else plan)
 
-    def _has(self, plan: RenewablePlan | None) -> bool:
+    def _planned(self, planner: InPlacePlanner) -> GroupPlans | None:
+        return GroupPlans.of(self.forward.attention, planner, self._windows, self._slots)
+
+    def _has(self, plan: GroupPlans | None) -> bool:
         if plan is None or not plan.on_device:
             return False
-        self.plan, self.forward = plan, replace(self.forward, attention_plan=plan)
+        self.plan, self.forward = plan, plan.planned(self.forward)
         return True
 
     def renew(self, lens: Sequence[int]) -> None:
@@ -115,14 +129,15 @@ class _ModelDrafts:
     """Draws drafts from hidden states, in forwards of one token for each request."""
 
     def __init__(
-        self, parts: ChainParts, chain: ChainBuffers, kv: Sequence[Any], planner: InPlacePlanner, *, shared: bool = True
-    ) -> None:
+        self, parts: ChainParts, chain: ChainBuffers, kv: Sequence[Any], planner: InPlacePlanner, *,
+        shared: bool = True, windows: AttentionWindows = ALL_POSITIONS,
+    ) -> None:  # fmt: skip
         self.parts, self.chain, self.planner = parts, chain, planner
         self.parameters: SamplingParameters = parts.memory.parameters(len(chain.rows))
         self.steps = [
             StaticBatch(
                 parts, chain, 1, chain.draft_positions[s], chain.draft_slots[s], chain.draft_lens[s], chain.draft_real,
-                kv, shared=shared,
+                kv, shared=shared, windows=windows,
             )
             for s in range(chain.num_drafts)
         ]  # fmt: skip
@@ -224,11 +239,12 @@ class StandaloneChain:
         self, parts: ChainParts, chain: ChainBuffers, drafter: StandaloneDrafter, planner: InPlacePlanner
     ) -> None:  # fmt: skip
         self._model = drafter.model
-        self._drafts = _ModelDrafts(parts, chain, drafter.kv, planner, shared=False)
+        windows = AttentionWindows(drafter.windows)
+        self._drafts = _ModelDrafts(parts, chain, drafter.kv, planner, shared=False, windows=windows)
         self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
         flat = runs.positions.flatten(), runs.slots.flatten(), runs.lens, runs.real.flatten()
         count, ids = runs.positions.shape[1], runs.ids[0].flatten()
-        self._run = StaticBatch(parts, chain, count, *flat, drafter.kv, ids, shared=False)
+        self._run = StaticBatch(parts, chain, count, *flat, drafter.kv, ids, shared=False, windows=windows)
 
     def prepare(self) -> bool:
         return not self._drafts.steps or (self._drafts.prepare(1) and self._run.prepare(self._drafts.planner))

@@ -28,13 +28,15 @@ rows as int32."""
 @dataclass(frozen=True)
 class ChainForm:
     """What a drafter needs of the memory: `first_draft` and `lookback` as in `ChainBuffers`; `back`, `shift` as in
-    `RunBuffers`, with `num_ids` token ids of each token; no run if that is 0. `cached`: by row, `RunBuffers.cached`."""
+    `RunBuffers`, with `num_ids` token ids of each token; no run if that is 0. `windows`: windowed layers have slots
+    of their own. `cached`: by row, `RunBuffers.cached`."""
 
     first_draft: int = -1
     lookback: int = 0
     back: int = 0
     shift: int = 1
     num_ids: int = 0
+    windows: bool = False
     cached: np.ndarray | None = None
 
     def run_tokens(self, drafts: int) -> int:
@@ -76,6 +78,7 @@ class ChainMemory:
         known: dict[str, tuple[int, ...]] = {
             "draft_ids": (count, requests),
             "result": (requests, count + 1),
+            "window_slots": (requests, count if self._form.windows else 0),
             **dict.fromkeys(("starts", "draft_real", "lens", "last"), (requests,)),
             **dict.fromkeys(("draft_positions", "draft_slots", "draft_lens", "draft_uniform"), (drafts, requests)),
         }

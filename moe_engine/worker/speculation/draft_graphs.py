@@ -20,12 +20,14 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
+from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.batch import Model
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.static_states import ChainStates
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
+from moe_engine.worker.speculation.tree_graphs import TreeDrafts, TreeParts, TreeRun
 from moe_engine.worker.step_graphs import (
     CapturedGraph,
     CaptureError,
@@ -41,7 +43,8 @@ class DraftParts:
     """The parts from which the graphs of a rank are made.
 
     `plan_in_place` plans verification. `kv`, `states`: of the model. `drafts_of` makes the drafts of a size.
-    `catch_up`: computes what captured drafts expect of rows, with the lower bounds of their lengths, or None.
+    `catch_up`: computes what captured drafts expect of rows, with the lower bounds of their lengths, or None. `trees`:
+    drafts are trees, whose drafter `trees_of` makes.
     """
 
     model: Model
@@ -53,6 +56,8 @@ class DraftParts:
     rule: SimulatedAcceptance | Thresholds | None = None
     catch_up: Callable[[np.ndarray, Sequence[int], int], None] | None = None
     states: StatePool | None = None
+    trees: TreeParts | None = None
+    trees_of: Callable[[ChainBuffers, TreeBuffers], TreeDrafts] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,49 +67,63 @@ class _Graphs:
     draft: CapturedGraph
     verify: CapturedGraph
     follow: CapturedGraph
-    run: _ShapeRun
+    run: ChainRun | TreeRun
 
 
-class _ShapeRun:
+class ChainRun:
     """The captured functions of a shape."""
 
     def __init__(self, parts: DraftParts, shape: StepShape) -> None:
         self._parts = parts
-        self.chain = chain = parts.chains.memory.of(shape.size, shape.count - 1)
+        self.verified = chain = parts.chains.memory.of(shape.size, shape.count - 1)
         self._drafts = parts.drafts_of(chain)
         flat = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
-        self._verified = StaticBatch(parts.chains, chain, shape.count, *flat, parts.kv, chain.ids.flatten())
+        self._batch = StaticBatch(
+            parts.chains,
+            chain,
+            shape.count,
+            *flat,
+            parts.kv,
+            chain.ids.flatten(),
+            windows=parts.chains.windows,
+            window_slots=chain.window_slots.flatten(),
+        )
         self._states = None if parts.states is None else ChainStates(parts.states, chain.rows, shape.count)
         if self._states is not None:
-            self._verified.forward = replace(self._verified.forward, stored_states=self._states.runs)
+            self._batch.forward = replace(self._batch.forward, stored_states=self._states.runs)
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Per request: new tokens and their number."""
+        return [self.verified.result]
 
     def prepare(self) -> bool:
         """Plans all forwards anew, for one capture; False if an attention backend plans on the host by exact
         lengths."""
-        return self._verified.prepare(self._parts.plan_in_place) and self._drafts.prepare()
+        return self._batch.prepare(self._parts.plan_in_place) and self._drafts.prepare()
 
     def renew(self, lens: list[int]) -> None:
         """Renews the plans with upper bounds of the context tokens [R]. What a plan writes may serve all plans of its
         backend."""
-        self._verified.renew(lens)
+        self._batch.renew(lens)
         self._drafts.renew(lens)
 
     def draft(self) -> None:
-        self._parts.chains.kernels.inputs(self._parts.chains.tables, self.chain)
+        self._parts.chains.kernels.inputs(self._parts.chains.tables, self.verified)
         self._drafts.draft()
 
     def verify(self) -> None:
         if self._states is not None:
             self._states.find()
-        self._parts.outputs.run(self._verified.forward)
+        self._parts.outputs.run(self._batch.forward)
 
     def follow(self) -> None:
-        parts, chain = self._parts, self.chain
+        parts, chain = self._parts, self.verified
         parts.chains.kernels.accept(parts.chains.tables, chain, parts.rule)
         if self._states is not None:
             self._states.keep(chain.result[:, -1])
         hidden, _ = parts.outputs.of(chain.ids.numel(), chain.ids.numel())
-        self._drafts.follow(hidden, self._verified.forward)
+        self._drafts.follow(hidden, self._batch.forward)
 
 
 class DraftGraphs:
@@ -122,7 +141,8 @@ class DraftGraphs:
         Raises:
             CaptureError: the device cannot capture the step.
         """
-        run = _ShapeRun(self._parts, shape)
+        is_tree = self._parts.trees is not None and shape.count > 1
+        run = TreeRun(self._parts, shape.size) if is_tree else ChainRun(self._parts, shape)
         if not run.prepare():
             return False
         for part in (run.draft, run.verify, run.follow):  # eager first: allocations, initialization of a first call
@@ -132,7 +152,7 @@ class DraftGraphs:
             draft, verify, follow = (self._backend.capture(part) for part in (run.draft, run.verify, run.follow))
         except RuntimeError as error:
             raise CaptureError(
-                f"a step with chains of {shape.count - 1} drafts of {shape.size} requests cannot be captured as a CUDA "
+                f"a step with {shape.count - 1} drafts of each of {shape.size} requests cannot be captured as a CUDA "
                 f"graph: {error}; use --disable-cuda-graph to serve without CUDA graphs"
             ) from error
         self._graphs[shape] = _Graphs(draft, verify, follow, run)
@@ -145,8 +165,18 @@ class DraftGraphs:
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
         """As `StepGraphs.shape_of`, for a step whose decodes have drafts in this or another attention group."""
+        trees = self._parts.trees
+        if trees is not None and plan.speculation is not None and plan.speculation.depth:
+            return self._tree_shape(plan, trees.size.num_nodes)
         shape = common_shape(plan, self._settings)
         return shape if shape in self._graphs else None
+
+    def _tree_shape(self, plan: StepPlan, nodes: int) -> StepShape | None:
+        """Trees of full size in all rows; with a single attention group."""
+        size = self._settings.size_for(len(plan.rows))
+        even = plan.num_decodes == len(plan.rows) and all(count == nodes for count in plan.counts)
+        shape = StepShape(size or 0, nodes)
+        return shape if even and shape in self._graphs else None
 
     # -- a step: catch up, draft, verify, then follow with what was sampled
 
@@ -155,7 +185,7 @@ class DraftGraphs:
         if self._parts.catch_up is not None:
             self._parts.catch_up(rows, starts, shape.count - 1)
 
-    def draft(self, shape: StepShape, rows: np.ndarray | None, most: list[int]) -> ChainBuffers:
+    def draft(self, shape: StepShape, rows: np.ndarray | None, most: list[int]) -> ChainBuffers | TreeBuffers:
         """Launches the drafts of rows [D] (an array that is never modified; None: padding only).
 
         Args:
@@ -165,7 +195,7 @@ class DraftGraphs:
         self._parts.chains.memory.fill(rows)
         graphs.run.renew(most + [shape.count] * (shape.size - len(most)))
         graphs.draft.replay()
-        return graphs.run.chain
+        return graphs.run.verified
 
     def verify(self, shape: StepShape, num_requests: int) -> tuple[Tensor, Tensor | None]:
         """Hidden states [t, D] and logits [t, V] of the requests' tokens, as `StepGraphs.run`."""
@@ -174,17 +204,20 @@ class DraftGraphs:
 
     def ids_of(self, shape: StepShape) -> Tensor:
         """Last tokens and drafts [R, K] of the last step."""
-        return self._graphs[shape].run.chain.ids
+        return self._graphs[shape].run.verified.ids
 
-    def follow(self, shape: StepShape, sampled: Tensor, chances: Tensor | None = None) -> Tensor:
+    def follow(self, shape: StepShape, sampled: Tensor, chances: Tensor | None = None) -> list[Tensor]:
         """Accepts by the tokens sampled [D * K], with thresholds also by the chances of the drafts behind them
-        [D * K, 1]: results [D, K + 1], see `ChainBuffers.result`, valid until the next step."""
+        [D * K, 1]: results [D, K + 1], see `ChainBuffers.result`, of trees also their `path`; valid until the next
+        step."""
         graphs = self._graphs[shape]
+        verified = graphs.run.verified
         if chances is not None:
-            graphs.run.chain.chances.view(-1)[: len(chances)].copy_(chances[:, 0])
-        graphs.run.chain.sampled.view(-1)[: len(sampled)].copy_(sampled)
+            assert isinstance(verified, ChainBuffers)
+            verified.chances.view(-1)[: len(chances)].copy_(chances[:, 0])
+        verified.sampled.view(-1)[: len(sampled)].copy_(sampled)
         graphs.follow.replay()
-        return graphs.run.chain.result[: len(sampled) // shape.count]
+        return [result[: len(sampled) // shape.count] for result in graphs.run.results]
 
     def run_idle(self, shape: StepShape) -> tuple[Tensor, Tensor | None]:
         """Takes part in a step of other attention groups: as `StepGraphs.run` without a batch."""

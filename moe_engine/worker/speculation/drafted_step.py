@@ -33,6 +33,12 @@ class DraftedStep:
         self._decodes: Decodes | None = None
         self._repeated: tuple[np.ndarray, Tensor] | None = None  # rows of the decodes, K times each
 
+    def takes(self, plan: StepPlan) -> bool:
+        """False for trees of rows with logits processors or token masks, which need the trees on the host."""
+        if self._step.config.topk == 1 or plan.speculation is None or not plan.speculation.depth:
+            return True
+        return not (plan.masked or self._rows.edits.applies_to(self._step.decodes_of(plan).rows))
+
     def verify(
         self, plan: StepPlan, shape: StepShape, clock: StepClock | None = None
     ) -> tuple[SampledRows, Tensor, Tensor | None]:
@@ -67,9 +73,9 @@ class DraftedStep:
     def follow(self, shape: StepShape, drawn: Drawn) -> tuple[ChainsCopy, np.ndarray]:
         """Accepts, and runs the draft extend: the results on their way to the host, and the row of logits of each
         verified token [D, K]."""
-        result = self.graphs.follow(shape, drawn.tokens, drawn.chances)
+        results = self.graphs.follow(shape, drawn.tokens, drawn.chances)
         assert self._decodes is not None
-        return ChainsCopy(self._stream.download([result]), bool(drawn.logprobs)), self._decodes.host_nodes
+        return ChainsCopy(self._stream.download(results), bool(drawn.logprobs)), self._decodes.host_nodes
 
     def _bounds(self, plan: StepPlan, count: int) -> list[int]:
         """Upper bounds of the context tokens: the plan's starts are lower bounds, and the step in flight accepts at

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.speculation.trees import ancestor_masks
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -61,13 +62,3 @@ class Drafts:
         if self.parents is None:
             return None
         return ancestor_masks(self.parents)
-
-
-def ancestor_masks(parents: Tensor) -> Tensor:
-    """parents [D, N], -1 for a root -> bit b of masks[d, n]: node b is n or an ancestor of n."""
-    masks = torch.zeros_like(parents)
-    for node in range(parents.shape[1]):
-        parent = parents[:, node : node + 1]
-        above = masks.gather(1, parent.clamp_min(0))[:, 0]
-        masks[:, node] = torch.where(parent[:, 0] < 0, 0, above) | (1 << node)
-    return masks

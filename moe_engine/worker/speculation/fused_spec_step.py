@@ -71,7 +71,8 @@ class FusedStep:
         states, rows, history = self._drafter.states, self._rows, self._history
         if states is not None and not self._is_looked_up:
             self._is_looked_up = True
-            tables = RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states)
+            slots = rows.slot_table
+            tables = RowTables(slots, history.tokens, history.lengths, rows.last_token, states, slots[:0])
             layers = self._drafter.layers
             assert isinstance(layers, MTPLayers)
             self._call = layers.fused_step(tables, self._kv)

@@ -28,7 +28,8 @@ class CopiedSteps(Protocol):
 
 
 class ChainsCopy:
-    """Results of chains [D, K + 1] (`ChainBuffers.result`) being downloaded; implements `CopiedSteps`."""
+    """Results of chains [D, K + 1] (`ChainBuffers.result`) being downloaded, or of trees with their paths [D, K];
+    implements `CopiedSteps`."""
 
     def __init__(self, copy: HostCopy, with_nodes: bool) -> None:
         self._copy = copy
@@ -39,9 +40,10 @@ class ChainsCopy:
         return self._copy.ready
 
     def wait(self) -> Sequence[np.ndarray]:
-        result = self._copy.wait()[0].numpy()
+        result, *paths = (array.numpy() for array in self._copy.wait())
         tokens, counts = result[:, :-1], result[:, -1]
-        nodes = [np.minimum(np.arange(tokens.shape[1]), counts[:, None] - 1)] if self._with_nodes else []
+        nodes = paths or [np.minimum(np.arange(tokens.shape[1]), counts[:, None] - 1)]
+        nodes = nodes if self._with_nodes else []
         return [tokens, counts, _NOTHING, *nodes]
 
 

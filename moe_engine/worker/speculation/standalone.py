@@ -46,8 +46,11 @@ class StandaloneDrafter:
         sampler: Sampler,
         stream: DeviceStream,
         rows: int,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.model = model
+        self.windows = windows
+        """Of the draft model's cache groups, the first group first."""
         self._batches = batches
         self._history = history
         self._sampler = sampler

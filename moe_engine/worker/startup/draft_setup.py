@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
-from moe_engine.kernels.speculation.choice import chain_kernels
+from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
+from moe_engine.kernels.speculation.trees import TreeBuffers
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.model_runner import ModelRunner
@@ -20,6 +23,8 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import FORCE_SALT
+from moe_engine.worker.speculation.tree import TreeSize
+from moe_engine.worker.speculation.tree_graphs import TreeDrafts, TreeParts
 from moe_engine.worker.step_graphs import StepOutputs
 
 
@@ -29,20 +34,30 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     step = runner.speculation
     if step is None:
         return "no drafts"
-    if step.config.topk > 1:
-        return "trees: the host builds their masks"
     drafter = step.drafter
+    if step.config.topk > 1 and (why := _why_no_trees(step.config, drafter)) is not None:
+        return why
     if isinstance(drafter, MTPDrafter | StandaloneDrafter):
         if drafter.attention.capabilities.plan_in_place is None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
     elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:
         return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
+        if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and any(runner.windows.windows):
+            return "MTP layers of a model with sliding windows: their queries are planned by the model"
     elif not isinstance(drafter, NgramDrafter):
         return f"drafts of {type(drafter).__name__} need the lengths on the host"
     if runner.rows.images is not None and runner.rows.images.has_axes:
         return "images: the host computes positions after them"
-    if runner.rows.windows is not None or runner.window is not None:
-        return "sliding windows: the host maps their pages by length"
+    return None
+
+
+def _why_no_trees(config: SpeculationConfig, drafter: Drafter) -> str | None:
+    if not isinstance(drafter, MTPDrafter):
+        return "trees of a draft model: the host orders the KV of their nodes"
+    if drafter.layers.num_layers > 1:
+        return "trees of several MTP layers: a level recomputes the nodes above it in its own layer"
+    if config.has_thresholds or config.simulated_accept_length is not None:
+        return "trees with acceptance thresholds: the host draws a number for each node"
     return None
 
 
@@ -55,15 +70,27 @@ def draft_parts(
     drafter, history = step.drafter, rows.history
     states = drafter.states if isinstance(drafter, MTPDrafter) else history.lengths[:0, None]
     assert states is not None
+    form = replace(_form(drafter), windows=runner.windows.table is not None)
+    is_tree = step.config.topk > 1
+    depth = step.config.num_steps if is_tree else max(settings.counts) - 1
+    windows = rows.slot_table[:0] if runner.windows.table is None else runner.windows.table
     chains = ChainParts(
         kernels=chain_kernels(runner.sampler.kernel),
-        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states),
-        memory=ChainMemory(max(settings.sizes), max(settings.counts) - 1, rows.sampling, stream, _form(drafter)),
+        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states, windows),
+        memory=ChainMemory(max(settings.sizes), depth, rows.sampling, stream, form),
         page_size=runner.kv_pool.page_size,
         shared=runner.shared,
         passes=runner.sampler.passes,
         stream=stream,
+        windows=runner.windows,
     )
+    trees = None
+    if is_tree:
+        config = step.config
+        size = TreeSize(config.topk, config.num_steps, config.num_nodes(config.num_steps))
+        trees = TreeParts.of(
+            tree_kernels(runner.sampler.kernel), size, runner.kv_pool, max(settings.sizes), stream.device
+        )
     return DraftParts(
         model=runner.model,
         chains=chains,
@@ -74,6 +101,8 @@ def draft_parts(
         rule=_rule(step.config),
         catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
         states=rows.states,
+        trees=trees,
+        trees_of=None if trees is None else _trees_of(runner, drafter, chains, trees, plan_in_place),
     )
 
 
@@ -99,6 +128,16 @@ def _drafts_of(
     if isinstance(drafter, StandaloneDrafter):
         return lambda chain: StandaloneChain(parts, chain, drafter, planner)
     return lambda chain: MTPChain(parts, chain, drafter, planner, own, runner.taps)
+
+
+def _trees_of(
+    runner: ModelRunner, drafter: Drafter, parts: ChainParts, trees: TreeParts, plan_in_place: InPlacePlanner
+) -> Callable[[ChainBuffers, TreeBuffers], TreeDrafts]:
+    assert isinstance(drafter, MTPDrafter)
+    own = drafter.attention is not runner.attention
+    planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
+    assert planner is not None
+    return lambda chain, tree: TreeDrafts(parts, trees, chain, tree, drafter, planner, runner.taps)
 
 
 def _rule(config: SpeculationConfig) -> SimulatedAcceptance | Thresholds | None:

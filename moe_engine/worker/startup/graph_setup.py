@@ -57,7 +57,7 @@ def _capture(
     outputs = StepOutputs(runner.model, runner.sampler.passes.rows_at_once, runner.taps)
     graphs = StepGraphs(
         settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
-        outputs, runner.window,
+        outputs, runner.windows,
     )  # fmt: skip
     drafted, why = None, why_drafts_are_not_captured(runner)
     if why is None:

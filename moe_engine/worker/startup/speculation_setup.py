@@ -107,4 +107,5 @@ def _standalone(
     form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    return StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
+    windows = tuple(group.window for group in draft.cache_groups)
+    return StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows, windows)

@@ -18,6 +18,7 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import CallError
+from moe_engine.frontend.dp_routing import Load
 from moe_engine.frontend.expert_records import ExpertRecords
 from tests.server.fake_engine import INFO
 
@@ -92,7 +93,7 @@ class FakeCore:
 
 @asynccontextmanager
 async def client_of(
-    folder: Path, *groups: int, method: str = "auto"
+    folder: Path, *groups: int, method: str = "total_tokens"
 ) -> AsyncIterator[tuple[CoreClient, list[FakeCore]]]:
     cores = [FakeCore(folder, f"core{i}", count) for i, count in enumerate(groups)]
     client = CoreClient(cores, INFO, method)  # type: ignore[arg-type]
@@ -132,6 +133,37 @@ async def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path)
         assert await long == [7] * 5 + [8]
         await asyncio.sleep(0)
         assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
+
+
+async def test_requests_follow_their_prefix(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2, method="cache_aware") as (client, (core,)):
+
+        async def turn(rid: str, prompt: list[int], group: int, **fields: Any) -> list[int]:
+            async def read() -> list[int]:
+                asked = AddRequest(rid, prompt, {}, 8, seed=0, **fields)
+                return [t async for delta in client.stream(asked) for t in delta.token_ids]
+
+            task = asyncio.create_task(read())
+            assert (await core.got(group)).rid == rid
+            waiting = client._router.loads[group].num_uncomputed
+            core.bring(rid, [5])
+            core.bring(rid, list(range(70)), end=True)
+            await task
+            assert client._router.loads[group] == Load()
+            return [waiting]
+
+        prompt = list(range(100, 200))
+        assert await turn("first", prompt, 0) == [100]
+        assert await turn("other", [9] * 100, 1) == [100]
+        prompt += [5, *range(70), *range(50)]
+        assert await turn("second", prompt, 0) == [len(prompt) - 160]  # blocks of 32 tokens, answer included
+        assert await turn("adapter", prompt, 1, lora_id=1, lora_key="a") == [len(prompt)]
+        assert await turn("again", prompt, 0) == [len(prompt) % 32]
+        flush = asyncio.create_task(client.call("flush_cache"))
+        for group in (0, 1):
+            core.send(messages.Reply(id=(await core.got(group)).id, value=True))
+        await flush
+        assert await turn("flushed", prompt, 1) == [len(prompt)]
 
 
 async def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from moe_engine.models import sizes
 from tests.distributed.engine.forms import FACTORS, Case, Forms, allowed
+from tests.distributed.engine.near_ties import possible_tokens
 from tests.speculation.pairwise import pairwise_cover
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(9)]
@@ -111,6 +112,18 @@ def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Form
     monkeypatch.setattr(sizes, "MAX_LOGITS_ROWS", 3)
     outcome = forms.run({**PLAIN, **case})
     assert not outcome.differences and outcome.problems == []
+
+
+def test_near_ties_are_recognized(forms: Forms) -> None:
+    """The oracle of near ties draws the tokens of one rank, and rarely more than one."""
+    answers, counts = forms._alone("deepseek_v3"), []
+    for want in forms._requests:
+        tokens = answers[want.rid].tokens
+        for i, token in enumerate(tokens[:2]):
+            possible = possible_tokens(forms._folder / "deepseek_v3", want.prompt + tokens[:i], want.sampling)
+            assert token in possible, (want.rid, i)
+            counts.append(len(possible))
+    assert sum(counts) < 1.1 * len(counts)
 
 
 def test_cases_retracted_and_aborted(seen: Seen) -> None:

@@ -15,7 +15,7 @@ def choices(router: Router, count: int, able: tuple[int, ...]) -> list[int]:
     return [router.choose(able) for _ in range(count)]
 
 
-@pytest.mark.parametrize("method", ["auto", "round_robin", "total_requests", "total_tokens"])
+@pytest.mark.parametrize("method", ["round_robin", "total_requests", "total_tokens", "cache_aware"])
 def test_equals_take_turns(method: str) -> None:
     assert choices(Router(3, method), 7, (0, 1, 2)) == [0, 1, 2, 0, 1, 2, 0]
     assert choices(Router(4, method), 4, (1, 3)) == [1, 3, 1, 3]
@@ -24,11 +24,11 @@ def test_equals_take_turns(method: str) -> None:
 def test_methods_use_their_metric() -> None:
     loads = [Load(3, 10), Load(1, 500), Load(2, 10)]
     found = {}
-    for method in ("auto", "round_robin", "total_requests", "total_tokens"):
+    for method in ("cache_aware", "round_robin", "total_requests", "total_tokens"):
         router = Router(3, method)
         router.loads = loads
         found[method] = router.choose((0, 1, 2))
-    assert found == {"auto": 2, "total_tokens": 2, "total_requests": 1, "round_robin": 0}
+    assert found == {"cache_aware": 2, "total_tokens": 2, "total_requests": 1, "round_robin": 0}
     router = Router(3, "total_requests")
     router.loads = loads
     assert router.choose((0, 2)) == 2

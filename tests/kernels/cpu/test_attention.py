@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,21 @@ def test_absorbed_bits_do_not_depend_on_batch_or_pages(any_library: Library, dty
     for request in range(len(LENS)):
         other[slots_of(moved, request)] = cache[slots_of(queries, request)]
     assert torch.equal(mla.absorbed(q, other, moved, 0.1, None), again)
+
+
+@pytest.mark.parametrize("heads", [16, 4])
+def test_few_requests_on_all_threads(any_library: Library, dtype: torch.dtype, heads: int) -> None:
+    """Keys, then channels are shared among threads; with one thread each request is one task."""
+    mla = CpuMLA(any_library)
+    lens = random.choice([[(1, 600)], [(3, 161)], [(1, 1)], [(2, 64), (1, 1030)]])
+    queries, size = paged_queries(lens, 8)
+    cache = filled_cache(queries, size, 264, dtype=dtype)
+    q = normal(queries.num_tokens, heads, 264, dtype=dtype)
+    with threads(3):
+        got = mla.absorbed(q, cache, queries, 0.1, None, value_width=200)
+    close(got, _absorbed_want(q, cache, queries, 0.1, 200), 2)
+    with threads(1):
+        assert torch.equal(mla.absorbed(q, cache, queries, 0.1, None, value_width=200), got)
 
 
 def test_gather(library: Library, dtype: torch.dtype) -> None:

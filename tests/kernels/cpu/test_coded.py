@@ -20,6 +20,7 @@ FORMATS = [
     GroupCodes(8, 0, scales="float32"),
     GroupCodes(8, 32, zeros=True),
     GroupCodes(4, 32, scales="float16", factors=4),
+    GroupCodes(8, 16, scales="float16", factors=2),
     GroupCodes(8, 16, scales="float16", factors=8),
 ]
 

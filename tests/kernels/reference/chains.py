@@ -9,9 +9,10 @@ import torch
 
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.protocol import ChainBuffers, RunBuffers
+from moe_engine.kernels.speculation.trees import LevelBuffers, TreeBuffers
 
 ROWS, WIDTH, HIDDEN = 6, 24, 40
-Buffers = TypeVar("Buffers", ChainBuffers, RunBuffers)
+Buffers = TypeVar("Buffers", ChainBuffers, RunBuffers, LevelBuffers, TreeBuffers)
 
 
 def cloned(buffers: Buffers) -> Buffers:
@@ -26,10 +27,11 @@ def drawn_tables(generator: torch.Generator) -> RowTables:
 
     slots = torch.randperm(ROWS * WIDTH, generator=generator).view(ROWS, WIDTH).int() + 1
     states = torch.randn(ROWS, HIDDEN, generator=generator)
-    return RowTables(slots, ints(50, ROWS, WIDTH).int(), ints(WIDTH - 8, ROWS), ints(50, ROWS), states)
+    windows = ints(1000, ROWS, WIDTH).int()
+    return RowTables(slots, ints(50, ROWS, WIDTH).int(), ints(WIDTH - 8, ROWS), ints(50, ROWS), states, windows)
 
 
-def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int) -> ChainBuffers:
+def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int, windows: bool = True) -> ChainBuffers:
     """Requests of different rows, with about half of the drafts correct; -1 among the sampled tokens. Outputs of the
     kernels start with arbitrary values."""
     size, count = real + padded, drafts + 1
@@ -53,6 +55,7 @@ def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int)
         ids=torch.randint(0, 3, (size, count), generator=generator),
         positions=garbage(size, count),
         slots=garbage(size, count),
+        window_slots=garbage(size, count if windows else 0),
         lens=garbage(size, dtype=torch.int32),
         real=garbage(size, count, dtype=torch.int32),
         uniform=garbage(size, count, dtype=torch.float32),
@@ -63,6 +66,40 @@ def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int)
         last=garbage(size),
     )
     return chain
+
+
+def drawn_tree(generator: torch.Generator, size: int, depth: int, topk: int) -> TreeBuffers:
+    """Trees of few different tokens, of which many are right; parents before children, the same tokens below different
+    parents only."""
+    count = 1 + topk + (depth - 1) * topk // 2 + (depth > 1)
+
+    def garbage(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(shape, 77, dtype=dtype)
+
+    parents, ids = torch.full((size, count), -1), torch.randint(0, 9, (size, count), generator=generator)
+    for tree in range(size):
+        levels, children = [0], [0] * count
+        for node in range(1, count):
+            free = [n for n in range(node) if levels[n] < depth and children[n] < topk]
+            parent = free[int(torch.randint(len(free), (), generator=generator))]
+            parents[tree, node], ids[tree, node] = parent, children[parent]
+            levels.append(levels[parent] + 1)
+            children[parent] += 1
+    nodes = {
+        "positions": garbage(size, count), "slots": garbage(size, count), "lens": garbage(size, dtype=torch.int32),
+        "real": garbage(size, count, dtype=torch.int32), "visible": garbage(size, count),
+    }  # fmt: skip
+    levels_of = [
+        LevelBuffers(**{n: t if t.dim() == 1 else t[:, :1].repeat(1, level * topk) for n, t in nodes.items()})
+        for level in range(1, depth)
+    ]
+    path = garbage(size, depth + 1)
+    tree_buffers = TreeBuffers(
+        ids=ids, parents=parents, **nodes, uniform=garbage(size, count, dtype=torch.float32),
+        sampled=torch.randint(-1, 3, (size, count), generator=generator), path=path, taken=path.flatten().clone(),
+        sources=path.flatten().clone(), levels=[cloned(level) for level in levels_of],
+    )  # fmt: skip
+    return cloned(tree_buffers)
 
 
 def drawn_runs(generator: torch.Generator, chain: ChainBuffers, back: int, shift: int, num_ids: int) -> RunBuffers:

@@ -53,6 +53,7 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
     positions = starts[:, None] + places
     assert chain.starts[:real].equal(starts) and chain.positions[:real].equal(positions)
     assert chain.slots[:real].equal(tables.slots[rows[:, None], positions].long())
+    assert chain.window_slots[:real].equal(tables.windows[rows[:, None], positions].long())
     assert chain.lens[:real].equal((starts + drafts + 1).int())
     assert chain.ids[:real, 0].equal(tables.last_tokens[rows]) and chain.draft_ids[0, :real].equal(chain.ids[:real, 0])
     behind = starts - 1 + torch.arange(drafts)[:, None]
@@ -65,7 +66,13 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
         assert k == drafts or chain.draft_uniform[k, :real].tolist() == wanted
     assert (chain.real.sum(1) == torch.tensor([drafts + 1] * real + [0] * (len(chain.rows) - real))).all()
     assert chain.draft_real.tolist() == [1] * real + [0] * (len(chain.rows) - real)
-    for neutral in (chain.positions[real:], chain.slots[real:], chain.draft_slots[:, real:], chain.ids[real:, :1]):
+    for neutral in (
+        chain.positions[real:],
+        chain.slots[real:],
+        chain.window_slots[real:],
+        chain.draft_slots[:, real:],
+        chain.ids[real:, :1],
+    ):
         assert not neutral.any()
     assert (chain.lens[real:] == drafts + 1).all() and (chain.draft_lens[:, real:] == 1).all()
 

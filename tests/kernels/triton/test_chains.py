@@ -11,11 +11,13 @@ from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation import reference
 from moe_engine.kernels.speculation.protocol import ChainBuffers
 from moe_engine.kernels.speculation.reference import TorchChains
-from tests.kernels.reference.chains import ROWS, cloned, drawn_chain, drawn_runs, drawn_tables
+from moe_engine.kernels.speculation.trees import TorchTrees
+from tests.kernels.reference.chains import ROWS, cloned, drawn_chain, drawn_runs, drawn_tables, drawn_tree
 from tests.kernels.reference.test_chains import RULES, Rule
 from tests.speculation.test_ngram import naive
 
 triton_chains = pytest.importorskip("moe_engine.kernels.speculation.triton_chains", reason="needs triton")
+triton_trees = pytest.importorskip("moe_engine.kernels.speculation.triton_trees", reason="needs triton")
 
 
 def copied(tables: RowTables, chain: ChainBuffers) -> tuple[RowTables, ChainBuffers]:
@@ -68,6 +70,24 @@ def test_runs_and_their_states(back: int, shift: int, num_ids: int) -> None:
     check_alike(run, other_run)
     assert all(a.equal(b) for a, b in zip(states, other_states))
     assert run.real.any() and not run.slots[run.real == 0].any()
+
+
+@pytest.mark.parametrize(("real", "padded", "depth", "topk"), [(4, 1, 3, 2), (0, 2, 1, 4), (3, 0, 4, 3)])
+def test_trees(real: int, padded: int, depth: int, topk: int) -> None:
+    generator = torch.Generator().manual_seed(torch.randint(1 << 30, ()).item())
+    tables, chain = drawn_tables(generator), drawn_chain(generator, real, padded, depth)
+    tree = drawn_tree(generator, real + padded, depth, topk)
+    found = []
+    for kernels in (TorchTrees(), triton_trees.TritonTrees()):
+        own, memory, nodes = RowTables(*(table.clone() for table in tables)), cloned(chain), cloned(tree)
+        nodes = replace(nodes, levels=[cloned(level) for level in tree.levels])
+        TorchChains().inputs(own, memory)
+        kernels.spread(own, memory, nodes)
+        kernels.enter(memory, nodes)
+        kernels.walk(memory, nodes)
+        found.append((memory, replace(nodes, levels=()), *nodes.levels))
+    for one, other in zip(*found):
+        check_alike(one, other)
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 4), (2, 3)])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts import triton_grouped_gemm
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
+from moe_engine.kernels.experts.group_tiles import num_programs, programs_per_sm
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_shapes
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
@@ -153,6 +155,30 @@ def test_a_token_does_not_depend_on_the_others() -> None:
     others = torch.arange(12) != 3
     assert got[3].isnan().all() and got[others].isfinite().all()
     assert torch.equal(got[others], kernel.run_routed(x[others], weights[others], ids[others], experts.weights))
+
+
+def test_any_number_of_programs_computes_every_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are shared by the programs that fit on the device; results do not depend on their number."""
+    experts = Experts("bf16", 4, 64, 72)
+    counts = torch.randint(0, 40, (4,), dtype=torch.int32)
+    x, found = experts.rows(4, 40, 64), []
+    for programs in (1, 3, 1 << 30):
+        monkeypatch.setattr(triton_grouped_gemm, "num_programs", lambda most, *sizes, limit=programs: min(most, limit))
+        batch = ExpertBatch("padded", x, counts=counts, mean_rows=16)
+        found.append(kernel.run(batch, experts.weights))
+    for expert, count in enumerate(counts.tolist()):
+        first, *others = (rows[expert, :count] for rows in found)
+        assert first.isfinite().all() and all(torch.equal(first, rows) for rows in others)
+
+
+def test_a_launch_has_no_more_programs_than_the_device_holds() -> None:
+    """V3's 16 experts of a rank with room for 1,024 rows each: 4,096 and 14,336 tiles of 64 rows."""
+    absent = torch.device("meta")  # 132 SMs
+    first, second = BLOCK_FP8.gate_up.at(64), BLOCK_FP8.down.at(64)
+    assert num_programs(16 * 16 * 16, first, 256, 128, 1, absent) == 132  # 3 steps of 40 KiB of 227
+    assert num_programs(16 * 16 * 56, second, 128, 128, 1, absent) == 3 * 132  # 3 steps of 24 KiB
+    assert num_programs(100, first, 256, 128, 1, absent) == 100
+    assert programs_per_sm(1024, 4, 8) == 8  # by threads
 
 
 def test_bytes_and_moving() -> None:

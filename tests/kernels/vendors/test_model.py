@@ -15,6 +15,8 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
+from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.quantization import reference
@@ -22,6 +24,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
+from tests.kernels.vendors.trtllm_moe_emulator import TrtllmMoeEmulator
 from tests.models.stepper import Chunk, Stepper, make_backends
 
 ATTENTION = {
@@ -59,6 +62,16 @@ def test_logits(checkpoint, name, arch):
     assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"} | trial
     assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
     assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
+
+
+def test_logits_of_fused_experts(checkpoint):
+    """TensorRT-LLM's fused experts, with the shared expert in a slot of its own."""
+    emulator = TrtllmMoeEmulator()
+    experts = TrtllmExperts(TorchExperts(), emulator.module, reference.quantize_rows)
+    loaded, plain = stepper(checkpoint, experts=experts), stepper(checkpoint)
+    got, want = logits_of(loaded), logits_of(plain)
+    assert emulator.calls == [70, 6, 3]  # one layer of two is a mixture
+    assert (got - want).norm() < 0.3 * want.norm()  # FP8
 
 
 @pytest.mark.parametrize("name", ATTENTION)

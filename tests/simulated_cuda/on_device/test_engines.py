@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.kernels.attention.triton.attention import TritonMLA
+from moe_engine.kernels.attention.triton.attention import TritonGQA, TritonMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
@@ -232,6 +232,10 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Any], int, GraphSettings, int]] = {
     "fa3, GQA": ("gqa", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, 5),
     "flashinfer, windows": ("windows", lambda: FlashInferGQA(flashinfer_emulator.module()), 4, PADDED, ALL_ROWS),
     "fa3, windows": ("windows", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, ALL_ROWS),
+    "flashinfer, some windows": (
+        "some windows", lambda: FlashInferGQA(flashinfer_emulator.module()), 4, PADDED, ALL_ROWS,
+    ),
+    "fa3, some windows": ("some windows", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, ALL_ROWS),
 }  # fmt: skip
 
 
@@ -239,6 +243,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("deepseek_v3", LATENT | {"first_k_dense_replace": 1}),
     "gqa": ("qwen3", {"head_dim": 64}),
     "windows": ("mistral", {"head_dim": 64, "sliding_window": 6}),
+    "some windows": (
+        "qwen2",
+        {"head_dim": 64, "num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 6}
+        | {"max_window_layers": 1},
+    ),
 }
 
 
@@ -246,30 +255,47 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "two MTP layers": {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
     "draft model": {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
     "prompt lookup": {"speculative_algorithm": "NGRAM"},
+    "draft model, windows": {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
 }
+ALTERNATING: dict[str, Any] = {
+    "num_hidden_layers": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "draft model" else []) for name in DRAFTERS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if not name.startswith("draft model") else [])
+        for name in DRAFTERS
+    ],
 )
 def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of steps without graphs. The draft model has Triton attention, whose plans are upper bounds. Only a
-    step with other counts, of prompts or of last tokens, reads lengths on the host."""
+    step with other counts, of prompts or of last tokens, reads lengths on the host. With windows model and draft model
+    have layers with and without one, and contexts exceed it."""
     choose = worker.kernels_for
     libraries.install()
-    make: Callable[[], Any] = TritonMLA if name == "draft model" else lambda: FA3MLA(fa3_emulator.module())
+    own, windows = name.startswith("draft model"), name.endswith("windows")
+    triton_row: Callable[[], Any] = TritonGQA if windows else TritonMLA
+    make: Callable[[], Any] = triton_row if own else lambda: FA3MLA(fa3_emulator.module())
     monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
-    fields, dtype = ({}, "float32") if name == "draft model" else (LATENT, "bfloat16")
-    path = agreeing_checkpoint(
-        "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=2, first_k_dense_replace=3, **fields
-    )
+    fields, dtype = ({}, "float32") if own else (LATENT, "bfloat16")
+    if windows:
+        path = agreeing_checkpoint("gpt_oss", tmp_path / "model", 5, **ALTERNATING)
+    else:
+        path = agreeing_checkpoint(
+            "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=2, first_k_dense_replace=3,
+            **fields,
+        )  # fmt: skip
     flags = DRAFTERS[name] | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
-    if name == "draft model":
+    if own:
         flags |= {"speculative_draft_model_path": str(path)}
     engine = InProcessEngine(
         path, tmp_path / "board", device="cuda", dtype=dtype, page_size=1, max_total_tokens=256,
-        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True, **FEW, **flags,
+        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True,
+        **FEW, **flags,
     )  # fmt: skip
+    assert bool(engine.config.num_window_slots) == windows
     requests = [
         Scripted(
             f"r{i}", [*range(5, 9), 5, 6, 7, 20 + i], 8, 0, seed=i, sampling={"temperature": i / 2}, logprob=i == 0
@@ -291,6 +317,41 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
     assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {DRAFTS + 1})
 
 
+@pytest.mark.parametrize("row", ["triton", "fa3"])
+def test_captured_trees_never_wait(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of steps without graphs, and as many accepted drafts."""
+    choose = worker.kernels_for
+    libraries.install()
+    make: Callable[[], Any] = TritonMLA if row == "triton" else lambda: FA3MLA(fa3_emulator.module())
+    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    fields, dtype = ({}, "float32") if row == "triton" else (LATENT, "bfloat16")
+    path = agreeing_checkpoint(
+        "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=1, first_k_dense_replace=3, **fields
+    )
+    engine = InProcessEngine(
+        path, tmp_path / "board", device="cuda", dtype=dtype, page_size=1, max_total_tokens=256,
+        max_running_requests=2, context_length=24, chunked_prefill_size=8, disable_cuda_graph=True,
+        **FEW, **(TREE | {"speculative_num_draft_tokens": 5}),
+    )  # fmt: skip
+    requests = [
+        Scripted(f"r{i}", [*range(5, 9), 5, 20 + i], 10, 0, seed=i, sampling={"temperature": i / 2}, logprob=True)
+        for i in range(2)
+    ]
+    try:
+        runner = engine.worker.runner
+        expected = engine.run(requests)
+        settings = GraphSettings((1, 2), counts=(1, 5), trees=True)
+        assert capture_graphs(runner, settings) == settings.num_graphs and runner.drafted is not None
+        found = watched(engine, requests)
+    finally:
+        engine.close()
+    check_answers(found.answers, expected, tolerance=1e-4)
+    drafted = [step for step in found.steps if step.plan.speculation is not None and step.plan.speculation.depth]
+    captured = [step for step in drafted if step.cuda_graph]
+    assert len(captured) > 1 and not any(step.waits for step in captured), captured
+    assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {5})
+
+
 def mixed_script(seed: int) -> list[Scripted]:
     """The first request ends first and has a penalty: with drafts its steps wait for the lengths."""
     pick = random.Random(seed)
@@ -304,7 +365,7 @@ def mixed_script(seed: int) -> list[Scripted]:
     ]  # fmt: skip
 
 
-QUICK = ("flashinfer", "fa3, drafts", "flashinfer, windows", "fa3, windows")
+QUICK = ("flashinfer", "fa3, drafts", "flashinfer, some windows", "fa3, some windows")
 """One library each for windows, a latent cache, drafts. `test_plans.py` has the plans of all."""
 
 
@@ -322,9 +383,8 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
     model, fields = MODELS[kind]
     path = agreeing_checkpoint(
-        model, tmp_path / "model", 3, num_mtp_layers=int(drafts),
-        num_hidden_layers=1, **fields,
-    )  # fmt: skip
+        model, tmp_path / "model", 3, num_mtp_layers=int(drafts), **({"num_hidden_layers": 1} | fields)
+    )
     chain = CHAIN | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
     engine = InProcessEngine(
         path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=page_size, max_total_tokens=512,
@@ -332,7 +392,7 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
         moe_runner_backend="torch", **FEW, **(chain if drafts else {}),
     )  # fmt: skip
     try:
-        assert bool(engine.config.num_window_slots) == (kind == "windows")
+        assert bool(engine.config.num_window_slots) == kind.endswith("windows")
         runner, requests = engine.worker.runner, mixed_script(page_size)
         monkeypatch.setattr(runner.sampler, "passes", LogitsPasses(rows_at_once))
         expected = engine.run(requests)
