@@ -133,7 +133,8 @@ class _Inputs:
             self.rows[:num_requests].copy_(queries.rows)
             self.context_lens[:num_requests].copy_(queries.context_lens_device)
         if self.states is not None:
-            self.states.fill(batch, (used_requests, used_tokens))
+            stored = None if batch is None else batch.stored_states
+            self.states.fill(None if queries is None else queries.rows, stored, (used_requests, used_tokens))
         if used_tokens > num_tokens:
             for buffer in self._of_tokens:
                 buffer[num_tokens:used_tokens].zero_()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.delta.protocol import StateRuns
-from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.kv_cache.state_pool import StatePool
 
 
@@ -35,14 +34,16 @@ class StaticStates:
         """Of a graph for `size` requests with `count` tokens each."""
         return static_runs(self._reads[:size], self._rows[: size * count])
 
-    def fill(self, batch: StepBatch | None, used: tuple[int, int]) -> None:
-        """Copies a step's rows to the buffers; `used`: requests and tokens of the step before, which become padding."""
+    def fill(self, read: Tensor | None, stored: StateRuns | None, used: tuple[int, int]) -> None:
+        """Copies a step's rows to the buffers: `read` [R] (None: padding only), and those of `stored` if the step
+        stores other states. `used`: requests and tokens of the step before, which become padding."""
         requests = tokens = 0
-        if batch is not None and (queries := batch.attention.decode) is not None:
-            requests, tokens, stored = queries.num_requests, queries.num_tokens, batch.stored_states
-            self._reads[:requests].copy_(queries.rows)
+        if read is not None:
+            rows = read if stored is None else stored.rows
+            requests, tokens = len(read), len(rows)
+            self._reads[:requests].copy_(read)
             if self._rows is not self._reads:
-                self._rows[:tokens].copy_(queries.rows if stored is None else stored.rows)
+                self._rows[:tokens].copy_(rows)
         self._reads[requests : used[0]].fill_(self._padding)
         self._rows[tokens : used[1]].fill_(self._padding)
 
