@@ -20,7 +20,7 @@ async def ask_completions(request: BenchRequest, options: CallOptions) -> Answer
     body: dict[str, Any] = {
         "prompt": request.prompt,
         "max_tokens": request.output_len,
-        **_openai_body(options),
+        **_openai_body(request, options),
         **options.extra_body,
     }
 
@@ -39,9 +39,9 @@ async def ask_chat(request: BenchRequest, options: CallOptions) -> Answer:
             raise ValueError("the chat backend needs text: use --tokenizer, so that token ids can be decoded")
         prompt = options.decode(prompt)
     body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": [{"role": "user", "content": _content(prompt, request)}],
         "max_completion_tokens": request.output_len,
-        **_openai_body(options),
+        **_openai_body(request, options),
         **options.extra_body,
     }
 
@@ -53,10 +53,15 @@ async def ask_chat(request: BenchRequest, options: CallOptions) -> Answer:
     return await ask(request, options, "/v1/chat/completions", body, read)
 
 
-def _openai_body(options: CallOptions) -> dict[str, Any]:
+def _content(text: str, request: BenchRequest) -> str | list[dict[str, Any]]:
+    images = [{"type": "image_url", "image_url": {"url": address}} for address in request.images]
+    return [{"type": "text", "text": text}, *images] if images else text
+
+
+def _openai_body(request: BenchRequest, options: CallOptions) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "model": options.model,
-        "temperature": 0.0,
+        "model": request.lora or options.model,
+        **options.sampling,
         "stream": options.stream,
         "ignore_eos": options.ignore_eos,
     }

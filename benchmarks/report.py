@@ -114,7 +114,7 @@ def write_result(
     about = {
         "name": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join([f"python -m benchmarks.{_module()}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {_module()}", *sys.argv[1:]]),
         "commit": commit(),
         "machine": machine(device),
         "versions": versions(),
@@ -126,9 +126,12 @@ def write_result(
 
 
 def _module() -> str:
-    """The running benchmark: ``side_by_side``, or ``gpu_suite`` for a package."""
+    """The running program: ``benchmarks.side_by_side``, ``benchmarks.gpu_suite`` for a package, or one of the tests."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None and spec.name.startswith("tests."):
+        return spec.name
     program = Path(sys.argv[0])
-    return program.parent.name if program.stem == "__main__" else program.stem
+    return f"benchmarks.{program.parent.name if program.stem == '__main__' else program.stem}"
 
 
 def wait_until_quiet(args: argparse.Namespace) -> None:

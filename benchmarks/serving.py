@@ -33,6 +33,16 @@ import uvloop
 from benchmarks import report
 from benchmarks.agent_sessions import Replay, TokenText, workload_of
 from benchmarks.clients import BACKENDS, DEFAULT_PORTS, CallOptions
+from benchmarks.image_requests import NAME as IMAGE
+from benchmarks.image_requests import add_image_arguments, image_requests
+from benchmarks.load_options import (
+    add_request_arguments,
+    headers_of,
+    profiled,
+    sampling_of,
+    wait_until_ready,
+    with_adapters,
+)
 from moe_engine.errors import ConfigError
 from moe_engine.tuning import agent_report, serving_report
 from moe_engine.tuning.answer import Answer
@@ -53,9 +63,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--base-url", help="server address, instead of --host and --port")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, help="default: 30000 (8000 for vllm backends)")
-    parser.add_argument("--model", help="name sent to the OpenAI endpoints (default: the server's model)")
+    parser.add_argument(
+        "--model", "--served-model-name", help="name sent to the OpenAI endpoints (default: the server's model)"
+    )
     parser.add_argument("--tokenizer", help="checkpoint directory or tokenizer.json (default: the server's model path)")
-    add_dataset_arguments(parser, more_names=(AGENTIC,))
+    add_dataset_arguments(parser, more_names=(IMAGE, AGENTIC))
+    add_image_arguments(parser)
     add_agent_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -69,6 +82,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="max concurrent requests; agentic: sessions, a curve",
     )
     load.add_argument("--warmup-requests", type=int, default=1)
+    load.add_argument("--skip-warmup", action="store_true", help="as --warmup-requests 0")
     load.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
     load.add_argument("--tokenize-prompt", action="store_true", help="send token ids even for text prompts")
     load.add_argument("--disable-ignore-eos", action="store_true")
@@ -76,6 +90,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--return-logprob", action="store_true")
     load.add_argument("--extra-request-body", default="{}", metavar="JSON", help="fields added to every request")
     load.add_argument("--api-key", help="sent as Authorization: Bearer")
+    add_request_arguments(load)
     output = parser.add_argument_group("output")
     output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must be met")
     output.add_argument(
@@ -88,6 +103,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     output.add_argument("--tag", help="tag in the result")
     output.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)
+    args.warmup_requests = 0 if args.skip_warmup else args.warmup_requests
     args.concurrencies = args.max_concurrency or [None]
     args.max_concurrency = args.concurrencies[0]
     if len(args.concurrencies) > 1 and args.dataset_name != AGENTIC:
@@ -197,7 +213,7 @@ def _vocabulary(args: argparse.Namespace, facts: dict[str, Any]) -> Vocabulary:
 
 
 def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
-    requests = make_dataset(args, vocabulary)
+    requests = image_requests(args, vocabulary) if args.dataset_name == IMAGE else make_dataset(args, vocabulary)
     if args.tokenize_prompt:
         requests = [
             replace(request, prompt=vocabulary.encode(request.prompt)) if isinstance(request.prompt, str) else request
@@ -205,15 +221,16 @@ def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchReq
         ]
     if not requests:
         raise ValueError("the dataset has no request; see --num-prompts and the length limits")
-    return requests
+    return with_adapters(requests, args)
 
 
 @asynccontextmanager
 async def _connection(args: argparse.Namespace) -> AsyncIterator[_Connection]:
     port = args.port or DEFAULT_PORTS.get(args.backend, 30000)
     base_url = (args.base_url or f"http://{args.host}:{port}").rstrip("/")
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers = headers_of(args)
     async with httpx.AsyncClient(timeout=60, headers=headers) as client:
+        await wait_until_ready(client, base_url, args.ready_check_timeout_sec)
         facts = await server_facts(client, base_url)
         vocabulary = _vocabulary(args, facts)
         options = CallOptions(
@@ -222,6 +239,7 @@ async def _connection(args: argparse.Namespace) -> AsyncIterator[_Connection]:
             stream=not args.disable_stream,
             ignore_eos=not args.disable_ignore_eos,
             return_logprob=args.return_logprob,
+            sampling=sampling_of(args),
             extra_body=json.loads(args.extra_request_body),
             decode=vocabulary.decode,
             headers=headers,
@@ -234,15 +252,16 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
     async with _connection(args) as server:
         requests = _requests(args, server.vocabulary)
         await _warm_up(server.client, requests[0], server.options, args)
-        answers, duration = await run_load(
-            requests,
-            server.options,
-            backend=args.backend,
-            request_rate=args.request_rate,
-            max_concurrency=args.max_concurrency,
-            seed=args.seed,
-            show_progress=not args.disable_tqdm,
-        )
+        async with profiled(server.client, server.options.base_url, args):
+            answers, duration = await run_load(
+                requests,
+                server.options,
+                backend=args.backend,
+                request_rate=args.request_rate,
+                max_concurrency=args.max_concurrency,
+                seed=args.seed,
+                show_progress=not args.disable_tqdm,
+            )
         return await _values(args, server, answers, duration), answers
 
 
@@ -275,7 +294,8 @@ async def agent_benchmark(
             vocabulary.encode,
             concurrency,
         )
-        duration = await replay.run(show_progress=not args.disable_tqdm)
+        async with profiled(server.client, server.options.base_url, args):
+            duration = await replay.run(show_progress=not args.disable_tqdm)
         answers = [turn.answer for turn in replay.turns]
         values = await _values(args, server, answers, duration)
     by_kind = {kind: [t.answer for t in replay.turns if t.kind == kind] for kind in agent_report.KINDS}

@@ -18,8 +18,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from moe_engine.kernels.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,8 @@ class StateRuns:
 
 
 def _upload(device: torch.device, values: list[int]) -> Tensor:
-    """As int32, without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    """As int32."""
+    return upload(np.array(values, dtype=np.int32), device)
 
 
 def _upload_both(device: torch.device, first: list[int], second: list[int]) -> tuple[Tensor, Tensor]:

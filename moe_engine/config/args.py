@@ -94,7 +94,7 @@ class EngineArgs:
             name: part(**{info.name: chosen[info.name] for info in fields_of(part) if info.name in chosen})
             for name, part in PARTS.items()
         }
-        given = frozenset(name for name, value in chosen.items() if value is not None)
+        given = frozenset(name for name, keyword in spelled.items() if values[keyword] is not None)
         return cls(**parts, given=given, notes=notes)
 
     @classmethod

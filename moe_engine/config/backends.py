@@ -47,11 +47,15 @@ class BackendArgs:
         "Attention kernels. auto: the most preferred backend that can run on this device. A named backend that cannot "
         "run is an error.",
         choices=_attention,
-        synonyms=CPU_SYNONYMS,
+        synonyms=CPU_SYNONYMS | {"dsa": "auto", "nsa": "auto"},  # sparse attention is part of the model here
         unsupported={
             "trtllm_mha": TENSORRT,
-            **dict.fromkeys(("fa4", "flex_attention", "cutedsl_mla", "cutlass_mla"), MORE_GPU),
-            **dict.fromkeys(("dsa", "nsa", "qsa", "dsv4"), "sparse attention (DeepSeek V3.2)"),
+            **dict.fromkeys(
+                ("fa4", "flex_attention", "cutedsl_mla", "tokenspeed_mla", "cutlass_mla", "hpc_ops",
+                 "minicpm_flashattn", "minicpm_flashinfer", "llada2_cfg_flashinfer"),
+                MORE_GPU,
+            ),
+            **dict.fromkeys(("qsa", "dsv4", "compressed"), "DeepSeek V4, Qwen4 and other models that are not served"),
             **dict.fromkeys(("aiter", "wave", "ascend", "intel_xpu"), OTHER_DEVICES),
         },
     )  # fmt: skip
@@ -61,10 +65,30 @@ class BackendArgs:
         "in block FP8, without --moe-a2a-backend.",
         choices=_experts,
         synonyms=CPU_SYNONYMS,
-        unsupported=dict.fromkeys(
-            ("triton_kernel", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4", "cutlass", "marlin"),
-            MORE_GPU,
-        ),
+        unsupported={
+            **dict.fromkeys(
+                (
+                    "triton_kernel",
+                    "flashinfer_cutlass",
+                    "flashinfer_cutedsl",
+                    "flashinfer_mxfp4",
+                    "cutlass",
+                    "marlin",
+                    "experimental_sgl_trtllm",
+                    "flashinfer_trtllm_routed",
+                    "flashinfer_megamoe",
+                    "megamoe",
+                    "humming",
+                    "experimental_sgl_marlin",
+                    "lora_cutedsl",
+                    "lora_triton",
+                    "lora_marlin",
+                    "hpc_ops",
+                ),
+                MORE_GPU,
+            ),
+            **dict.fromkeys(("aiter", "intel_xpu"), OTHER_DEVICES),
+        },
     )
     linear_backend: str = flag("auto", "GEMM of dense weights.", choices=_linear)
     ops_backend: str = flag("auto", "Norms, rotary embedding, activation, KV cache writes and routing.", choices=_ops)

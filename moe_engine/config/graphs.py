@@ -18,7 +18,9 @@ def parse_sizes(text: str) -> str:
 
 @dataclass(frozen=True)
 class GraphArgs:
-    disable_cuda_graph: bool = flag(False, "Run decode steps without CUDA graphs, kernel by kernel.")
+    disable_cuda_graph: bool = flag(
+        False, "Run decode steps without CUDA graphs, kernel by kernel.", aliases=("--disable-decode-cuda-graph",)
+    )
     disable_cuda_graph_padding: bool = flag(
         False,
         "Replay a CUDA graph only for steps of exactly its batch size; other steps run without a graph instead "

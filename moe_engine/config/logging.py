@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.config.field import flag
+from moe_engine.config.values import parse_json_object
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -53,6 +54,15 @@ class LoggingArgs:
         "texts.",
         metavar="0..3",
     )
+    log_requests_format: str = flag(
+        "text", "Lines of --log-requests. json: one JSON object a line.", choices=("text", "json")
+    )
+    log_requests_target: str = flag(
+        "",
+        "Where --log-requests writes: stdout, folders, or both. A folder gets a file for each hour. Left out: the log.",
+        many=True,
+        metavar="TARGET",
+    )
     kv_events_config: str | None = flag(
         None,
         "Publishes what the radix cache stores and evicts, for KV-aware routers: a JSON object with the keys of vLLM "
@@ -60,6 +70,12 @@ class LoggingArgs:
         metavar="JSON",
     )
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")
+    extra_metric_labels: str = flag(
+        "{}",
+        'JSON object with labels of all metrics, for instance \'{"pool": "blue"}\'.',
+        parse=parse_json_object,
+        metavar="JSON",
+    )
     bucket_time_to_first_token: str | None = _buckets("time to the first token")
     bucket_inter_token_latency: str | None = _buckets("time between tokens")
     bucket_e2e_request_latency: str | None = _buckets("time of whole requests")
@@ -74,5 +90,8 @@ class LoggingArgs:
         "OTLP/HTTP endpoint of the collector of --enable-trace: HOST:PORT or a URL. SGLang's default, port 4317, is "
         "that of gRPC.",
         metavar="ADDRESS",
+    )
+    otlp_service_name: str | None = flag(
+        None, "`service.name` of the traces. Left out: OTEL_SERVICE_NAME, else moe-engine.", metavar="NAME"
     )
     decode_log_interval: int = flag(40, "Decode steps between two `Decode batch` lines.", metavar="STEPS")

@@ -42,7 +42,8 @@ class ModelArgs:
         choices=("auto", "safetensors", "pt", "gguf", "layered", "dummy"),
         unsupported=dict.fromkeys(
             ("npcache", "sharded_state", "bitsandbytes", "remote", "presharded", "mistral",
-             "fastsafetensors", "runai_streamer", "remote_instance", "flash_rl", "instanttensor", "expert_pack"),
+             "fastsafetensors", "runai_streamer", "remote_instance", "flash_rl", "instanttensor",
+             "expert_pack", "private"),
             OTHER_FORMATS,
         ),
     )  # fmt: skip
@@ -80,7 +81,8 @@ class ModelArgs:
         unsupported=dict.fromkeys(
             ("marlin", "modelopt_mixed",
              "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
-             "petit_nvfp4"),
+             "petit_nvfp4", "auto-round-int8", "modelslim", "mxfp_w4a8", "quark_int4fp8_moe", "mlx_q4", "mlx_q8",
+             "humming"),
             OTHER_QUANTIZATION,
         ),
     )  # fmt: skip

@@ -28,7 +28,17 @@ class MultimodalArgs:
         10.0, "Seconds for reading one image from an address, redirects included.", metavar="SECONDS"
     )
     max_media_mb: int = flag(
-        32, "Largest image of a request in MB (2^20 bytes), as it is encoded (JPEG, PNG, ...).", metavar="MB"
+        32,
+        "Largest image of a request in MB (2^20 bytes), as it is encoded (JPEG, PNG, ...).",
+        aliases=("--media-url-max-file-size-mb",),
+        metavar="MB",
+    )
+    allowed_media_domains: str = flag(
+        "",
+        "Hosts from which images are read, redirects included, for instance cdn.example.com. Left out: all public "
+        "hosts.",
+        many=True,
+        metavar="HOST",
     )
     limit_mm_data_per_request: str = flag(
         '{"image": 16}',

@@ -64,6 +64,17 @@ class SchedulingArgs:
     priority_scheduling_preemption_threshold: int = flag(
         10, "A waiting request preempts a running one if its priority is better by more than this.", metavar="N"
     )
+    disable_priority_preemption: bool = flag(
+        False, "With priority scheduling: a waiting request never preempts a running one."
+    )
+    default_priority_value: int | None = flag(
+        None,
+        "With priority scheduling: priority of requests without one. Left out: such requests are the least urgent.",
+        metavar="N",
+    )
+    abort_on_priority_when_disabled: bool = flag(
+        False, "Refuse requests with a `priority` while priority scheduling is off. Otherwise the field has no effect."
+    )
     max_queued_requests: int | None = flag(
         None, "Max length of the waiting queue; further requests get status 503. Left out: no limit.", metavar="N"
     )

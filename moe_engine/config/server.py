@@ -43,7 +43,10 @@ class ServerArgs:
     ssl_certfile: str | None = flag(
         None, "Certificate chain (PEM) for HTTPS; needs --ssl-keyfile. Left out: HTTP.", metavar="FILE"
     )
-    ssl_keyfile: str | None = flag(None, "Private key (PEM) of --ssl-certfile, without a password.", metavar="FILE")
+    ssl_keyfile: str | None = flag(None, "Private key (PEM) of --ssl-certfile.", metavar="FILE")
+    ssl_keyfile_password: str | None = flag(
+        None, "Password of an encrypted --ssl-keyfile. Left out: the key has none.", metavar="TEXT"
+    )
     fastapi_root_path: str = flag(
         "",
         "Prefix under which a proxy publishes this server, for instance /engine. Requests are served with and without "
@@ -52,6 +55,14 @@ class ServerArgs:
     )
     enable_cache_report: bool = flag(
         False, "Report in `usage.prompt_tokens_details.cached_tokens` how many prompt tokens came from the cache."
+    )
+    return_input_ids: bool = flag(
+        False,
+        "Add the prompt's token ids to every chat answer, in `sglext.input_ids`, as `return_input_ids_in_sglext`.",
+    )
+    return_output_ids: bool = flag(
+        False,
+        "Add the output's token ids to every chat answer, in `sglext.output_ids`, as `return_output_ids_in_sglext`.",
     )
     enable_return_hidden_states: bool = flag(
         False, "Allows `return_hidden_states` in requests: the final hidden states of prompt and output tokens."
@@ -67,8 +78,10 @@ class ServerArgs:
         "embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "deepseek-v4", "deepseek-v41", "mistral",
-             "nemotron_3", "hunyuan", "mimo"),
+            ("auto", "deepseek-v4", "deepseek-v41", "mistral", "nemotron_3", "hunyuan", "mimo",
+             "apertus2509", "beam", "dots", "ling3", "k2_horizon", "kimi_k3", "muse", "poolside_v1", "minimax-m3",
+             "nanbeige", "step3p5", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
+             "cohere_command4", "gigachat35", "response_template"),
             MORE_PARSERS,
         ),
     )  # fmt: skip
@@ -78,7 +91,10 @@ class ServerArgs:
         "the demo model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "deepseekv41", "step3", "hunyuan", "mimo"),
+            ("auto", "deepseekv41", "step3", "hunyuan", "mimo",
+             "apertus2509", "beam", "cohere_command4", "dots", "k2_horizon", "kimi_k3", "lfm2", "ling3", "minicpm5",
+             "muse", "poolside_v1", "spark25", "step3p5", "minimax-m3", "nanbeige", "trinity", "interns1", "gigachat3",
+             "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,
         ),
     )  # fmt: skip
@@ -98,6 +114,16 @@ class ServerArgs:
     )
     constrained_json_disable_any_whitespace: bool = flag(
         False, "Constrained JSON has no white space between its parts."
+    )
+    default_chat_template_kwargs: str = flag(
+        "{}",
+        "JSON object with arguments of the chat template for every conversation, for instance "
+        "'{\"enable_thinking\": false}'. `chat_template_kwargs` of a request take precedence.",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    stream_response_default_include_usage: bool = flag(
+        False, "Streams of the OpenAI endpoints end with the usage, unless `stream_options.include_usage` is false."
     )
     incremental_streaming_output: bool = flag(
         False,

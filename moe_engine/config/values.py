@@ -63,11 +63,7 @@ def to_field_value(info: FieldInfo, value: Any) -> Any:
         ConfigError: naming the flag, when the value has the wrong type or is not one of the choices.
     """
     if value is None:
-        if info.optional:
-            return None
-        if info.default == "auto":
-            return info.default  # a dump of SGLang's flags has None for auto
-        raise ConfigError(f"{info.option}: needs a value")
+        return None if info.optional else info.default  # a dump of SGLang's flags has None for many defaults
     converted = _convert(info, value)
     return _choose(info.option, info.flag, converted, info.default) if isinstance(converted, str) else converted
 

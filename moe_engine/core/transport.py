@@ -60,8 +60,8 @@ class ZmqTransport:
         self._out.send(messages.encode(message))
 
     def wake(self) -> None:
-        """Ends a wait of `receive`, or the next one. Thread-safe."""
-        with suppress(BlockingIOError):  # the socket already holds unread wake-ups
+        """Ends a wait of `receive`, or the next one; no effect after `close`. Thread-safe."""
+        with suppress(OSError):  # also BlockingIOError: the socket already holds unread wake-ups
             self._wake.send(b".")
 
     def close(self) -> None:

@@ -244,7 +244,7 @@ class Generation:
             "queue_time": self.queue_time,
         }
         if self.tiers is not None:
-            meta["cached_tokens_details"] = _by_tier(self.cached_tokens, *self.tiers)
+            meta["cached_tokens_details"] = self.cached_by_tier()
         meta |= meta_times(self)
         if self.request.routed_dp_rank is not None:
             meta["dp_rank"] = self.request.routed_dp_rank
@@ -253,6 +253,10 @@ class Generation:
         if self.speculation is not None:
             meta |= _speculation_info(*self.speculation)
         return meta
+
+    def cached_by_tier(self) -> dict[str, Any]:
+        """Cached prompt tokens by the tier of the KV cache that had them."""
+        return _by_tier(self.cached_tokens, *(self.tiers or (0, 0, "")))
 
     def logprob_fields(self, columns: Columns) -> dict[str, Any] | None:
         """These log-probabilities as fields of the response; None if not requested."""

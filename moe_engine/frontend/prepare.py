@@ -75,6 +75,9 @@ class FrontendSettings:
     enable_custom_logit_processor: bool = False
     """Whether requests may bring code that changes their logits."""
     enable_memory_saver: bool = False
+    enable_priority_scheduling: bool = False
+    schedule_policy: str = "fcfs"
+    abort_on_priority_when_disabled: bool = False
     enable_return_hidden_states: bool = False
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
@@ -156,6 +159,7 @@ class Preparer:
         settings = self._settings
         check_kind(self._info, pooled=inp.pooled)
         check_dimensions(self._info, inp.dimensions)
+        self._check_priority(inp)
         prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
         self._check_logprobs(inp, prompts)
         if not settings.enable_return_hidden_states and any(prompt.hidden for prompt in prompts):
@@ -173,6 +177,13 @@ class Preparer:
         if inp.bootstrap_room is not None:
             apply_mode(settings.disaggregation_mode, prompts)
         return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(BULK)), prompts, is_batch)
+
+    def _check_priority(self, inp: GenerateInput) -> None:
+        settings = self._settings
+        is_on = settings.enable_priority_scheduling or settings.schedule_policy == "priority"
+        if inp.priority is not None and settings.abort_on_priority_when_disabled and not is_on:
+            words = "priority scheduling is off (--enable-priority-scheduling), and this server refuses the field then"
+            raise InputError(f"priority: {words}; leave it out", field="priority")
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""

@@ -100,6 +100,10 @@ def _body(response: http.client.HTTPResponse, settings: MediaSettings, deadline:
 
 
 def _checked_place(host: str, port: int, settings: MediaSettings) -> tuple[str, int]:
+    allowed = settings.allowed_media_domains.lower().split()
+    if allowed and host.lower().rstrip(".") not in allowed:
+        raise MediaError(f"images are not read from {host:.80}; this server reads from {', '.join(allowed)} only "
+                         "(--allowed-media-domains)")  # fmt: skip
     try:
         places = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):

@@ -14,6 +14,8 @@ class MediaSettings:
     allow_private_media_urls: bool = False
     media_fetch_timeout: float = 10.0
     max_media_mb: int = 32
+    allowed_media_domains: str = ""
+    """Host names, with spaces between; empty: all."""
     max_images: int = 16
     """Most images of a request."""
 

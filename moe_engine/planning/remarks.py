@@ -16,7 +16,13 @@ from moe_engine.planning.resolve_storage import STORAGE_VARIABLE
 
 DEPENDENTS = {
     "log_requests_level": "log_requests",
+    "log_requests_format": "log_requests",
+    "log_requests_target": "log_requests",
+    "otlp_service_name": "enable_trace",
+    "extra_metric_labels": "enable_metrics",
     "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
+    "disable_priority_preemption": "enable_priority_scheduling",
+    "default_priority_value": "enable_priority_scheduling",
     "torch_compile_max_bs": "enable_torch_compile",
     "torch_compile_cache_dir": "enable_torch_compile",
     "tbo_token_distribution_threshold": "enable_two_batch_overlap",

@@ -30,7 +30,7 @@ T = TypeVar("T")
 INPUT_MARGIN = 5
 """Tokens that a prompt must leave free (SGLang's margin)."""
 
-SECRETS = ("api_key", "admin_api_key")
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
 @dataclass(frozen=True)

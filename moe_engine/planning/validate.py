@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain, pairwise
+from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
@@ -21,7 +23,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
-from moe_engine.tokenizer.chat_messages import BUILT_IN_TEMPLATES
+from moe_engine.tokenizer.chat_messages import BUILT_IN_TEMPLATES, refuse_reserved
 
 # field -> least value
 LEAST = {
@@ -69,6 +71,12 @@ MOST = {
     "hicache_size": 1 << 20,
     "cpu_offload_gb": 1 << 20,
 }
+
+METRIC_LABELS = frozenset({
+    "model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "dp_rank", "le", "quantile",
+    "window", "position", "endpoint", "method", "status_code", "path", "layer",
+})  # fmt: skip
+"""Labels that metrics have already."""
 
 HIDDEN = "***"
 """Placeholder of keys in /server_info."""
@@ -239,6 +247,15 @@ def _buckets(args: EngineArgs) -> Iterator[str]:
             yield f"{option_of(name)} {rule}: {error}"
 
 
+def _metric_labels(args: EngineArgs) -> Iterator[str]:
+    labels: dict[str, Any] = json.loads(args.logging.extra_metric_labels)
+    for name, value in labels.items():
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) or name.startswith("__") or name in METRIC_LABELS:
+            yield f"--extra-metric-labels: {name!r} is no name of a label, or one of the engine's own"
+        elif not isinstance(value, str):
+            yield f"--extra-metric-labels: the value of {name!r} must be a text, found {value!r}"
+
+
 def _tracing(args: EngineArgs) -> Iterator[str]:
     flags = args.logging
     if not flags.enable_trace:
@@ -274,7 +291,10 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{option} {value} needs a tokenizer, and --skip-tokenizer-init loads none; drop one"
-    for option, key in (("--api-key", server.api_key), ("--admin-api-key", server.admin_api_key)):
+    for option, key in (
+        ("--api-key", server.api_key), ("--admin-api-key", server.admin_api_key),
+        ("--ssl-keyfile-password", server.ssl_keyfile_password),
+    ):  # fmt: skip
         if key is not None and not key.strip():
             yield f"{option} is empty: leave it out for no key, or give one"
         if key == HIDDEN:
@@ -283,11 +303,14 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
         yield "--host is empty: give an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all"
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         yield "--ssl-certfile and --ssl-keyfile belong together: give both for HTTPS, or none"
+    if server.ssl_keyfile_password is not None and server.ssl_keyfile is None:
+        yield "--ssl-keyfile-password needs --ssl-keyfile, the file that it decrypts"
     root = server.fastapi_root_path
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"--fastapi-root-path {root}: must begin with / and not end with it, for instance /engine"
     yield from _buckets(args)
     yield from _tracing(args)
+    yield from _metric_labels(args)
     if server.enable_custom_logit_processor and find_spec("dill") is None:
         yield f"--enable-custom-logit-processor: {NO_DILL}"
     if server.grammar_backend == "xgrammar":
@@ -305,6 +328,10 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
         parse_sampling(json.loads(server.preferred_sampling_params), "--preferred-sampling-params")
     except InputError as error:
         yield error.message
+    try:
+        refuse_reserved(json.loads(server.default_chat_template_kwargs))
+    except InputError as error:
+        yield f"--default-chat-template-kwargs: {error.message.removeprefix('chat_template_kwargs.')}"
     template = model.chat_template
     built_in = template in BUILT_IN_TEMPLATES
     if template is not None and not built_in and "{" not in template and not os.path.isfile(template):

@@ -40,6 +40,8 @@ class SchedulerConfig:
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     priority_preemption_threshold: int = 10
+    disable_priority_preemption: bool = False
+    default_priority_value: int | None = None
     max_queued_requests: int | None = None
     prefill_max_requests: int | None = None
     request_waiting_timeout: float | None = None
@@ -167,6 +169,11 @@ class SchedulerConfig:
         return self.enable_priority_scheduling or self.policy == "priority"
 
     @property
+    def preempts(self) -> bool:
+        """Whether a waiting request may preempt a running one."""
+        return self.uses_priority and not self.disable_priority_preemption
+
+    @property
     def effective_policy(self) -> str:
         """`effective_order` of the launch."""
         return self.effective_order(self.policy)
@@ -184,7 +191,9 @@ class SchedulerConfig:
         return tokens - tokens % self.page_size
 
     def priority_key(self, priority: int | None) -> float:
-        """Smaller is more urgent; a request without a priority is the least urgent."""
+        """Smaller is more urgent; a request without a priority is the least urgent, unless there is a default."""
+        if priority is None:
+            priority = self.default_priority_value
         if priority is None:
             return float("inf")
         return priority if self.schedule_low_priority_values_first else -priority

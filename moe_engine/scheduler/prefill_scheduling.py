@@ -81,7 +81,7 @@ class PrefillScheduling:
         if batch.jobs or entry is None:  # admitted requests reserve less from the next step on: retry then
             return batch
         backoff.out_of_memory()
-        if not self._config.uses_priority:
+        if not self._config.preempts:
             return batch
         need = self._config.ceil_page(len(entry.tokens)) + self._config.page_size
         victims = choose_preempted(table.in_rows(), entry.request, self._config, self._kv_cache, need)

@@ -196,6 +196,8 @@ class Scheduler:
         if self._in_flight and self._in_flight[-1].alone is not None:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
         self._prefills.cache_prefills()
+        if self.kv_cache.storage is not None:
+            self.kv_cache.storage.next_step(running=self.table.num_running > 0)
         if not self._suspects:
             plan = self._schedule(hold_prefill)
             if self._connector is not None and not isinstance(plan, StepPlan):

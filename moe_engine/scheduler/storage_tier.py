@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from moe_engine.kv_ops import NO_STATE
+from moe_engine.scheduler.key_chain import KeyChain
 from moe_engine.scheduler.page_keys import page_keys, root_key
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
@@ -29,6 +30,8 @@ COMPLETE_SECONDS = 60.0
 """Longest wait under wait_complete."""
 MAX_LOOKUPS = 64
 """Max concurrent lookups; further requests begin their lookup when they reach admission."""
+HASH_TOKENS = 4096
+"""Max tokens of waiting prompts that are hashed for a step (about 0.2 ms), while requests run."""
 SHARE_OF_HOST = 2
 """Fetches, and backups, hold at most 1 / this of the host pages each."""
 
@@ -36,6 +39,7 @@ SHARE_OF_HOST = 2
 class Stage(enum.Enum):
     """Stage of a request's prefetch."""
 
+    KEYS = "keys"
     LOOKUP = "lookup"
     FETCH = "fetch"
     ENDED = "ended"
@@ -47,9 +51,10 @@ class Prefetch:
 
     entry: Waiting
     start: int
-    keys: list[bytes]
+    chain: KeyChain
     deadline: float
-    stage: Stage = Stage.LOOKUP
+    keys: list[bytes] = field(default_factory=list)
+    stage: Stage = Stage.KEYS
     op: int = 0
     pages: list[int] = field(default_factory=list)
     """Host pages that are being read into and belong to no node."""
@@ -86,6 +91,11 @@ class StorageTier:
         self._num_ops = 0
         self._prefetches: dict[int, Prefetch] = {}
         """Lookups and fetches in progress, by operation."""
+        self._hashing: list[Prefetch] = []
+        """Prefetches whose keys are being computed."""
+        self.max_hash_tokens = HASH_TOKENS
+        self._hash_tokens = 0
+        """Tokens that may still be hashed before the next step."""
         self._orphans: dict[int, list[int]] = {}
         """Pages of fetches for which no request waits any more."""
         self._backups: dict[int, KVBackup] = {}
@@ -106,14 +116,14 @@ class StorageTier:
     def poll(self) -> int:
         """Number of lookups and fetches that requests wait for. Those of requests that have left the queue are
         stopped."""
-        for prefetch in [p for p in self._prefetches.values() if not p.entry.is_queued]:
+        for prefetch in [p for p in (*self._hashing, *self._prefetches.values()) if not p.entry.is_queued]:
             self._stop(prefetch)
-        return len(self._prefetches)
+        return len(self._hashing) + len(self._prefetches)
 
     @property
     def num_open(self) -> int:
         """Operations without their last report."""
-        return len(self._prefetches) + len(self._orphans) + len(self._backups)
+        return len(self._hashing) + len(self._prefetches) + len(self._orphans) + len(self._backups)
 
     def take_ops(self, ops: KVOps | None) -> KVOps | None:
         """Adds the operations of the next plan."""
@@ -201,19 +211,49 @@ class StorageTier:
         tree.touch_absent(found, entry.prefix_keys, entry.limit)
         if limit - start < max(size, self.settings.threshold):
             return
-        if len(self._prefetches) >= MAX_LOOKUPS:
+        if len(self._hashing) + len(self._prefetches) >= MAX_LOOKUPS:
             return
-        node = found.node
-        before = self._root(request.namespace) if node is None else self._digest(node, request.namespace)
-        if before is None:
+        chain = self._chain(entry, found.node, limit)
+        if chain is None:
             return
-        begin = 0 if node is None else node.end
-        keys = page_keys(before, entry.prefix_keys[begin:limit], size)[(start - begin) // size :]
         wait = COMPLETE_SECONDS
         if self.settings.policy == "timeout":
             wait = self.settings.timeout_base + self.settings.timeout_per_1024 * (limit - start) / 1024
-        prefetch = entry.prefetch = Prefetch(entry, start, keys, self.clock() + wait)
-        self._send(prefetch, [])
+        prefetch = entry.prefetch = Prefetch(entry, start, chain, self.clock() + wait)
+        self._hashing.append(prefetch)
+        self._hash()
+
+    def _chain(self, entry: Waiting, node: Node | None, limit: int) -> KeyChain | None:
+        """The keys of a prefix, from the last node on that has its digest; None if its adapter has no fingerprint."""
+        nodes: list[TierNode] = []
+        while isinstance(node, TierNode) and node.digest is None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        digest = node.digest if isinstance(node, TierNode) else None
+        begin = node.end if node is not None and digest is not None else 0
+        before = digest or self._root(entry.request.namespace)
+        if before is None:
+            return None
+        return KeyChain(entry.prefix_keys, before, begin, limit, self._tree.page_size, nodes)
+
+    def next_step(self, running: bool) -> None:
+        """Goes on with the keys of waiting prompts; without limit if no request runs."""
+        self._hash_tokens = self.max_hash_tokens if running else 1 << 62
+        if self._hashing:
+            self._hash()
+
+    def _hash(self) -> None:
+        """Computes keys as far as the step may, oldest prompt first, and begins the lookups of complete ones."""
+        while self._hashing and self._hash_tokens > 0:
+            prefetch = self._hashing[0]
+            if not prefetch.entry.is_queued:
+                self._stop(prefetch)
+                continue
+            self._hash_tokens -= prefetch.chain.advance(self._hash_tokens)
+            if prefetch.chain.is_complete:
+                del self._hashing[0]
+                prefetch.stage, prefetch.keys = Stage.LOOKUP, prefetch.chain.from_page(prefetch.start)
+                self._send(prefetch, [])
 
     def must_wait(self, entry: Waiting) -> bool:
         """Whether a request that could be admitted waits for storage, by the policy; if not, it uses the pages that
@@ -293,6 +333,10 @@ class StorageTier:
 
     def _stop(self, prefetch: Prefetch) -> None:
         """Ends the request's wait; the operation may still read into the rest of its pages."""
+        if prefetch.stage is Stage.KEYS:
+            self._hashing.remove(prefetch)
+            prefetch.stage = Stage.ENDED
+            return
         unsent = [fetch for fetch in self._new_fetches if fetch.id == prefetch.op]
         if unsent:
             self._new_fetches.remove(unsent[0])
@@ -347,7 +391,7 @@ class StorageTier:
     def reset(self) -> None:
         """Resets after a flush of the tree; operations in progress keep their pages."""
         self._drop_unsent()
-        for prefetch in list(self._prefetches.values()):
+        for prefetch in [*self._hashing, *self._prefetches.values()]:
             self._stop(prefetch)
 
     def hold_pinned(self) -> set[int]:

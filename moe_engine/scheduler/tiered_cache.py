@@ -37,6 +37,10 @@ class TierNode(SnapshotNode):
         """Whether it came from storage and was not loaded since."""
 
 
+STEPS_DUE = 8
+"""Of nodes that are due, at least 1 / this of the tokens is stored with each step."""
+
+
 class TieredCache(RadixCache):
     """
     Args:
@@ -225,17 +229,28 @@ class TieredCache(RadixCache):
         return node.alive and bool(node.slots) and node.places is None
 
     def store_due(self, num_tokens: int) -> None:
-        """Stores nodes that are due, with at least `num_tokens` tokens if there are enough."""
+        """Stores nodes that are due, of about `num_tokens` tokens: the last one is split. More if many are due, so that
+        they do not wait until they are evicted."""
         due, self.due = self.due, []
+        num_tokens = max(num_tokens, sum(len(node.tokens) for node in due) // STEPS_DUE)
         for i, node in enumerate(due):
-            if num_tokens <= 0:
+            if num_tokens < self.page_size:
                 self.due = due[i:] + self.due
                 return
             node.is_due = False
-            if self._may_store(node):
-                num_tokens -= len(node.tokens)
-                if self._store_node(node):
-                    self._offer_tier(node)
+            if not self._may_store(node):
+                continue
+            part, head = node, num_tokens - num_tokens % self.page_size
+            if len(node.tokens) > head:
+                part = _tier_node(self._split(node, head))
+                self.version += 1
+            num_tokens -= len(part.tokens)
+            if self._store_node(part):
+                self._offer_tier(part)
+                if part is not node:
+                    node.is_due = True
+                    self.due = [node, *due[i + 1 :], *self.due]
+                    return
 
     def _store_node(self, node: TierNode) -> bool:
         node.places = self._store(node.slots)
@@ -441,6 +456,11 @@ class TieredCache(RadixCache):
         made = self.make_node(parent, tokens, [], self._serial)
         assert isinstance(made, TierNode)
         return made
+
+
+def _tier_node(node: Node) -> TierNode:
+    assert isinstance(node, TierNode)
+    return node
 
 
 def _parent(node: Node) -> TierNode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -24,8 +25,9 @@ from moe_engine.server.endpoints import endpoints
 from moe_engine.server.errors import Handler, Problem, error_format_of, error_response, guarded
 from moe_engine.server.metrics import Buckets, Metrics
 from moe_engine.server.metrics_http import StatusCount
-from moe_engine.server.observers import Observers, RequestLog, RequestTimeLog
+from moe_engine.server.observers import Observers, RequestTimeLog
 from moe_engine.server.request_ids import RequestIds
+from moe_engine.server.request_log import RequestLog, RequestLogSettings
 from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
@@ -144,7 +146,7 @@ def _open_tracing(state: ServerState) -> Tracing | None:
         return None
     from moe_engine.server.tracing import Tracing
 
-    return Tracing.over_http(flags.otlp_traces_endpoint, state.model_name, version())
+    return Tracing.over_http(flags.otlp_traces_endpoint, state.model_name, version(), flags.otlp_service_name)
 
 
 def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
@@ -152,14 +154,16 @@ def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
     observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
     flags = state.settings.args.logging
     if flags.log_requests:
-        observers.append(RequestLog(flags.log_requests_level))
+        observers.append(RequestLog(RequestLogSettings.of(flags)))
     if flags.enable_request_time_stats_logging:
         observers.append(RequestTimeLog())
     if tracing is not None:
         observers.append(tracing)
     metrics = None
     if flags.enable_metrics:
-        metrics = Metrics(state.model_name, state.client.info, version(), Buckets.of(flags))
+        metrics = Metrics(
+            state.model_name, state.client.info, version(), Buckets.of(flags), json.loads(flags.extra_metric_labels)
+        )
     if metrics is not None:
         observers.append(metrics)
     if observers:

@@ -16,6 +16,7 @@ from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.client_api import kernel_flags
 from moe_engine.frontend.encoding import encode_input
 from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.planning.resolved_config import SECRETS
 from moe_engine.server.http_io import cancel_on_disconnect, json_response, plain_floats, read_query
 from moe_engine.server.native_types import Loads, LoadsQuery, ModelInfo, OldLoad, RankLoad, TotalLoad
 from moe_engine.server.state import ServerState, health_problem
@@ -94,7 +95,7 @@ class ControlApi:
         flags = self._state.settings.server_args
         only = internal[0] if len(internal) == 1 else {}
         changed = {name: value for name, value in only.items() if name in flags and not isinstance(value, (dict, list))}
-        hidden = {name: "***" for name in ("api_key", "admin_api_key") if self._state.settings.server_args.get(name)}
+        hidden = {name: "***" for name in SECRETS if self._state.settings.server_args.get(name)}
         return json_response(
             plain_floats(
                 {

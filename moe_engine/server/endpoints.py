@@ -41,6 +41,7 @@ from moe_engine.server.state import ServerState
 from moe_engine.server.trainer_api import TrainerApi
 
 ONE_BY_ONE = "send the requests one by one, at once: the scheduler batches them; SGLang has removed this endpoint too"
+STORAGE_AT_START = "storage is attached at start (--hicache-storage-backend)"
 REFUSED_PATHS = {
     "/update_weights": "the old name of /update_weights_from_disk",
     "/update_weights_from_ipc": "CUDA IPC handles are not accepted; use /update_weights_from_distributed",
@@ -53,7 +54,18 @@ REFUSED_PATHS = {
     "/v1/batches": ONE_BY_ONE,
     "/vertex_generate": "use /generate, or /invocations",
     "/v1/audio/transcriptions": "audio is not accepted",
-}
+    "/v1/realtime": "audio is not accepted",
+    "/v1/responses/{response_id}/cancel": "responses do not run in the background; close the connection to abort one",
+    "/load_lora_adapter_from_tensors": "write the adapter into a folder and use /load_lora_adapter",
+    "/hicache/storage-backend": STORAGE_AT_START,
+    "/pd_role_switch": "the role of a server is fixed at its start (--disaggregation-mode)",
+    "/set_trace_level": "traces have one level; --enable-trace switches them on",
+    **dict.fromkeys(("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"),
+                    "n-gram drafts come from the requests' own text"),
+    **dict.fromkeys(("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance",
+                     "/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info"),
+                    "servers load their weights from files; use /update_weights_from_distributed"),
+}  # fmt: skip
 """Endpoints of SGLang or OpenAI that are not offered, with the reason and what to use."""
 
 
@@ -110,7 +122,8 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/close_session", sessions.close, "GET POST", body=CloseSessionRequest)
     yield Endpoint("/configure_logging", operations.configure_logging, "GET POST", body=ConfigureLoggingRequest)
     yield Endpoint("/freeze_gc", operations.freeze_gc, "GET POST", str, TEXT)
-    yield Endpoint("/clear_hicache_storage_backend", operations.clear_storage, "GET POST", str, TEXT)
+    yield Endpoint("/clear_hicache_storage_backend", operations.clear_storage, "GET POST", str, TEXT,
+                   aliases=("/hicache/storage-backend/clear",))
     yield from _of_engine(EngineApi(state), state)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
     yield Endpoint("/experts/data", experts.data, answer=ExpertView)

@@ -30,7 +30,7 @@ from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.server.listen import bind, url_host
-from moe_engine.server.tls import check_certificate
+from moe_engine.server.tls import Certificate
 from moe_engine.tuning.doctor.memory_costs import LedgerCosts
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def serve(args: EngineArgs) -> int:
         raise
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
-    check_certificate(config.server.ssl_keyfile, config.server.ssl_certfile)
+    if (certificate := Certificate.of(config.server)) is not None:
+        certificate.check()
     sock = bind(config.server.host, config.server.port)
     cores: list[CoreProcess] = []
     try:
@@ -165,7 +166,7 @@ async def _serve(
         keep_alive_seconds=config.server.timeout_keep_alive,
         drain_seconds=config.server.timeout_graceful_shutdown,
         quiet_paths=tuple(config.logging.uvicorn_access_log_exclude_prefixes.split()),
-        certificate=_certificate(config),
+        certificate=Certificate.of(config.server),
         stop=switch,
     )
     watchdog.cancel()
@@ -178,11 +179,6 @@ async def _serve(
         return ENGINE_DIED
     await client.shutdown()
     return 0
-
-
-def _certificate(config: ResolvedConfig) -> tuple[str, str | None] | None:
-    server = config.server
-    return None if server.ssl_certfile is None else (server.ssl_certfile, server.ssl_keyfile)
 
 
 def _report_failure(message: str, task: asyncio.Task[None]) -> None:

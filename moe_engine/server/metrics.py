@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import prometheus_client as prom
@@ -124,7 +125,15 @@ _BY_POSITION = ("spec_position_accept_rate", "Share of verify steps that accepte
 class Metrics:
     """An `Observer` of the front end that renders the Prometheus page."""
 
-    def __init__(self, model_name: str, info: EngineInfo, version: str, buckets: Buckets = Buckets()) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        info: EngineInfo,
+        version: str,
+        buckets: Buckets = Buckets(),
+        labels: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`labels`: more labels of every metric (`--extra-metric-labels`)."""
         self.registry = prom.CollectorRegistry()
         prom.ProcessCollector(registry=self.registry)
         prom.GCCollector(registry=self.registry)
@@ -138,6 +147,7 @@ class Metrics:
             "pp_rank": "0",
             "moe_ep_rank": "0",
             "dp_rank": "0",
+            **labels,
         }
         prom.disable_created_metrics()
         self._prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens processed.")

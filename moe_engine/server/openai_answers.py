@@ -68,23 +68,45 @@ class Choice(TypedDict):
     """`hidden_states`: with `return_hidden_states`, of the last token that was computed."""
 
     index: int
+    prompt_token_ids: NotRequired[list[int]]
+    """With `return_token_ids`; in a stream, of the choice's first event."""
+    token_ids: NotRequired[list[int]]
+    """With `return_token_ids`; in a stream, of the event's tokens."""
     hidden_states: NotRequired[list[float]]
     finish_reason: str | None
     matched_stop: int | str | None
     """The stop string or token id that ended the output."""
 
 
-class ChatChoice(Choice):
+class ChatChoiceFields(Choice):
+    response_token_ids: NotRequired[list[int]]
+    """`token_ids`, by SGLang's name."""
+    meta_info: NotRequired[dict[str, Any]]
+    """With `return_meta_info`, at the end."""
+
+
+class ChatChoice(ChatChoiceFields):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatChunkChoice(Choice):
+class ChatChunkChoice(ChatChoiceFields):
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
+class SGLangFields(TypedDict, total=False):
+    """SGLang's fields of a whole answer, each if the request asked for it."""
+
+    cached_tokens_details: dict[str, Any]
+    spec_tokens_details: dict[str, Any] | list[dict[str, Any]]
+    input_ids: list[int]
+    output_ids: list[list[int]]
+
+
 class Head(TypedDict):
+    sglext: NotRequired[SGLangFields]
+    """In a stream, of the last event with data."""
     id: str
     created: int
     model: str

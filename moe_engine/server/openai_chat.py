@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.logprob_format import Columns
+from moe_engine.media.settings import ImageSource
 from moe_engine.sampling_checks import constrained
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
@@ -24,6 +26,7 @@ from moe_engine.server.http_io import cancel_on_disconnect, decode_body_and_rest
 from moe_engine.server.openai_answers import Usage
 from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
 from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
 from moe_engine.server.openai_images import take_images
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.openai_tools import ToolWish, tool_wish
@@ -49,7 +52,9 @@ class ChatApi:
         req, model, parsers = plan.options
         job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         if req.stream:
-            events = _Events(req, job, model, parsers, lambda generations: self._usage(generations, parsers))
+            events = _Events(
+                req, job, model, parsers, lambda generations: self._usage(generations, parsers), self._state.flags
+            )
             return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model, parsers))
@@ -67,7 +72,10 @@ class ChatApi:
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
         messages, images = take_images(self._state, messages)
-        prompt = render_prompt(self._state, messages, req, tools.offered, effort)
+        if req.input_ids is None:
+            prompt = render_prompt(self._state, messages, req, tools.offered, effort)
+        else:
+            prompt = self._given_prompt(req.input_ids, images)
         inp = self._input(req, prompt)
         inp.image_data = images or None
         enforced, before = self._enforce(inp, tools, req), num_calls(messages)
@@ -76,6 +84,17 @@ class ChatApi:
         read = self._state.frontend.read(inp)
         return Plan(read, (response_fields(req, messages=[]), model, parsers))
 
+    def _given_prompt(self, ids: list[int], images: Sequence[ImageSource]) -> str:
+        """The text of a prompt of token ids, for the parsers of its output."""
+        if images:
+            raise InputError("input_ids: cannot be combined with images; leave one out", field="input_ids")
+        tokenizer = self._state.tokenizer()
+        if (top := max(ids)) >= tokenizer.vocab_size:
+            raise InputError(
+                f"input_ids: {top} is no token id; the vocabulary has {tokenizer.vocab_size}", field="input_ids"
+            )
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     def _input(self, req: ChatRequest, prompt: str) -> GenerateInput:
         if req.top_logprobs and not req.logprobs:
             raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
@@ -83,7 +102,8 @@ class ChatApi:
             req,
             {**self._state.settings.sampling_defaults, "max_new_tokens": None},
             "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens",
-            text=prompt,
+            text=prompt if req.input_ids is None else None,
+            input_ids=req.input_ids,
             text_field="messages",
             add_special_tokens=False,
             return_logprob=req.logprobs,
@@ -93,7 +113,7 @@ class ChatApi:
         name = self._state.flags.reasoning_parser
         if name is not None:
             inp.reasoning = free_reasoning(
-                name, prompt, req.chat_template_kwargs or {}, bool(req.continue_final_message)
+                name, prompt, self._state.template_arguments(req.chat_template_kwargs), bool(req.continue_final_message)
             )
             if inp.reasoning is None and isinstance(inp.sampling_params, SamplingParams):  # nothing to limit
                 inp.sampling_params = replace(inp.sampling_params, max_thinking_tokens=None)
@@ -123,7 +143,7 @@ class ChatApi:
         )
 
     def _answer(self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions) -> dict[str, Any]:
-        choices = []
+        choices, extras = [], ChoiceExtras(req)
         for g in job.generations:
             parser = ChoiceParser(parsers)
             message = parser.whole(g.text)
@@ -135,6 +155,7 @@ class ChatApi:
                     "finish_reason": parser.finish_reason(g.finish),
                     "matched_stop": matched_stop(g.finish),
                     **last_hidden_state(g),
+                    **extras.whole(g),
                 }
             )
         return {
@@ -145,6 +166,7 @@ class ChatApi:
             "choices": choices,
             "usage": self._usage(job.generations, parsers),
             "metadata": {"weight_version": job.generations[0].weight_version},
+            **answer_extras(req, self._state.flags, job.generations),
         }
 
 
@@ -152,7 +174,13 @@ class _Events(DataEvents):
     """Events of a stream. Most have only a delta; the JSON around it is made once."""
 
     def __init__(
-        self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions, usage: Callable[[list[Generation]], Usage]
+        self,
+        req: ChatRequest,
+        job: Job,
+        model: str,
+        parsers: ParserOptions,
+        usage: Callable[[list[Generation]], Usage],
+        flags: ServerArgs,
     ) -> None:
         super().__init__(openai_body)
         self._job = job
@@ -166,40 +194,51 @@ class _Events(DataEvents):
         }
         options = req.stream_options
         self._continuous = bool(options and options.continuous_usage_stats)
-        self._with_usage = bool(options and options.include_usage)
+        self._with_usage = wants_usage(req, flags)
+        self._extras = ChoiceExtras(req)
+        self._answer_extras = lambda: answer_extras(req, flags, job.generations)
         self._head_json = b"data: " + encode_json(self._head)[:-1]
         self._choices: dict[int, tuple[ChoiceParser, bytes]] = {}
         """By index of the sequence: its parser, and a plain event up to its delta."""
 
     def of(self, piece: Piece) -> bytes:
         g, entries, finish = piece.generation, piece.logprobs, piece.finish
+        ids = piece.token_ids if self._extras.has_ids else None
         found, events = self._choices.get(g.index), b""
         if found is None:
             before = self._head_json + b',"choices":[{"index":%d,"delta":' % g.index
             found = self._choices[g.index] = ChoiceParser(self._parsers), before
-            events = self._event(g, {"role": "assistant", "content": ""})
+            events = self._event(g, {"role": "assistant", "content": ""}, more=self._extras.begin(g))
         parser, before = found
         deltas = parser.push(piece.text)
         if finish is not None:
             deltas += parser.finish()
-        elif not (entries or self._continuous):
+        elif not (entries or ids or self._continuous):
             for delta in deltas:
                 events += before + encode_json(delta) + PLAIN_END
             return events
-        if entries and not deltas:
+        if (entries or ids) and not deltas:
             deltas = [{"content": ""}]
         for delta in deltas:
-            events += self._event(g, delta, entries=entries)
-            entries = []
-        return events if finish is None else events + self._event(g, {}, parser.finish_reason(finish))
+            events += self._event(g, delta, entries=entries, more=self._extras.ids(ids) if ids else NO_FIELDS)
+            entries, ids = [], None
+        if finish is None:
+            return events
+        return events + self._event(g, {}, parser.finish_reason(finish), more=self._extras.end(g))
 
     def end(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return sse({**self._head, "choices": [], "usage": self._usage(self._job.generations)}) + DONE
+        last: dict[str, Any] = self._answer_extras()
+        if self._with_usage:
+            last["usage"] = self._usage(self._job.generations)
+        return sse({**self._head, "choices": [], **last}) + DONE if last else DONE
 
     def _event(
-        self, g: Generation, delta: dict[str, Any], finish: str | None = None, entries: Columns | None = None
+        self,
+        g: Generation,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        entries: Columns | None = None,
+        more: Mapping[str, Any] = NO_FIELDS,
     ) -> bytes:
         choice = {
             "index": g.index,
@@ -207,6 +246,7 @@ class _Events(DataEvents):
             "logprobs": g.logprob_fields(entries) if entries else None,
             "finish_reason": finish,
             "matched_stop": matched_stop(g.finish) if finish else None,
+            **more,
         }
         chunk = {**self._head, "choices": [choice]}
         if self._continuous:

@@ -61,7 +61,7 @@ def parser_options(
     flags, tokenizer = state.flags, state.tokenizer()
     parser = flags.reasoning_parser if req.separate_reasoning is not False else None
     reasoning = REASONING_FORMATS[parser] if parser else None
-    kwargs, continued = req.chat_template_kwargs or {}, bool(req.continue_final_message)
+    kwargs, continued = state.template_arguments(req.chat_template_kwargs), bool(req.continue_final_message)
     inside = starts_inside(parser, prompt, kwargs, continued) if parser else False
     form = flags.tool_call_parser if tools else None
     markers = (reasoning.markers if reasoning else ()) + (TOOL_FORMATS[form].markers if form else ())

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
@@ -21,6 +22,7 @@ from moe_engine.server.errors import openai_body
 from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.fill_in_middle import fill_in_middle
@@ -39,7 +41,7 @@ class CompletionsApi:
         req, model = plan.options
         job = await self._state.frontend.begin(plan.read, self._format(req))
         if req.stream:
-            events = _Events(req, job, self._head(job, model), cache_report=self._state.flags.enable_cache_report)
+            events = _Events(req, job, self._head(job, model), self._state.flags)
             return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
@@ -92,57 +94,62 @@ class CompletionsApi:
         return {"id": job.generations[0].rid, "object": "text_completion", "created": int(time.time()), "model": model}
 
     def _answer(self, req: CompletionRequest, job: Job, model: str) -> dict[str, Any]:
-        choices = []
+        choices, extras = [], ChoiceExtras(req)
         count = req.n or 1
         for g in job.generations if _num_generated(req) == count else best(job.generations, count):
             text, entries = g.text, g.output_logprobs
             if req.echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
-            choices.append(_choice(g, text, entries, g.finish) | last_hidden_state(g))
+            choices.append(_choice(g, text, entries, g.finish) | last_hidden_state(g) | extras.whole(g))
         usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
         return self._head(job, model) | {
             "choices": choices,
             "usage": usage,
             "metadata": {"weight_version": job.generations[0].weight_version},
+            **answer_extras(req, self._state.flags, job.generations),
         }
 
 
 class _Events(DataEvents):
     """Events of a stream. Most have only a text; the JSON around it is made once."""
 
-    def __init__(self, req: CompletionRequest, job: Job, head: dict[str, Any], *, cache_report: bool) -> None:
+    def __init__(self, req: CompletionRequest, job: Job, head: dict[str, Any], flags: ServerArgs) -> None:
         super().__init__(openai_body)
         self._job = job
         self._head = head
-        self._cache_report = cache_report
+        self._cache_report = flags.enable_cache_report
         self._echo = req.echo
         options = req.stream_options
         self._continuous = bool(options and options.continuous_usage_stats)
-        self._with_usage = bool(options and options.include_usage)
+        self._with_usage = wants_usage(req, flags)
+        self._extras = ChoiceExtras(req)
+        self._answer_extras = lambda: answer_extras(req, flags, job.generations)
         self._head_json = b"data: " + encode_json(head)[:-1]
         self._before: dict[int, bytes] = {}
         """By index of the sequence: a plain event up to its text."""
 
     def of(self, piece: Piece) -> bytes:
         g, text, entries = piece.generation, piece.text, piece.logprobs
+        more = self._extras.ids(piece.token_ids) if self._extras.has_ids else NO_FIELDS
         if g.index not in self._before:
+            more = {**more, **self._extras.begin(g)}
             self._before[g.index] = self._head_json + b',"choices":[{"index":%d,"text":' % g.index
             if self._echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
-        if not (text or piece.finish or entries):
+        if not (text or piece.finish or entries or more):
             return b""
-        if not (entries or piece.finish or self._continuous):
+        if not (entries or more or piece.finish or self._continuous):
             return self._before[g.index] + encode_json(text) + PLAIN_END
-        chunk = self._head | {"choices": [_choice(g, text, entries, piece.finish)]}
+        chunk = self._head | {"choices": [{**_choice(g, text, entries, piece.finish), **more}]}
         if self._continuous:
             chunk["usage"] = usage_of([g], cache_report=self._cache_report)
         return sse(chunk)
 
     def end(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        usage = usage_of(self._job.generations, cache_report=self._cache_report)
-        return sse(self._head | {"choices": [], "usage": usage}) + DONE
+        last: dict[str, Any] = self._answer_extras()
+        if self._with_usage:
+            last["usage"] = usage_of(self._job.generations, cache_report=self._cache_report)
+        return sse(self._head | {"choices": []} | last) + DONE if last else DONE
 
 
 def _choice(g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:

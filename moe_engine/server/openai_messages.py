@@ -30,7 +30,7 @@ def render_prompt(
 
     Args:
         messages: of the form `openai_types.Message`.
-        kwargs: further template arguments; those of `options` take precedence.
+        kwargs: further template arguments, above those of the launch and below those of `options`.
 
     Raises:
         InputError: no template, or messages rejected by it.
@@ -46,7 +46,7 @@ def render_prompt(
     if form is not None and TOOL_FORMATS[form].counts_ids:
         messages = with_counted_ids(messages)
     prefix = ""
-    arguments = {**(kwargs or {}), **(options.chat_template_kwargs or {})}
+    arguments = state.template_arguments(kwargs) | (options.chat_template_kwargs or {})
     if options.continue_final_message:
         last = messages[-1]
         if last["role"] != "assistant" or not isinstance(last.get("content"), str):

@@ -34,7 +34,7 @@ MAX_BEST_OF = 128
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = False
+    include_usage: Annotated[bool | None, Meta(description="null: --stream-response-default-include-usage")] = None
     continuous_usage_stats: bool | None = False
 
 
@@ -68,6 +68,11 @@ class CommonRequest(SamplingFields, kw_only=True):
     return_hidden_states: Annotated[bool, Meta(description="the last state, in the choice; not in a stream")] | None = (
         None
     )
+    return_token_ids: Annotated[bool | None, Meta(description="`token_ids` and `prompt_token_ids` in each choice")] = (
+        False
+    )
+    return_cached_tokens_details: Annotated[bool | None, Meta(description="cached tokens by tier, in `sglext`")] = False
+    return_spec_tokens_details: Annotated[bool | None, Meta(description="accepted drafts, in `sglext`")] = False
     return_routed_experts: OffOnly = None
     bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
@@ -192,6 +197,14 @@ class EmbeddingRequest(ClassifyRequest, kw_only=True):
 
 class ChatRequest(CommonRequest, kw_only=True):
     messages: Messages
+    input_ids: Annotated[
+        Annotated[list[TokenId], Meta(min_length=1)] | None,
+        Meta(description="the prompt, in the place of the messages in the model's template"),
+    ] = None
+    return_prompt_token_ids: bool | None = False
+    return_meta_info: Annotated[bool | None, Meta(description="`meta_info` of /generate, in each choice")] = False
+    return_input_ids_in_sglext: bool | None = False
+    return_output_ids_in_sglext: bool | None = False
     max_completion_tokens: Annotated[Count, Meta(description="newer name of max_tokens")] | None = None
     logprobs: bool | None = False
     top_logprobs: Count | None = None
@@ -209,7 +222,11 @@ class ChatRequest(CommonRequest, kw_only=True):
 
 R = TypeVar("R", bound=CommonRequest)
 
-_SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "best_of")
+_SHAPING = (
+    "stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "best_of", "return_token_ids",
+    "return_prompt_token_ids", "return_meta_info", "return_cached_tokens_details", "return_spec_tokens_details",
+    "return_input_ids_in_sglext", "return_output_ids_in_sglext",
+)  # fmt: skip
 
 
 def response_fields(request: R, **bulk: Any) -> R:

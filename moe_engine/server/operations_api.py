@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from dataclasses import replace
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -14,7 +15,7 @@ from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import read_small
-from moe_engine.server.observers import with_request_log
+from moe_engine.server.request_log import RequestLogSettings, with_request_log
 from moe_engine.server.state import ServerState
 from moe_engine.validation import NotAvailable, refuse_unavailable
 
@@ -36,16 +37,17 @@ class OperationsApi:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         flags = state.settings.args.logging
-        self._log_requests, self._level = flags.log_requests, flags.log_requests_level
+        self._log_requests, self._log = flags.log_requests, RequestLogSettings.of(flags)
 
     async def configure_logging(self, request: Request) -> Response:
         """Switches the request log on or off, and sets its level."""
         asked = await read_small(request, ConfigureLoggingRequest)
         refuse_unavailable(asked)
         self._log_requests = self._log_requests if asked.log_requests is None else asked.log_requests
-        self._level = self._level if asked.log_requests_level is None else asked.log_requests_level
+        if asked.log_requests_level is not None:
+            self._log = replace(self._log, level=asked.log_requests_level)
         frontend = self._state.frontend
-        frontend.observer = with_request_log(frontend.observer, self._level if self._log_requests else None)
+        frontend.observer = with_request_log(frontend.observer, self._log if self._log_requests else None)
         return Response(status_code=200)
 
     async def freeze_gc(self, request: Request) -> Response:

@@ -20,6 +20,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.server import access_log
 from moe_engine.server.http_protocol import Connection
 from moe_engine.server.stop import StopSwitch
+from moe_engine.server.tls import Certificate
 
 Hook = Callable[..., Awaitable[None] | None]
 
@@ -75,7 +76,7 @@ async def serve(
     keep_alive_seconds: int = 60,
     drain_seconds: int | None = None,
     quiet_paths: tuple[str, ...] = (),
-    certificate: tuple[str, str | None] | None = None,
+    certificate: Certificate | None = None,
     stop: StopSwitch | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then stops accepting, drains running requests, and returns.
@@ -87,7 +88,7 @@ async def serve(
         drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
             signal ends the wait.
         quiet_paths: path prefixes excluded from the access log.
-        certificate: files of certificate and key, for HTTPS.
+        certificate: for HTTPS.
         stop: stops the server from inside the process.
 
     Raises:
@@ -106,8 +107,9 @@ async def serve(
         timeout_keep_alive=keep_alive_seconds,
         timeout_graceful_shutdown=drain_seconds,
         server_header=False,
-        ssl_certfile=certificate[0] if certificate is not None else None,
-        ssl_keyfile=certificate[1] if certificate is not None else None,
+        ssl_certfile=certificate.certfile if certificate is not None else None,
+        ssl_keyfile=certificate.keyfile if certificate is not None else None,
+        ssl_keyfile_password=certificate.password if certificate is not None else None,
     )
     try:
         sock.listen(BACKLOG)

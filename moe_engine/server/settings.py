@@ -40,7 +40,7 @@ class ServerSettings:
 
     def without_keys(self) -> ServerSettings:
         """A copy for other processes: no keys of clients."""
-        server = replace(self.args.server, api_key=None, admin_api_key=None)
+        server = replace(self.args.server, api_key=None, admin_api_key=None, ssl_keyfile_password=None)
         return replace(self, args=replace(self.args, server=server), server_args={})
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
@@ -67,6 +70,15 @@ class ServerState:
     @property
     def _names(self) -> tuple[str, ...]:
         return "default", self.model_name, self.client.info.model_path
+
+    def template_arguments(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Arguments of the chat template: those of the launch, then the request's."""
+        return {**self._default_arguments, **(asked or {})}
+
+    @cached_property
+    def _default_arguments(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.flags.default_chat_template_kwargs)
+        return found
 
     @cached_property
     def token_json(self) -> TokenJson:

@@ -59,12 +59,15 @@ class Tracing:
     Args:
         processor: the SDK's span processor with its exporter.
         model: the served model's name.
+        service: name of the service; None: that of the SDK's variables, else moe-engine.
     """
 
-    def __init__(self, processor: Any, model: str, version: str) -> None:
+    def __init__(self, processor: Any, model: str, version: str, service: str | None = None) -> None:
         resource = Resource.create({"service.version": version})  # with the SDK's variables
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-            resource = resource.merge(Resource({SERVICE_NAME: "moe-engine"}))
+        if service is None and str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+            service = "moe-engine"
+        if service is not None:
+            resource = resource.merge(Resource({SERVICE_NAME: service}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self.tracer = self._provider.get_tracer("moe_engine", version)
@@ -72,10 +75,10 @@ class Tracing:
         self._traces: dict[Generation, RequestTrace] = {}
 
     @classmethod
-    def over_http(cls, endpoint: str, model: str, version: str) -> Tracing:
+    def over_http(cls, endpoint: str, model: str, version: str, service: str | None = None) -> Tracing:
         """Exports to a collector from a thread; spans that the collector cannot accept are dropped after the SDK's
         retries."""
-        return cls(BatchSpanProcessor(otlp_exporter(endpoint)), model, version)
+        return cls(BatchSpanProcessor(otlp_exporter(endpoint)), model, version, service)
 
     def close(self) -> None:
         """Exports the remaining spans."""

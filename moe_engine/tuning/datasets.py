@@ -22,11 +22,16 @@ DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request: `prompt` is text or token ids, `prompt_len` tokens long, with `output_len` new tokens."""
+    """One request: `prompt` is text or token ids, `prompt_len` tokens long, with `output_len` new tokens.
+
+    `images`: data addresses, behind the text in a chat. `lora`: name of an adapter.
+    """
 
     prompt: str | list[int]
     prompt_len: int
     output_len: int
+    images: tuple[str, ...] = ()
+    lora: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class CallOptions:
     stream: bool = True
     ignore_eos: bool = True
     return_logprob: bool = False
+    sampling: Mapping[str, float] = field(default_factory=lambda: {"temperature": 0.0})
     extra_body: dict[str, Any] = field(default_factory=dict)
     decode: Callable[[list[int]], str] | None = None
     """For backends that do not accept token ids."""
@@ -95,18 +96,26 @@ async def ask(request: BenchRequest, options: CallOptions, path: str, body: dict
 async def ask_native(
     request: BenchRequest, options: CallOptions, seen: Callable[[dict[str, Any], int], None] | None = None
 ) -> Answer:
-    """POST /generate: greedy; a chunk's tokens come from `meta_info`'s running count.
+    """POST /generate; a chunk's tokens come from `meta_info`'s running count.
 
     Args:
         seen: called with `meta_info` and the number of new tokens of each chunk.
     """
     body: dict[str, Any] = {
-        "sampling_params": {"temperature": 0.0, "max_new_tokens": request.output_len, "ignore_eos": options.ignore_eos},
+        "sampling_params": {
+            **options.sampling,
+            "max_new_tokens": request.output_len,
+            "ignore_eos": options.ignore_eos,
+        },
         "stream": options.stream,
         "return_logprob": options.return_logprob,
         **options.extra_body,
     }
     body["text" if isinstance(request.prompt, str) else "input_ids"] = request.prompt
+    if request.images:
+        body["image_data"] = list(request.images)
+    if request.lora is not None:
+        body["lora_path"] = request.lora
 
     def read(chunk: dict[str, Any], answer: Answer) -> int:
         meta = chunk.get("meta_info", {})

@@ -1,13 +1,20 @@
 """The clients against canned servers: their requests, and their times and counts of a stream."""
 
+import argparse
 import asyncio
+import base64
+import io
 import json
 
+import httpx
 import pytest
+from PIL import Image
 
 from benchmarks import serving
 from benchmarks.clients import BACKENDS, CallOptions
-from moe_engine.tuning.datasets import BenchRequest
+from benchmarks.image_requests import image_requests
+from benchmarks.load_options import headers_of, sampling_of, wait_until_ready, with_adapters
+from moe_engine.tuning.datasets import BenchRequest, Vocabulary
 from tests.benchmarks.canned_server import CannedServer
 
 
@@ -33,10 +40,11 @@ CHAT = sse(
 )
 
 
-def ask(backend: str, body: bytes, status: int = 200, prompt: str | list[int] = "x", **options):
+def ask(backend: str, body: bytes, status: int = 200, prompt: str | list[int] = "x", request=None, **options):
     async def run():
         async with CannedServer(body, status) as server:
-            answer = await BACKENDS[backend](BenchRequest(prompt, 3, 4), CallOptions(server.url, **options))
+            sent = request or BenchRequest(prompt, 3, 4)
+            answer = await BACKENDS[backend](sent, CallOptions(server.url, **options))
         return answer, *server.seen[0]
 
     return asyncio.run(run())
@@ -65,6 +73,61 @@ def test_chat_writes_token_ids_as_text():
     _, path, body = ask("sglang-oai-chat", CHAT, prompt=[1, 2], decode=lambda ids: "two words")
     assert path == "/v1/chat/completions"
     assert body["messages"] == [{"role": "user", "content": "two words"}]
+
+
+PNG = "--dataset-name image --image-format png --image-content blank --random-input-len 5 --random-output-len 4"
+
+
+def of_images(options: str) -> list[BenchRequest]:
+    vocabulary = Vocabulary(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(), [65, 66, 67])
+    return image_requests(serving.parse_arguments(f"{PNG} {options}".split()), vocabulary)
+
+
+def test_requests_with_images():
+    requests = of_images("--num-prompts 4 --image-count 3 --random-image-count --image-resolution random:8x16-32x64")
+    assert {len(request.images) for request in requests} <= {1, 2, 3} and len(requests) == 4
+    for address in (address for request in requests for address in request.images):
+        head, data = address.split(",")
+        width, height = Image.open(io.BytesIO(base64.b64decode(data))).size
+        assert head == "data:image/png;base64" and 8 <= height <= 32 and 16 <= width <= 64
+    (request,) = of_images("--num-prompts 1 --image-resolution 20x10")
+    _, _, body = ask("sglang-oai-chat", CHAT, request=request)
+    kinds = [part["type"] for part in body["messages"][0]["content"]]
+    assert kinds == ["text", "image_url"] and len(body["messages"][0]["content"][0]["text"]) == request.prompt_len
+    assert ask("sglang", NATIVE, request=request)[2]["image_data"] == list(request.images)
+    for wrong in ("1081p", "0x5", "random:9x9-8x9"):
+        with pytest.raises(ValueError, match="--image-resolution"):
+            of_images(f"--image-resolution {wrong}")
+
+
+def test_adapters_headers_and_sampling():
+    def read(options: str) -> argparse.Namespace:
+        return serving.parse_arguments(["--lora-name", "a", "b", *options.split()])
+
+    plain = [BenchRequest("x", 3, 4)] * 400
+    counts = {}
+    for kind in ("uniform", "distinct", "skewed"):
+        args = read(f"--lora-request-distribution {kind} --lora-zipf-alpha 4")
+        counts[kind] = sum(request.lora == "a" for request in with_adapters(plain, args))
+    assert counts["distinct"] == 200 and 120 < counts["uniform"] < 280 < counts["skewed"] < 380
+    args = read("--header X-A=1 X-B=p=q --api-key k --temperature 0.5 --top-p 0.9")
+    assert headers_of(args) == {"Authorization": "Bearer k", "X-A": "1", "X-B": "p=q"}
+    request = with_adapters(plain[:1], args)[0]
+    _, _, body = ask("sglang", NATIVE, request=request, sampling=sampling_of(args))
+    assert body["lora_path"] in ("a", "b") and body["sampling_params"]["temperature"] == 0.5
+    _, _, body = ask("sglang-oai", COMPLETIONS, request=request, sampling=sampling_of(args))
+    assert body["model"] == request.lora and body["top_p"] == 0.9
+    with pytest.raises(ValueError, match="--header"):
+        headers_of(read("--header X"))
+
+
+def test_an_absent_server_is_named():
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            await wait_until_ready(client, "http://127.0.0.1:9", 0.1)
+
+    with pytest.raises(ValueError, match=r"no server is ready at http://127.0.0.1:9 .*--ready-check-timeout-sec"):
+        asyncio.run(run())
 
 
 def test_without_streaming():

@@ -304,11 +304,12 @@ def test_keyword_mistakes():
         ({"page_size": True}, "whole number"),
         ({"enable_metrics": 1}, "true or false"),
         ({"model_path": 3}, "expected text"),
-        ({"schedule_policy": None}, "needs a value"),
     ]
     for values, words in cases:
         with pytest.raises(ConfigError, match=words):
             EngineArgs.from_kwargs(**values)
+    left_out = EngineArgs.from_kwargs(schedule_policy=None)
+    assert left_out.scheduling.schedule_policy == "fcfs" and "schedule_policy" not in left_out.given
     assert EngineArgs.from_kwargs(json_model_override_args={"a": 1}).model.json_model_override_args == '{"a": 1}'
 
 

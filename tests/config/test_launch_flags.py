@@ -29,10 +29,8 @@ from tests.config.sglang_flags import MACHINE, SERVER_ARGS
 from tests.config.test_parallel import EIGHT, LLAMA
 from tests.examples import examples
 
-MODES = {
-    "deepep_mode", "eplb_algorithm", "tokenizer_mode", "moe_dispatch_dtype", "model_impl", "fp8_gemm_runner_backend",
-}  # fmt: skip
-"""Flags whose ``auto`` is a separate mode, or belongs to an unsupported feature."""
+MODES = {"deepep_mode", "eplb_algorithm", "tokenizer_mode", "moe_dispatch_dtype"}
+"""Flags whose ``auto`` is a separate mode."""
 CHOSEN_AGAIN = ("args", "decisions", "notes", "ledger", "machine")
 """Fields of the configuration that also depend on the form of the flags."""
 
@@ -144,7 +142,7 @@ def test_flags_given_again_resolve_to_the_same(folders, flags, model, device):
         if field.name not in CHOSEN_AGAIN:
             assert _settled(again, field.name) == _settled(first, field.name), field.name
     assert again.ledger.num_tokens == first.ledger.num_tokens
-    left_open = {name for name, value in dump.items() if value == "auto"} - MODES
+    left_open = {name for name, value in dump.items() if value == "auto"} - MODES - set(absent_flags().flags)
     assert left_open <= {"speculative_num_steps", "deepep_version"}
 
 
@@ -206,6 +204,13 @@ def test_memory_of_graphs_is_reported_once_they_exist(folders, num_graphs):
     info = engine_info(config, SimpleNamespace(info=WorkerInfo(num_graphs=num_graphs)))
     (row,) = (row for row in config.ledger.rows if row.name == "CUDA graphs")
     assert info.graph_bytes == (row.num_bytes if num_graphs else 0)
+
+
+def test_every_flag_of_the_newest_sglang_is_known(resolved):
+    """Release 0.5.23: a launch with all its flags at SGLang's defaults starts."""
+    newest = json.loads(Path(__file__).with_name("sglang_0_5_23.json").read_text())
+    config = resolved(V3, on=machine(2000, 2048), **{k: v for k, v in newest.items() if k not in MACHINE})
+    assert config.speculation is None and config.scheduling.schedule_policy == "fcfs"
 
 
 def test_sglangs_own_dump_is_accepted(resolved):

@@ -20,6 +20,12 @@ from tests.config.test_parallel import EIGHT, LLAMA
 TWO_RANKS = {"tp_size": 2}
 ANOTHER: dict[str, Any] = {
     "log_requests_level": 1,
+    "log_requests_format": "json",
+    "log_requests_target": "stdout",
+    "otlp_service_name": "engine",
+    "extra_metric_labels": '{"pool": "blue"}',
+    "disable_priority_preemption": True,
+    "default_priority_value": 3,
     "priority_scheduling_preemption_threshold": 3,
     "torch_compile_max_bs": 8,
     "torch_compile_cache_dir": "/cache",

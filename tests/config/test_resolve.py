@@ -53,7 +53,8 @@ def test_nothing_stays_auto(resolved):
                     "generation_tokens_buckets", "workload_profile", "slo", "kv_events_config", "completion_template",
                 "hicache_storage_backend", "hicache_storage_dir", "hicache_storage_backend_extra_config",
                 "request_waiting_timeout", "request_running_timeout", "max_mamba_cache_size",
-                "session_hold", "allowed_local_media_path"}  # fmt: skip
+                "session_hold", "allowed_local_media_path", "default_priority_value",
+                    "otlp_service_name", "ssl_keyfile_password"}  # fmt: skip
     for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs, LoraArgs):  # they request nothing
         may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():

@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
+from moe_engine.errors import ConfigError
 from moe_engine.row_sizes import TRANSFER_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
 from tests.disaggregation.faulty import Cable
@@ -77,6 +78,11 @@ def nothing_is_held(pair: AgentPair) -> None:
     assert not any(peer.legs for peer in receiver._peers.values())
 
 
+def _kill(agent: PrefillAgent | DecodeAgent) -> None:
+    agent._leave = agent._transport.close  # type: ignore[method-assign]  # the process's memory is freed in any case
+    agent.close()
+
+
 class AgentPair:
     """One rank per side.
 
@@ -94,21 +100,44 @@ class AgentPair:
     ) -> None:
         self.prefill, self.decode = Side(), Side()
         self.prefill_rows, self.decode_rows = Rows(num_places, *row), Rows(num_places, *row)
-        self._stack = ExitStack()
-        address = "tcp://127.0.0.1:*"
-        self.sender = PrefillAgent(
-            self.prefill.link, self.prefill_rows, SCHEMA, address, None, lambda: None, transport=transport
-        )
-        self._stack.callback(self.sender.close)
+        self._stack, self._transport = ExitStack(), transport
+        self.sender = self._new_sender("tcp://127.0.0.1:*")
         self.port = int(self.sender.address.rpartition(":")[2])
         if cabled:
             self.cable = Cable(self.port)
             self._stack.callback(self.cable.close)
             self.port = self.cable.port
-        self.receiver = DecodeAgent(
-            self.decode.link, self.decode_rows, SCHEMA, self.port, None, lambda: None, transport=transport
+        self.receiver = self._new_receiver()
+        self._stack.callback(lambda: self.sender.close())
+        self._stack.callback(lambda: self.receiver.close())
+
+    def _new_sender(self, address: str) -> PrefillAgent:
+        return PrefillAgent(
+            self.prefill.link, self.prefill_rows, SCHEMA, address, None, lambda: None, transport=self._transport
         )
-        self._stack.callback(self.receiver.close)
+
+    def _new_receiver(self) -> DecodeAgent:
+        return DecodeAgent(
+            self.decode.link, self.decode_rows, SCHEMA, self.port, None, lambda: None, transport=self._transport
+        )
+
+    def kill_prefill(self) -> None:
+        """Ends the sender without a message to its peer, and starts another one at its port."""
+        _kill(self.sender)
+        self.prefill = Side()
+        self.sender = until(lambda: self._restarted(self.sender.address))
+
+    def _restarted(self, address: str) -> PrefillAgent | None:
+        try:
+            return self._new_sender(address)
+        except ConfigError:  # the port is not free yet
+            return None
+
+    def kill_decode(self) -> None:
+        """Ends the receiver without a message to its peers, and starts another one."""
+        _kill(self.receiver)
+        self.decode = Side()
+        self.receiver = self._new_receiver()
 
     def __enter__(self) -> AgentPair:
         return self

@@ -14,7 +14,14 @@ import msgspec
 import numpy as np
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.transports.protocol import Block, Memory, TransportError, Write, check_blocks
+from moe_engine.core.kv_transfer.transports.protocol import (
+    Block,
+    Memory,
+    Transport,
+    TransportError,
+    Write,
+    check_blocks,
+)
 
 
 class FaultyTransport:
@@ -86,6 +93,67 @@ class FaultyWrite:
         self._blocks = []
         if fails:
             raise TransportError("made up: failed")
+        return True
+
+
+class FaultyRow:
+    """A row of the table that fails at random: at the start of a call, or after the bytes of a write were sent.
+
+    `num_live`: memories that were registered and not released.
+    """
+
+    def __init__(self, row: Transport, rng: Random, rate: float) -> None:
+        self._row, self._rng, self._rate = row, rng, rate
+        self.num_faults = self.num_live = 0
+
+    def _may_fail(self, what: str) -> None:
+        if self._rng.random() < self._rate:
+            self.num_faults += 1
+            raise TransportError(f"made up: {what}")
+
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
+        self._may_fail("no memory")
+        memory = self._row.register(num_bytes, is_target=is_target)
+        self.num_live += 1
+        return memory
+
+    def release(self, memory: Memory) -> None:
+        self.num_live -= 1
+        self._row.release(memory)
+
+    def open(self, peer: bytes, description: bytes) -> None:
+        self._may_fail("not reachable")
+        self._row.open(peer, description)
+
+    def write(self, peer: bytes, memory: Memory, blocks: Sequence[Block]) -> Write:
+        self._may_fail("cannot begin")
+        write = self._row.write(peer, memory, blocks)
+        return LateWrite(self, write, self._rng.choice([0, 0, 0, 1, 5, 50]))
+
+    def receive(self, values: list[Any], payload: Any) -> None:
+        self._may_fail("the bytes are lost")
+        self._row.receive(values, payload)
+
+    def forget(self, peer: bytes) -> None:
+        self._row.forget(peer)
+
+    def close(self) -> None:
+        self._row.close()
+
+
+class LateWrite:
+    """A write that ends some polls later, and may fail then."""
+
+    def __init__(self, owner: FaultyRow, write: Write, polls: int) -> None:
+        self._owner, self._write, self._polls = owner, write, polls
+
+    def poll(self) -> bool:
+        if self._polls:
+            self._polls -= 1
+            return False
+        if not self._write.poll():
+            return False
+        self._owner._may_fail("failed")
         return True
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -21,11 +22,11 @@ LOCAL = MediaSettings(allow_private_media_urls=True, max_media_mb=1, media_fetch
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind = self.path.strip("/")
-        self.send_response({"away": 302, "inside": 302, "loop": 301, "absent": 404}.get(kind, 200))
-        if kind in ("away", "loop"):
-            self.send_header("Location", "/image" if kind == "away" else "/loop")
-        if kind == "inside":
-            self.send_header("Location", "http://127.0.0.2:9/image")
+        self.send_response({"away": 302, "loop": 301, "elsewhere": 302, "inside": 302, "absent": 404}.get(kind, 200))
+        if kind in ("away", "loop", "elsewhere", "inside"):
+            other = f"http://localhost:{self.server.server_address[1]}/image"
+            places = {"away": "/image", "loop": "/loop", "elsewhere": other, "inside": "http://127.0.0.2:9/image"}
+            self.send_header("Location", places[kind])
         if kind == "announced":
             self.send_header("Content-Length", str(1 << 30))
         self.end_headers()
@@ -57,6 +58,14 @@ def test_images_and_redirects(root: str) -> None:
     assert (
         fetch(f"{root}/image", LOCAL) == fetch(f"{root}/away", LOCAL) == read_media(f"{root}/image", LOCAL) == b"pixels"
     )
+
+
+def test_only_named_hosts_are_read(root: str) -> None:
+    here = replace(LOCAL, allowed_media_domains="cdn.example.com 127.0.0.1")
+    assert fetch(f"{root}/image", here) == fetch(f"{root}/away", here) == b"pixels"
+    for address in (f"{root}/elsewhere", "http://example.com/a.png", "https://cdn.example.com.evil.net/a.png"):
+        with pytest.raises(MediaError, match="--allowed-media-domains"):
+            fetch(address, here)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ class StorageSimulation(TierSimulation):
         assert storage_tier is not None
         self.storage_tier = storage_tier
         storage_tier.clock = lambda: self.now
+        storage_tier.max_hash_tokens = rng.choice([config.page_size, 64, 4096])
         inner = self.worker.copy
 
         def copy(plan: StepPlan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -196,6 +197,22 @@ def test_a_much_more_urgent_request_preempts() -> None:
     assert sim.outcomes["high"].reason == "length"
     assert sim.outcomes["low"].request.retractions == 1 and sim.outcomes["mid"].request.retractions == 0
     sim.run_to_end()
+    sim.check_end()
+
+
+@pytest.mark.parametrize(("more", "preempted"), [({}, 1), ({"disable_priority_preemption": True}, 0)])
+def test_preemption_can_be_disabled_and_requests_without_a_priority_have_the_default(
+    more: dict[str, Any], preempted: int
+) -> None:
+    sim = Simulation(config(policy="priority", max_rows=1, default_priority_value=3, **more))
+    sim.add(make_request("low", [3] * 5, 20, eos=False, priority=0))
+    sim.turn()
+    for rid, priority in (("none", None), ("least", 2), ("high", 50)):
+        sim.add(make_request(rid, [6] * 5, 3, eos=False, priority=priority))
+    order = [entry.request.rid for entry in sim.scheduler.table.queue.entries]
+    assert order == ["high", "none", "least"]
+    sim.run_to_end()
+    assert sim.scheduler.stats().num_preemptions_total == preempted
     sim.check_end()
 
 

@@ -193,6 +193,39 @@ def test_new_weights_and_other_adapters_share_nothing() -> None:
     sim.check_end()
 
 
+def test_long_prompts_are_hashed_over_several_steps_while_others_run() -> None:
+    sim = StorageSimulation(BASE, random.Random(1), Faults(), served_before(), overlap=True, late=0.0)
+    sim.storage_tier.max_hash_tokens = 24
+    request = make_request("b", [*PROMPT, 7], 4, ignore_eos=True)
+    sim.add(make_request("a", [3, 4, 5], 60, ignore_eos=True))
+    sim.turn()
+    sim.add(request)
+    assert sim.storage_tier.poll() == 1 and not sim.storage.open
+    turns = 0
+    while not sim.storage.open:
+        sim.turn()
+        turns += 1
+    assert 2 <= turns <= 8
+    sim.run_to_end()
+    assert request.loaded_storage == 100
+    sim.check_end()
+
+
+def test_keys_of_cached_nodes_are_computed_once() -> None:
+    sim = StorageSimulation(BASE, random.Random(1), Faults(), {}, overlap=True, late=0.0)
+    sim.scheduler.kv_cache.tree.write_through = None
+    sim.add(make_request("a", list(PROMPT), 8, ignore_eos=True))
+    sim.run_to_end()
+    longer = [*PROMPT, *range(60, 90)]
+    sim.add(make_request("b", longer, 8, ignore_eos=True))
+    keys = page_keys(root_key("", "", None, 4, False), longer, 4)
+    entry = next(iter(sim.scheduler.table.queue.entries))
+    assert entry.prefetch.keys == keys[25:32]
+    assert entry.matched(sim.storage_tier._tree).node.digest == keys[24]
+    sim.run_to_end()
+    sim.check_end()
+
+
 def test_without_storage_plans_are_as_before() -> None:
     sim = StorageSimulation(BASE, random.Random(1), Faults(), {}, overlap=True, late=0.5)
     sim.add(make_request("a", [1, 2, 3], 4, ignore_eos=True))

@@ -18,6 +18,7 @@ from moe_engine.server.app import create_app
 from moe_engine.server.listen import bind
 from moe_engine.server.serve import serve
 from moe_engine.server.settings import ServerSettings
+from moe_engine.server.tls import Certificate
 from tests.server.fake_engine import FakeClient
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -99,7 +100,7 @@ def named_events(response: httpx.Response) -> list[Any]:
 
 
 @contextmanager
-def real_server(client: FakeClient, certificate: tuple[str, str] | None = None, **settings: Any) -> Iterator[str]:
+def real_server(client: FakeClient, certificate: Certificate | None = None, **settings: Any) -> Iterator[str]:
     """uvicorn on a free port, in a thread; yields its address."""
     app, sock = make_app(client, **settings), bind("127.0.0.1", 0)
     ready, stop = threading.Event(), threading.Event()

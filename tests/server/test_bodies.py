@@ -93,6 +93,7 @@ CONTROL = {
     "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name",
     "/set_internal_state", "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session", "/configure_logging", "/freeze_gc", "/clear_hicache_storage_backend",
+    "/hicache/storage-backend/clear",
     "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
 }  # fmt: skip
 

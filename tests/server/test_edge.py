@@ -53,6 +53,7 @@ def test_what_changes_the_engine():
         "/flush_cache",
         "/freeze_gc",
         "/get_weights_by_name",
+        "/hicache/storage-backend/clear",
         "/init_weights_update_group",
         "/load_lora_adapter",
         "/pause_generation",

@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.server import ServerArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.validate import check
-from moe_engine.server.tls import check_certificate
+from moe_engine.server.tls import Certificate
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, get, post, real_server, talk
 
@@ -119,12 +120,23 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(cert), str(key)
 
 
-def test_https(certificate: tuple[str, str]):
+@pytest.mark.parametrize("password", [None, "s3cret"])
+def test_https(certificate: tuple[str, str], password: str | None, tmp_path: Path):
     import ssl
 
-    check_certificate(certificate[1], certificate[0])
-    with real_server(FakeClient(), certificate=certificate) as url:
-        trusting = ssl.create_default_context(cafile=certificate[0])
+    cert, key = certificate
+    if password is not None:
+        encrypted = str(tmp_path / "encrypted.pem")
+        command = ["openssl", "pkcs8", "-topk8", "-in", key, "-out", encrypted, "-passout", f"pass:{password}"]
+        subprocess.run(command, check=True, capture_output=True)
+        for wrong in (None, "guess"):
+            with pytest.raises(ConfigError, match="password"):
+                Certificate(cert, encrypted, wrong).check()
+        key = encrypted
+    made = Certificate(cert, key, password)
+    made.check()
+    with real_server(FakeClient(), certificate=made) as url:
+        trusting = ssl.create_default_context(cafile=cert)
         assert httpx.post(url + "/v1/chat/completions", json=CHAT, verify=trusting).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/health")
@@ -135,10 +147,12 @@ def test_https(certificate: tuple[str, str]):
 def test_wrong_certificates(certificate: tuple[str, str], tmp_path: Path):
     cert, key = certificate
     with pytest.raises(ConfigError, match="No such file"):
-        check_certificate(key, str(tmp_path / "none.pem"))
+        Certificate(str(tmp_path / "none.pem"), key).check()
     with pytest.raises(ConfigError, match="not a certificate in PEM"):
-        check_certificate(cert, key)
-    check_certificate(None, None)
+        Certificate(key, cert).check()
+    assert Certificate.of(ServerArgs()) is None
+    secret = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_keyfile_password": "s3cret"}
+    assert "s3cret" not in get(FakeClient(), "/server_info", server_args=secret).text
 
 
 @pytest.mark.parametrize(

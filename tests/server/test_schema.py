@@ -35,6 +35,7 @@ ANTHROPIC = {"/v1/messages", "/v1/messages/count_tokens"}
 UNTYPED_BODY = {
     "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/stop_profile", "/freeze_gc", "/clear_hicache_storage_backend",
+    "/hicache/storage-backend/clear",
 }  # fmt: skip
 """POST without a body."""
 EMPTY = {"/abort_request", "/close_session", "/configure_logging", "/health", "/ready", "/ping", "/health_generate"}

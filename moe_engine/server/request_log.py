@@ -1,0 +1,132 @@
+"""Request log (`--log-requests`): a line per received request and one per finished request, to log, output or files."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from logging.handlers import TimedRotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_engine.config.logging import LoggingArgs
+from moe_engine.custom_logit_processor import described
+from moe_engine.errors import ConfigError
+from moe_engine.frontend.frontend import Observer
+from moe_engine.frontend.generation import Generation
+from moe_engine.logs import DATE_FORMAT
+from moe_engine.server.observers import Observers
+from moe_engine.server.request_ids import request_id
+from moe_engine.types import SamplingParams
+
+logger = logging.getLogger("moe_engine.server")
+
+PARTIAL_CHARS = 2048
+STDOUT = "stdout"
+
+
+@dataclass(frozen=True)
+class RequestLogSettings:
+    """
+    Attributes:
+        level: SGLang's. 0 metadata, 1 plus sampling parameters, 2 plus the beginning of the texts, 3 everything.
+        as_json: a JSON object a line, with SGLang's names of the events.
+        targets: stdout, or folders with a file for each hour; empty: the server's log.
+    """
+
+    level: int = 2
+    as_json: bool = False
+    targets: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, flags: LoggingArgs) -> RequestLogSettings:
+        return cls(
+            flags.log_requests_level, flags.log_requests_format == "json", tuple(flags.log_requests_target.split())
+        )
+
+
+class RequestLog:
+    """Raises ConfigError: a folder of the targets cannot be written."""
+
+    def __init__(self, settings: RequestLogSettings) -> None:
+        self._level = settings.level
+        self._as_json = settings.as_json
+        self._loggers = [_logger(target) for target in settings.targets] or [logger]
+
+    def received(self, generation: Generation) -> None:
+        facts: dict[str, Any] = {"rid": generation.rid, "prompt_tokens": len(generation.prompt_ids)}
+        if outer := request_id.get():
+            facts["x_request_id"] = outer
+        if self._level >= 1:
+            facts["sampling_params"] = _parameters(generation.sampling)
+        if self._level >= 2:
+            facts["text"] = self._cut(generation.prompt_text)
+        self._write("Receive", "request.received", facts)
+
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
+        pass
+
+    def finished(self, generation: Generation) -> None:
+        facts: dict[str, Any] = {"rid": generation.rid, "meta_info": generation.meta_info()}
+        if self._level >= 2:
+            facts["text"] = self._cut(generation.text)
+        self._write("Finish", "request.finished", facts)
+
+    def _write(self, word: str, event: str, facts: dict[str, Any]) -> None:
+        if self._as_json:
+            line = {"timestamp": datetime.now().isoformat(), "event": event} | facts
+            text = msgspec.json.encode(line, enc_hook=str).decode()
+        else:
+            text = f"{word}: {facts}"
+        for target in self._loggers:
+            target.info("%s", text)
+
+    def _cut(self, text: str | None) -> str | None:
+        if text is None or self._level >= 3 or len(text) <= PARTIAL_CHARS:
+            return text
+        return text[:PARTIAL_CHARS] + " ..."
+
+
+def with_request_log(observer: Observer | None, settings: RequestLogSettings | None) -> Observer | None:
+    """The same observers with a request log of these settings in the place of the one before; None: without one."""
+    members: Iterable[Observer] = (
+        observer.members if isinstance(observer, Observers) else [observer] if observer else ()
+    )
+    rest = [member for member in members if not isinstance(member, RequestLog)]
+    if settings is not None:
+        rest.append(RequestLog(settings))
+    return rest[0] if len(rest) == 1 else Observers(*rest) if rest else None
+
+
+def _logger(target: str) -> logging.Logger:
+    """A logger that writes plain lines to standard output or to a folder."""
+    found = logging.getLogger(f"moe_engine.requests.{target.replace('.', '_')}")
+    if found.handlers:
+        return found
+    handler: logging.Handler = logging.StreamHandler(sys.stdout) if target == STDOUT else _file_handler(target)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt=DATE_FORMAT))
+    found.addHandler(handler)
+    found.setLevel(logging.INFO)
+    found.propagate = False
+    return found
+
+
+def _file_handler(folder: str) -> logging.Handler:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return TimedRotatingFileHandler(Path(folder) / f"{socket.gethostname()}.log", when="H", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--log-requests-target {folder}: cannot be written: {error.strerror}") from None
+
+
+def _parameters(sampling: SamplingParams) -> dict[str, Any]:
+    """The serialised class of a custom logit processor is replaced by its name and size."""
+    found: dict[str, Any] = msgspec.to_builtins(sampling)
+    if sampling.custom_logit_processor is not None:
+        found["custom_logit_processor"] = described(sampling.custom_logit_processor)
+    return found

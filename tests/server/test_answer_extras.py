@@ -1,0 +1,135 @@
+"""Fields of answers that a request or flag asks for (token ids, meta_info, sglext, usage of streams), and small flags
+of the server: arguments of the chat template, forms of the request log, refused priorities."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.errors import ConfigError
+from moe_engine.server.request_log import RequestLog, RequestLogSettings
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, events, post
+
+IDS = {"return_token_ids": True}
+
+
+def chat(fields: dict[str, Any], client: FakeClient | None = None, **settings: Any) -> Any:
+    response = post(client or FakeClient(), "/v1/chat/completions", CHAT | fields, **settings)
+    assert response.status_code == 200, response.text
+    return response.json() if not fields.get("stream") else events(response)
+
+
+def whole_ids(chunks: list[Any], name: str = "token_ids") -> list[int]:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return [token for choice in choices for token in choice.get(name, [])]
+
+
+def test_token_ids_of_a_chat():
+    client = FakeClient()
+    (choice,) = chat(IDS, client)["choices"]
+    sent = client.requests[0]
+    assert choice["prompt_token_ids"] == sent.prompt_ids and choice["token_ids"] == choice["response_token_ids"]
+    assert client.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
+    streamed = chat(IDS | {"stream": True})
+    assert whole_ids(streamed) == whole_ids(streamed, "response_token_ids") == choice["token_ids"]
+    assert [c["choices"][0]["prompt_token_ids"] for c in streamed if "prompt_token_ids" in c["choices"][0]] == [
+        choice["prompt_token_ids"]
+    ]
+    plain = chat({})["choices"][0]
+    assert plain.keys() & {"prompt_token_ids", "token_ids", "response_token_ids", "meta_info"} == set()
+    only_prompt = chat({"return_prompt_token_ids": True})["choices"][0]
+    assert only_prompt["prompt_token_ids"] == choice["prompt_token_ids"] and "token_ids" not in only_prompt
+
+
+def test_token_ids_of_a_completion():
+    body = {"prompt": ["Hello", "Hello world"], "n": 2, **IDS}
+    whole = post(FakeClient(), "/v1/completions", body).json()["choices"]
+    streamed = events(post(FakeClient(), "/v1/completions", body | {"stream": True}))
+    for choice in whole:
+        mine = [c for chunk in streamed for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [token for c in mine for token in c["token_ids"]] == choice["token_ids"] != []
+        assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert all("prompt_token_ids" not in c for c in mine[1:]) and "response_token_ids" not in choice
+    assert whole[0]["prompt_token_ids"] != whole[2]["prompt_token_ids"]
+
+
+def test_meta_info_of_a_chat():
+    (choice,) = chat({"return_meta_info": True})["choices"]
+    assert choice["meta_info"]["completion_tokens"] > 0 and choice["meta_info"]["finish_reason"]["type"] == "stop"
+    last = [c for chunk in chat({"return_meta_info": True, "stream": True}) for c in chunk["choices"]][-1]
+    assert last["meta_info"]["completion_tokens"] == choice["meta_info"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_sglext(by_flag: bool):
+    fields = {} if by_flag else {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+    flags = {"return_input_ids": True, "return_output_ids": True} if by_flag else {}
+    fields |= {"return_cached_tokens_details": True, "n": 2}
+    answer = chat(fields | IDS, **flags)
+    ids = [choice["token_ids"] for choice in answer["choices"]]
+    expected = {
+        "cached_tokens_details": {"device": 2, "host": 0},
+        "input_ids": answer["choices"][0]["prompt_token_ids"], "output_ids": ids,
+    }  # fmt: skip
+    assert answer["sglext"] == expected
+    chunks = chat(fields | {"stream": True}, **flags)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["sglext"] == expected
+    assert "sglext" not in chat({"return_spec_tokens_details": True})  # nothing to report without drafts
+
+
+def test_a_chat_given_as_token_ids():
+    client = FakeClient()
+    (choice,) = chat(IDS | {"input_ids": [5, 7, 9]}, client)["choices"]
+    assert client.requests[0].prompt_ids == [5, 7, 9] == choice["prompt_token_ids"]
+    for ids in ([], [-1], [10**6]):
+        refused = post(FakeClient(), "/v1/chat/completions", CHAT | {"input_ids": ids})
+        assert refused.status_code == 400 and "input_ids" in refused.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_of_streams_by_default(path: str):
+    body: dict[str, Any] = (CHAT if "chat" in path else {"prompt": "Hello"}) | {"stream": True}
+    flag = {"stream_response_default_include_usage": True}
+    for asked, by_flag, expected in ((None, {}, False), (None, flag, True), (False, flag, False), (True, {}, True)):
+        options = {} if asked is None else {"stream_options": {"include_usage": asked}}
+        chunks = events(post(FakeClient(), path, body | options, **by_flag))
+        assert ("usage" in chunks[-1]) is expected
+
+
+def test_default_arguments_of_the_chat_template(tmp_path: Path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mode }}"
+    flags = {"chat_template": template, "default_chat_template_kwargs": json.dumps({"mode": " world"})}
+    prompts = []
+    for asked in ({}, {"chat_template_kwargs": {"mode": " there"}}):
+        client = FakeClient()
+        chat(asked, client, **flags)
+        prompts.append(client.tokenizer.decode(client.requests[0].prompt_ids))
+    assert prompts[0].endswith("world") and prompts[1].endswith("there")
+
+
+def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "requests"
+    flags = {"log_requests": True, "log_requests_format": "json", "log_requests_target": f"stdout {folder}"}
+    post(FakeClient(), "/generate", {"text": "Hello", "rid": "r1"}, **flags)
+    (file,) = folder.iterdir()
+    lines = file.read_text().splitlines()
+    found = [json.loads(line[line.index("{") :]) for line in lines]
+    assert [line["event"] for line in found] == ["request.received", "request.finished"]
+    assert found[0]["rid"] == "r1" and found[0]["sampling_params"]["max_new_tokens"] == 128
+    assert found[1]["meta_info"]["prompt_tokens"] == 2
+    assert [line for line in capsys.readouterr().out.splitlines() if "request." in line] == lines
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--log-requests-target .*file"):
+        RequestLog(RequestLogSettings(targets=(str(tmp_path / "file"),)))
+
+
+def test_priorities_are_refused_while_they_have_no_effect():
+    body, flag = {"text": "Hello", "priority": 3}, {"abort_on_priority_when_disabled": True}
+    assert post(FakeClient(), "/generate", body).status_code == 200
+    refused = post(FakeClient(), "/generate", body, **flag)
+    assert refused.status_code == 400 and "--enable-priority-scheduling" in refused.text
+    assert post(FakeClient(), "/generate", body, **flag, enable_priority_scheduling=True).status_code == 200
