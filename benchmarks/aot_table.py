@@ -57,7 +57,7 @@ def jobs_of(cases: Sequence[AotCase], archs: Sequence[int], quick: bool) -> list
 def run(
     archs: Sequence[int], only: str, one_each: bool, processes: int, quick: bool = False, part: tuple[int, int] = (0, 1)
 ) -> list[Result]:
-    """Results of the cases with `only` in their name, for every architecture. `part`: the place among so many parts."""
+    """Results of the cases with `only` in their name, for every architecture. `part`: (number, count) of parts."""
     cases = [case for case in all_cases() if only in case.name]
     if one_each or quick:
         cases = one_of_each(cases)

@@ -1,4 +1,4 @@
-"""Our engine against llama.cpp on the same GGUF files of one random checkpoint, in turn.
+"""This engine against llama.cpp on the same GGUF files of one random checkpoint, in turn.
 
 Needs llama.cpp's llama-server, built for this machine. Each format is exported once; both sides read that file. In
 each round both run each workload with the same new prompts of token ids, greedily and without end of sequence. Prints
@@ -98,7 +98,7 @@ class LlamaServer:
 def measure(
     ours: EngineSide, theirs: LlamaServer, workloads: Sequence[Workload], vocab_size: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """(our, their) tokens per second of each round by workload; a round before them warms up."""
+    """Tokens per second (this engine, llama.cpp) of each round by workload; a round before them warms up."""
     found: dict[str, list[tuple[float, float]]] = {workload.name: [] for workload in workloads}
     for turn in range(-1, rounds):
         for workload in workloads:

@@ -64,9 +64,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lora = {"lora_paths": [f"{a.name}={a}" for a in adapters], "max_loras_per_batch": args.adapters}
     rng, speeds = random.Random(0), {way: list[float]() for way in WAYS}
     with Engine(str(path), **flags) as plain, Engine(str(path), **flags, **lora) as adapted:
-        nobody: list[str | None] = [None] * args.batch_size
+        plain_names: list[str | None] = [None] * args.batch_size
         mixed: list[str | None] = [adapters[i % len(adapters)].name for i in range(args.batch_size)]
-        cases = {"without": (plain, nobody), "base": (adapted, nobody), "adapters": (adapted, mixed)}
+        cases = {"without": (plain, plain_names), "base": (adapted, plain_names), "adapters": (adapted, mixed)}
         for turn in range(args.turns + 1):
             for way in rng.sample(WAYS, len(WAYS)):
                 found = measure(*cases[way], rng, args)

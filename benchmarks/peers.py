@@ -1,4 +1,4 @@
-"""The two sides of `side_by_side`: our engine, and transformers in its fastest mode.
+"""The two sides of `side_by_side`: this engine, and transformers in its fastest mode.
 
 No command; used by `benchmarks.side_by_side`. Both take token ids, decode greedily, ignore the end of
 sequence, and keep their weights in memory between runs.

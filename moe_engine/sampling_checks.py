@@ -48,9 +48,7 @@ class SamplingFields(Struct, kw_only=True):
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
     custom_params: Annotated[dict[str, Any] | None, Meta(description="arguments of custom_logit_processor")] = None
     custom_logit_processor: CustomProcessor | None = None
-    max_thinking_tokens: Annotated[Count, Meta(description="tokens of reasoning, behind which it is ended")] | None = (
-        None
-    )
+    max_thinking_tokens: Annotated[Count, Meta(description="max tokens of reasoning, which then ends")] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

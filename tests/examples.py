@@ -23,8 +23,9 @@ def examples(count: int) -> int:
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """The tests that `make test` skips: tests marked `exhaustive`, cases of functions marked `each_value` beyond a set
-    in which every value of every parameter occurs, and tests marked `drawn(count)` beyond `count` of each file, which
-    are others in each run. Nothing is skipped if tests are named one by one."""
+    in which every value of every parameter occurs, and tests marked `drawn(count)` beyond `count` of each file, or
+    `drawn(count, group)` of all files with this group, which are others in each run. Nothing is skipped if tests are
+    named one by one."""
     if FACTOR > 1 or any("::" in argument for item in items[:1] for argument in item.config.args):
         return set()
     found = {item for item in items if item.get_closest_marker("exhaustive")}
@@ -34,15 +35,16 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
             functions[item.path, getattr(item, "originalname", item.name)].append(item)
     for cases in functions.values():
         found |= set(cases) - covering(cases)
-    files: dict[Any, list[pytest.Item]] = defaultdict(list)
+    groups: dict[Any, list[pytest.Item]] = defaultdict(list)
     counts = {}
     for item in items:
         if item not in found and (mark := item.get_closest_marker("drawn")):
-            files[item.path].append(item)
-            counts[item.path] = mark.args[0]
-    for path, tests in files.items():
-        draws = random.Random(f"{SEED} {path.name}")
-        found |= set(draws.sample(tests, max(0, len(tests) - counts[path])))
+            group = mark.kwargs.get("group", item.path)
+            groups[group].append(item)
+            counts[group] = mark.args[0]
+    for group, tests in groups.items():
+        draws = random.Random(f"{SEED} {getattr(group, 'name', group)}")
+        found |= set(draws.sample(tests, max(0, len(tests) - counts[group])))
     return found
 
 

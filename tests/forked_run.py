@@ -80,7 +80,7 @@ class TestProcesses:
     def __init__(self, session: pytest.Session) -> None:
         self._session, self._hook = session, session.config.hook
         order = sorted(range(len(session.items)), key=_file_order(session.items))
-        self._files = deque(list(places) for _, places in groupby(order, lambda place: session.items[place].path))
+        self._files = deque(list(places) for _, places in groupby(order, lambda place: _unit(session.items[place])))
         self._running: dict[Connection, TestProcess] = {}
         self._started = 0
         if terminal := session.config.pluginmanager.get_plugin("terminalreporter"):
@@ -157,12 +157,18 @@ def _end(test_process: TestProcess) -> str:
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 
+def _unit(item: pytest.Item) -> Any:
+    """Equal for tests that run in one process one after the other: those of a file, or of the files whose modules have
+    the same `SHARED`, because their caches have the same content."""
+    return getattr(getattr(item, "module", None), "SHARED", item.path)
+
+
 def _file_order(items: list[pytest.Item]) -> Any:
     """Key of a place: the files in the order of their first tests. A file's tests are then adjacent."""
     first: dict[Any, int] = {}
     for place, item in enumerate(items):
-        first.setdefault(item.path, place)
-    return lambda place: first[items[place].path]
+        first.setdefault(_unit(item), place)
+    return lambda place: first[_unit(items[place])]
 
 
 class Sender:

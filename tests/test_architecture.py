@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_trees import SHARED, parsed  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
@@ -162,7 +164,7 @@ def sources() -> dict[str, ast.Module]:
             for name in files:
                 if name.endswith(".py"):
                     file = Path(folder, name)
-                    found[file.relative_to(ROOT).as_posix()] = ast.parse(file.read_text(), str(file))
+                    found[file.relative_to(ROOT).as_posix()] = parsed(file)
     return found
 
 

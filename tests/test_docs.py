@@ -20,6 +20,7 @@ from moe_engine.config.flags import known_options
 from moe_engine.models.registry import supported
 from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_speculation
 from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
+from tests.source_trees import SHARED, parsed  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -184,9 +185,7 @@ def path_exists(path: str, document: Path) -> bool:
 def trees() -> dict[str, ast.Module]:
     """Every Python file except tests, by its path; links are not followed."""
     return {
-        name: ast.parse((ROOT / name).read_text())
-        for name in files()
-        if name.endswith(".py") and name.split("/")[0] in PYTHON_FOLDERS
+        name: parsed(ROOT / name) for name in files() if name.endswith(".py") and name.split("/")[0] in PYTHON_FOLDERS
     }
 
 

@@ -15,8 +15,10 @@ class Case(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def made(*values: int, mark: str = "each_value", count: int = 0, file: str = "file", argument: str = "tests") -> Any:
-    found = SimpleNamespace(args=(count,))
+def made(
+    *values: int, mark: str = "each_value", count: int = 0, file: str = "file", argument: str = "tests", **more: Any
+) -> Any:
+    found = SimpleNamespace(args=(count,), kwargs=more)
     return Case(
         name=str(values), originalname="test", path=Path(file), callspec=SimpleNamespace(_idlist=values),
         get_closest_marker=lambda name: found if name == mark else None, config=SimpleNamespace(args=[argument]),
@@ -48,6 +50,8 @@ def test_other_tests_are_drawn_in_each_run(monkeypatch: pytest.MonkeyPatch) -> N
         assert left == examples.left_out(items)
         assert [sum(item.path == Path(file) for item in left) for file in ("a", "b")] == [5, 5]
         draws |= set(items) - left
+        jobs = [made(i, mark="drawn", count=2, file=file, group="jobs") for file in ("a", "b") for i in range(3)]
+        assert len(examples.left_out([*items, *jobs]) - left) == 4
     assert draws == set(items)
     assert not examples.left_out([made(i, mark="drawn", count=1, argument="tests/a.py::test") for i in range(3)])
 

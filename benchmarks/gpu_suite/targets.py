@@ -12,9 +12,9 @@ OURS = "triton"
 
 @dataclass(frozen=True)
 class Target:
-    """The slowest of our rows whose shape matches `pattern` must reach `wanted`.
+    """The slowest of this project's rows whose shape matches `pattern` must reach `wanted`.
 
-    kind: ``copy`` (share of the measured copy bandwidth), ``tflops``, or a row's name (that row's time over ours).
+    kind: ``copy`` (share of the measured copy bandwidth), ``tflops``, or a row's name (its time over theirs).
     """
 
     name: str

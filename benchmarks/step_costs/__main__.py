@@ -49,8 +49,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=2048, help="tokens of each request before the step")
     made.add_argument("--mtp", type=int, default=0, metavar="N", help="draft tokens of a step; 0: none")
     made.add_argument(
-        "--drafter", choices=("mtp", "mtp2", "ngram"), default="mtp", help="mtp2: with two MTP layers (tp8)"
-    )
+        "--drafter", choices=("mtp", "mtp2", "ngram", "standalone"), default="mtp",
+        help="mtp2: with two MTP layers (tp8); standalone: a draft model of four layers",
+    )  # fmt: skip
+    made.add_argument("--topk", type=int, default=1, metavar="N", help="draft trees of 2N nodes; 1: chains")
+    made.add_argument("--threshold", type=float, default=1.0, metavar="P", help="acceptance threshold (1: none)")
     made.add_argument("--attention", default="auto", metavar="ROW", help="attention row (auto)")
     made.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="a prompt instead of a decode step")
     made.add_argument("--hardware", default="H200x8", help="GPU, and GPUs of a node (H200x8)")
@@ -110,7 +113,7 @@ def run_group(options: argparse.Namespace) -> list[dict[str, Any]]:
     first = Case(
         options.model, config_of(options.model), FORMS[options.form], Hardware.named(options.hardware),
         max(options.batch), options.context, options.rows == "vendors", options.mtp, options.prefill or None,
-        options.dispatch, options.drafter, options.attention,
+        options.dispatch, options.drafter, options.attention, options.topk, options.threshold,
     )  # fmt: skip
     session = Session(first)
     found = []

@@ -34,11 +34,15 @@ class Group:
     dispatch: str = "deepep"
     drafter: str = "mtp"
     attention: str = "auto"
+    topk: int = 1
+    threshold: float = 1.0
 
     @property
     def name(self) -> str:
         work = f"prefill {self.prefill}" if self.prefill else "decode"
         work += f" {self.drafter} {self.mtp}" if self.mtp else ""
+        work += f" tree {self.topk}" if self.topk > 1 else ""
+        work += f" threshold {self.threshold}" if self.threshold < 1 else ""
         work += f" {self.attention}" if self.attention != "auto" else ""
         return f"{self.model} {self.form} {self.rows} {work}" + f" {self.dispatch}" * (self.dispatch != "deepep")
 
@@ -46,6 +50,7 @@ class Group:
         more = ["--prefill", self.prefill] if self.prefill else ["--batch", *self.batches, "--mtp", self.mtp]
         found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", 2048, *more]
         found += ["--dispatch", self.dispatch, "--drafter", self.drafter, "--attention", self.attention]
+        found += ["--topk", self.topk, "--threshold", self.threshold]
         return [str(x) for x in found]
 
 
@@ -62,6 +67,9 @@ GROUPS = (
     Group("v3", "tp8", (1, 32), mtp=3, drafter="mtp2"),
     Group("v3", "tp8", (32,), mtp=3, drafter="ngram"),
     Group("v3", "tp8", (32,), "triton", mtp=3),
+    Group("v3", "tp8", (32,), mtp=3, topk=4),
+    Group("v3", "tp8", (32,), mtp=3, threshold=0.9),
+    Group("v3", "tp8", (32,), mtp=3, drafter="standalone"),
     Group("v2-lite", "tp1", (1,), prefill=8192),
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3", "tp8", (1,), prefill=8192),

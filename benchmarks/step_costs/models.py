@@ -37,6 +37,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+DRAFT_MODEL = _COMMON | MODELS["v2-lite"] | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
+"""The draft model of the drafter "standalone": four dense layers of V2-Lite's widths, with the target's vocabulary."""
+
+
+def draft_model(folder: Path, target: dict[str, Any]) -> Path:
+    """Its folder, below `folder`."""
+    path = folder / "draft"
+    path.mkdir()
+    path.joinpath("config.json").write_text(json.dumps(DRAFT_MODEL | {"vocab_size": target["vocab_size"]}))
+    return path
+
+
 def config_of(model: str) -> dict[str, Any]:
     """The fields of a model by name, or of a folder's config.json.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
-from benchmarks.step_costs.models import shortened
+from benchmarks.step_costs.models import draft_model, shortened
 from benchmarks.step_costs.roofline import Form
 
 SPARE = 16
@@ -25,9 +25,11 @@ SPARE = 16
 class Case:
     """The step to run. `config`: the whole config.json. vendors: True if vendor libraries are installed.
 
-    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. drafter: "mtp" as the model
-    has it, "mtp2" with two MTP layers, or "ngram". attention: a requested row, or "auto". prefill: tokens of a prompt;
-    None: a decode step of `batch` requests after `context` tokens.
+    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step, or the depth of trees; 0: none.
+    drafter: "mtp" as the model has it, "mtp2" with two MTP layers, "ngram", or "standalone" (`models.DRAFT_MODEL`).
+    attention: a requested row, or "auto". topk: children of a node of a draft tree, which has 2 * topk nodes; 1:
+    chains. threshold: of acceptance. prefill: tokens of a prompt; None: a decode step of `batch` requests after
+    `context` tokens.
     """
 
     model: str
@@ -42,6 +44,13 @@ class Case:
     dispatch: str = "deepep"
     drafter: str = "mtp"
     attention: str = "auto"
+    topk: int = 1
+    threshold: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        """Tokens of a request in a decode step."""
+        return self.mtp + 1 if self.topk == 1 else 2 * self.topk
 
     @property
     def name(self) -> str:
@@ -49,6 +58,8 @@ class Case:
         rows = "" if self.vendors else "-triton"
         rows += f"-{self.dispatch}" if self.form.ep > 1 and self.dispatch != "deepep" else ""
         work += f"-{self.drafter}{'x' * (self.drafter == 'mtp2')}{self.mtp}" if self.mtp else ""
+        work += f"-tree{self.topk}" if self.topk > 1 else ""
+        work += f"-threshold{self.threshold}" if self.threshold < 1 else ""
         rows += f"-{self.attention}" if self.attention != "auto" else ""
         return f"{self.model}-{self.form.name}-{work}{rows}"
 
@@ -73,6 +84,8 @@ class Session:
         if case.drafter == "mtp2":
             short["num_nextn_predict_layers"] = 2
         self._recorder, self._config, self._worker = _start(case, short)
+        if case.drafter == "standalone":
+            self._worker.runner.speculation.drafter.model.is_draft = True
 
     def run(self, batch: int) -> tuple[Case, Recorded]:
         """Returns the case with `batch` requests, and its recorded step."""
@@ -87,9 +100,9 @@ class Session:
         if case.prefill is not None:
             action = lambda: steps.prefill(case.prefill)  # noqa: E731
         else:
-            follow = bool(case.mtp) and case.drafter != "ngram"
+            follow = bool(case.mtp) and case.drafter.startswith("mtp")
             steps.enter(drafts=follow)
-            action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp, follow=follow)
+            action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp, case.nodes, follow=follow)
         action()  # one-time work, such as the probe of a library, is not part of a step
         recorder.waits.clear()
         recorder.lines = []
@@ -117,7 +130,7 @@ def _settings(case: Case) -> dict[str, Any]:
         routing = Routing(tokens * case.form.dp, top_k, experts, local, shared, _target_ranks(case))
         return Setting(case.context, routing, case.hardware)
 
-    return {OUTSIDE: with_tokens(case.prefill or case.batch * (case.mtp + 1)), DRAFT: with_tokens(case.batch)}
+    return {OUTSIDE: with_tokens(case.prefill or case.batch * case.nodes), DRAFT: with_tokens(case.batch)}
 
 
 def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -174,10 +187,15 @@ def _flags(case: Case, folder: Path) -> list[Any]:
     if case.prefill:
         flags += ["--max-prefill-tokens", case.prefill * form.dp]
     if case.mtp:
+        algorithm = {"ngram": "NGRAM", "standalone": "STANDALONE"}.get(case.drafter, "NEXTN")
         flags += [
-            "--speculative-algorithm", "NGRAM" if case.drafter == "ngram" else "NEXTN", "--speculative-num-steps",
-            case.mtp, "--speculative-eagle-topk", 1, "--speculative-num-draft-tokens", case.mtp + 1,
+            "--speculative-algorithm", algorithm, "--speculative-num-steps", case.mtp, "--speculative-eagle-topk",
+            case.topk, "--speculative-num-draft-tokens", case.nodes,
         ]  # fmt: skip
+        if case.drafter == "standalone":
+            flags += ["--speculative-draft-model-path", draft_model(folder, case.config)]
+        if case.threshold < 1:
+            flags += ["--speculative-accept-threshold-single", case.threshold]
     if case.attention != "auto":
         flags += ["--attention-backend", case.attention]
     if form.ranks > 1:
@@ -199,8 +217,8 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     from moe_engine.worker.startup.graph_setup import capture_graphs
 
     runner = worker.runner
-    counts = (case.mtp + 1,) if case.mtp else (1,)
-    settings = GraphSettings((batch,), counts=counts)
+    counts = (case.nodes,) if case.mtp else (1,)
+    settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1)
     runner.graphs = None
     worker.call(lambda: capture_graphs(runner, settings)).result()
 
@@ -221,14 +239,17 @@ def _watch_layers(recorder: Any) -> None:
 
     place = "_at_layer"
 
+    def drafts(decoder: Any) -> bool:
+        return getattr(decoder, "is_draft", False)
+
     def enter(self: Any, index: int) -> None:
-        if hasattr(self, place):  # otherwise it is under construction
+        if hasattr(self, place) and not drafts(self):  # otherwise it is under construction
             recorder.section = f"layer {index}"
         setattr(self, place, index)
 
     def within(section: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, recorder.section = recorder.section, section
+            before, recorder.section = recorder.section, DRAFT if drafts(args[0]) else section
             try:
                 return function(*args, **kwargs)
             finally:

@@ -51,9 +51,9 @@ class Steps:
         )  # fmt: skip
         self._done += 1
 
-    def decode_drafted(self, depth: int, *, follow: bool = True) -> None:
-        """A step that drafts `depth` tokens and verifies them with each request's last one."""
-        count = depth + 1
+    def decode_drafted(self, depth: int, count: int, *, follow: bool = True) -> None:
+        """A step that drafts chains or trees of this depth, and verifies them with each request's last token: `count`
+        tokens."""
         reserved = [
             RowWrite(row, self._context, [first + self._context + i for i in range(2 * count)])
             for row, first in enumerate(self._first)

@@ -315,6 +315,21 @@ def chain(a: Any, s: Setting) -> Cost:
     return Cost(size(a.ids), size(a.ids))
 
 
+@cost_of("tree_slots_kernel")
+def tree_slots(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.real), size(a.positions, a.slots, a.lens, a.real))
+
+
+@cost_of("tree_nodes_kernel")
+def tree_nodes(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.parents, a.chain_uniform), size(a.positions, a.visible, a.uniform))
+
+
+@cost_of("tree_walk_kernel")
+def tree_walk(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.ids, a.parents, a.sampled), size(a.path, a.taken, a.sources, a.chain_ids, a.chain_sampled))
+
+
 @cost_of("chain_runs_kernel")
 def chain_runs(a: Any, s: Setting) -> Cost:
     return Cost(2 * size(a.positions) + size(a.cached), size(a.positions, a.slots, a.real, a.ids, a.sources, a.lens))

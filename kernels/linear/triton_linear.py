@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: block-FP8 weights stay FP8 and use our Triton product, others torch's.
+"""Linear layers on a GPU: block-FP8 weights stay FP8 and use this project's Triton product, others torch's.
 
 Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 """
@@ -36,7 +36,7 @@ class TritonLinear(CublasLinear):
 
     Args:
         deterministic: the tiling of every product is independent of the number of rows (batch-invariant results);
-            unquantized weights then use our Triton product as well.
+            unquantized weights then use that product too.
     """
 
     name = "triton"

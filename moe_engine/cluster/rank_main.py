@@ -116,7 +116,7 @@ class Follower:
             if isinstance(message, Step):  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
                 if self._reported_idle:
-                    self._heartbeat.beat_now()  # so that the leader knows our position if this step hangs
+                    self._heartbeat.beat_now()  # so that the leader knows this rank's position if this step hangs
                 self._execute(preparing.result(), message.plan).add_done_callback(self._stepped)
             elif isinstance(message, Masks):
                 preparing.result().sample(message.masks)

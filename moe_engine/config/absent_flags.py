@@ -84,7 +84,7 @@ def absent_flags() -> AbsentFlags:
 
 
 def check_absent(given: Mapping[str, Any], accepted: Iterable[str]) -> tuple[str, ...]:
-    """Remarks on keywords that are no fields.
+    """Remarks on keywords that are not fields.
 
     Args:
         accepted: spellings of the fields, for suggestions.

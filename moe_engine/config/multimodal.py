@@ -42,7 +42,7 @@ class MultimodalArgs:
     )
     limit_mm_data_per_request: str = flag(
         '{"image": 16}',
-        "JSON object with the most images of a request, for instance '{\"image\": 4}'.",
+        "JSON object with the maximum number of images of a request, for example '{\"image\": 4}'.",
         parse=parse_json_object,
         metavar="JSON",
     )

@@ -1,4 +1,4 @@
-"""max_thinking_tokens: behind so many tokens of reasoning the tag that ends it is the only token allowed."""
+"""max_thinking_tokens: after this number of reasoning tokens only the tag that ends the reasoning is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from moe_engine.structured_output.mask_batch import FilledAtOnce
 
 BEFORE, ENDED = -1, -2
-"""States beside the number of reasoning tokens: no token yet, and behind the reasoning."""
+"""States beside the number of reasoning tokens: no token yet, and after the reasoning."""
 
 
 class ThinkingBudget(FilledAtOnce):

@@ -15,7 +15,7 @@ WEIGHTS = {
     "total_tokens": TOKENS,
     "cache_aware": TOKENS,
 }
-"""What the least loaded scheduler has least of, by method."""
+"""The load that is compared, by method."""
 MAX_AHEAD = 16
 """A request follows its prefix if the load there exceeds the least by at most this multiple of the prefix: a token
 in the context of a running request costs much less than a token to compute. Sessions on 8 groups of simulated H200: 4

@@ -336,7 +336,7 @@ class Engine:
         return self._loop.run(_call(self._frontend.sessions.open, session_id, streaming=streaming, timeout=timeout))
 
     def close_session(self, session_id: str) -> None:
-        """Deletes the requests of a session; closing a session that is not open is no error."""
+        """Deletes the requests of a session; closing a session that is not open has no effect."""
         self._loop.run(_call(self._frontend.sessions.close, session_id))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:

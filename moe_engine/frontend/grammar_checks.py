@@ -38,7 +38,7 @@ class GrammarChecks:
 
     def __init__(self, spec: CheckSpec | None) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        self._children = None if spec is None else FrameChildren(lambda: CheckChild(spec))
+        self._children = None if spec is None else children_for(spec)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_chars = 0
         self._running: dict[bytes, asyncio.Future[Verdict]] = {}
@@ -89,6 +89,10 @@ class GrammarChecks:
         assert self._children is not None
         with self._children.borrow() as child:
             return child.ask(constraint)
+
+
+def children_for(spec: CheckSpec) -> FrameChildren[CheckChild]:
+    return FrameChildren(lambda: CheckChild(spec))
 
 
 def _chars(verdict: Verdict) -> int:

@@ -55,11 +55,11 @@ def _split(address: str) -> SplitResult:
         parts = urlsplit(address)
         port = parts.port
     except ValueError as error:
-        raise MediaError(f"is no valid address ({error})") from None
+        raise MediaError(f"is not a valid address ({error})") from None
     if parts.scheme not in ("http", "https"):
         raise MediaError(f"addresses of {parts.scheme!r:.20} are not read; use http, https or data")
     if not parts.hostname or port == 0 or parts.username is not None:
-        raise MediaError("is no valid address: needs a host, and no user name")
+        raise MediaError("is not a valid address: it needs a host, and must not contain a user name")
     return parts
 
 

@@ -90,7 +90,7 @@ def _processed(processor: Any, data: bytes) -> Processed:
                     return Processed(f"the image has {width} x {height} pixels{_LESS}")
                 image = ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError:
-        return Processed(f"is no image of a known format ({', '.join(FORMATS)})")
+        return Processed(f"is not an image of a known format ({', '.join(FORMATS)})")
     except Image.DecompressionBombError:
         return Processed(f"the image has too many pixels{_LESS}")
     except MemoryError:

@@ -63,7 +63,9 @@ def _of_base64(data: str, settings: MediaSettings) -> bytes:
 def _of_file(path: str, settings: MediaSettings) -> bytes:
     root = settings.allowed_local_media_path
     if root is None:
-        raise MediaError("this server reads no files for requests (--allowed-local-media-path); send the image itself")
+        raise MediaError(
+            "this server does not read files for requests (--allowed-local-media-path); send the image itself"
+        )
     real, top = os.path.realpath(path), os.path.realpath(root)
     if os.path.commonpath((real, top)) != top:
         raise MediaError(f"{path!r:.80} is outside the folder of --allowed-local-media-path")
@@ -72,7 +74,7 @@ def _of_file(path: str, settings: MediaSettings) -> bytes:
         with os.fdopen(file, "rb") as opened:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
-                raise MediaError(f"{path!r:.80} is no file")
+                raise MediaError(f"{path!r:.80} is not a file")
             if found.st_size > settings.max_bytes:
                 raise _too_large(settings)
             return _limited(opened.read(settings.max_bytes + 1), settings)

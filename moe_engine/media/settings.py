@@ -17,7 +17,7 @@ class MediaSettings:
     allowed_media_domains: str = ""
     """Host names, with spaces between; empty: all."""
     max_images: int = 16
-    """Most images of a request."""
+    """Max images of a request."""
 
     @property
     def max_bytes(self) -> int:

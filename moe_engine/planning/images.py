@@ -105,7 +105,7 @@ def _excluded(args: EngineArgs) -> Iterator[str]:
 
 
 def max_images(args: EngineArgs) -> int:
-    """Most images of a request."""
+    """Max images of a request."""
     most: int = json.loads(args.multimodal.limit_mm_data_per_request).get("image", 16)
     return most
 

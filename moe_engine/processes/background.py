@@ -28,7 +28,7 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 
 def yield_to_steps(niceness: int = NICENESS) -> None:
     """The calling thread, and threads that it starts, get a core when no step needs it, and release it at once when a
-    step does. Only Linux has priorities of threads; elsewhere there is no effect."""
+    step does. No effect outside Linux, which alone has priorities of threads."""
     if sys.platform != "linux":
         return
     thread = get_native_id()

@@ -58,7 +58,7 @@ class Receiving:
     def handle(self, message: Message) -> list[Message]:
         """Handles a message of the sender; the bytes of ``data`` were written if `accepts`. Returns the answers."""
         if self.state is not State.RECEIVING:
-            return []  # sent before our cancel arrived
+            return []  # sent before this side's cancel arrived
         name = message[0]
         if name == "data":
             begin, end = message[1:]

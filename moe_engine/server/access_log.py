@@ -40,7 +40,7 @@ class AccessFormatter(logging.Formatter):
 
 
 def flush() -> None:
-    """Writes the lines that wait. To be called when the server's event loop ends."""
+    """Writes the waiting lines. Called when the server's event loop ends."""
     for handler in logging.getLogger("uvicorn.access").handlers:
         handler.flush()
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from moe_engine.sampling_checks import MAX_COUNT
 
-BLOCKS = "text, image, tool_use, tool_result, thinking or redacted_thinking; other kinds are refused"
+BLOCKS = "text, image, tool_use, tool_result, thinking or redacted_thinking; other types are refused"
 
 
 class ImageBytes(TypedDict, total=False):

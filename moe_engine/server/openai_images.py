@@ -16,7 +16,7 @@ def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[lis
     """The conversation with plain image parts for chat templates, and its images in order.
 
     Raises:
-        InputError: names the part that is no text and no image, or the image that the model cannot take.
+        InputError: names the part that is neither text nor an image, or the image that the model cannot take.
     """
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages, []

@@ -157,7 +157,7 @@ Maker = Callable[[Groups, Shapes], list[Dispatcher]]
 
 
 def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange]) -> Maker:
-    """Dispatchers of our own exchanges: grouped rows in normal mode, padded rows in low latency; on the host grouped
+    """Dispatchers of own exchanges: grouped rows in normal mode, padded rows in low latency; on the host grouped
     rows in both."""
 
     def make(groups: Groups, shapes: Shapes) -> list[Dispatcher]:

@@ -2,7 +2,7 @@
 
 `deepseek` ignores nodes. `deepseek_hierarchical` first assigns whole expert groups to nodes, so that a router which
 limits a token to some groups limits it to some nodes, then replicates and packs inside each node.
-Source: the description of DeepSeek's EPLB (github.com/deepseek-ai/EPLB); the code is our own.
+Source: the description of DeepSeek's EPLB (github.com/deepseek-ai/EPLB); the code is this project's.
 
 Legend: L layers, E experts, P slots, S passes.
 """

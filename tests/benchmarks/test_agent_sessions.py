@@ -254,6 +254,7 @@ SMALL = (
 
 
 @pytest.mark.usefixtures("forked_processes")
+@pytest.mark.drawn(1, group="runs of benchmarks")
 def test_a_curve_of_the_embedded_model(tmp_path, capsys):
     out, picture = tmp_path / "curve.jsonl", tmp_path / "curve.png"
     with ServerProcess(tmp_path, "--max-total-tokens", "2048", "--enable-hierarchical-cache") as server:

@@ -94,6 +94,7 @@ def test_flags_of_each_way_of_drafting():
 
 
 @pytest.mark.usefixtures("forked_processes")
+@pytest.mark.drawn(1, group="runs of benchmarks")
 def test_a_whole_run_on_the_embedded_model(tmp_path, capsys):
     file = tmp_path / "result.json"
     options = ["--models", "embedded", "--questions", "1", "--depths", "3", "--concurrency", "6", "--rounds", "1"]

@@ -1,4 +1,4 @@
-"""Requests that schemathesis generates from our /openapi.json, valid and invalid: no 5xx, responses as described.
+"""Requests that schemathesis generates from /openapi.json, valid and invalid: no 5xx, responses as described.
 
 The test runs a few per endpoint. The long run, of about 20,000 requests:
 

@@ -18,6 +18,7 @@ from moe_engine.config.flags import known_options, parse_flags
 from moe_engine.config.values import parse_count
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.planning import resolve_kernels
+from tests.examples import examples
 
 ALL_FIELDS = [info for part in PARTS.values() for info in fields_of(part)]
 ABSENT = absent_flags()
@@ -240,7 +241,7 @@ def misspellings(draw: st.DrawFn) -> str:
     return "--" + word
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(misspellings())
 def test_suggestions_are_accepted_flags(word):
     try:

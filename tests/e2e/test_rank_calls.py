@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.server_process import ServerProcess
+from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import dequantised_copy, write_tensors
 from tests.models.fp8 import quantise_fp8
 from tests.speculation.agreeing import agreeing_checkpoint
@@ -24,7 +25,9 @@ from tests.speculation.agreeing import agreeing_checkpoint
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13, 14] + [20 + i] * (1 + 5 * i) for i in range(4)]
-SAMPLING = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.0}
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+SAMPLING = GREEDY | {"max_new_tokens": 16}
+ALONE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_total_tokens": 512, "max_running_requests": 4}
 FLAGS = [
     *("--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "16", "--cpu-threads", "1"),
     *("--skip-tokenizer-init", "--weight-version", "old", "--chunked-prefill-size", "16"),
@@ -68,9 +71,10 @@ def tokens_of(http: httpx.Client, number: int) -> tuple[str, list[int]]:
 def expected(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     found = {}
     for name, path in checkpoints.items():
-        flags = [*FLAGS, "--model-path", f"{path}-plain"]
-        with ServerProcess(tmp_path_factory.mktemp("alone"), *flags) as server, server.client() as http:
-            found[name] = [tokens_of(http, number)[1] for number in range(len(PROMPTS))]
+        engine = InProcessEngine(f"{path}-plain", tmp_path_factory.mktemp("alone") / "board", **ALONE)
+        answers = engine.run([Scripted(str(i), prompt, 16, sampling=GREEDY) for i, prompt in enumerate(PROMPTS)])
+        engine.close()
+        found[name] = [answers[str(i)].token_ids for i in range(len(PROMPTS))]
     return found
 
 

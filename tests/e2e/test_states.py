@@ -1,5 +1,5 @@
 """A model from outside the engine over HTTP: an installed package adds an architecture whose layers have a state for
-each request. Two replicas, more requests than rows, clients that disconnect."""
+each request. One and two replicas, more requests than rows, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield ema.make_ema_checkpoint("qwen3", tmp_path_factory.mktemp("model"), random.randrange(2**31))
 
 
-def test_answers_of_two_replicas_equal_a_recomputation(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
+def test_answers_equal_a_recomputation(checkpoint: Path, tmp_path: Path, replicas: str) -> None:
     model, rng = ema.reference(checkpoint), random.Random(seed := random.randrange(2**31))
     print(f"seed {seed}")
     prompts = [[rng.randrange(250) for _ in range(rng.choice([1, 15, 17, 60]))] for _ in range(24)]
-    with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--dp-size", "2", *FLAGS) as server:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--dp-size", replicas, *FLAGS) as server:
         assert "State cache is allocated. #requests: 4" in server.log and "request states" in server.log
         with server.client() as client, ThreadPoolExecutor(16) as threads:
 

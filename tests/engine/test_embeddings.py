@@ -175,6 +175,7 @@ def test_modules_that_are_not_available(checkpoint: Path, tmp_path: Path) -> Non
             Engine(model_path=str(path), **flags)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"dp_size": 2}], ids=["tensor parallel", "replicas"])
 def test_two_ranks_give_the_vectors_of_one(
     checkpoint: Path, prompts: list[list[int]], expected: Tensor, parallel: dict[str, Any]
@@ -183,6 +184,7 @@ def test_two_ranks_give_the_vectors_of_one(
         assert_close(vectors(engine, prompts), expected)
 
 
+@pytest.mark.drawn(4)
 def test_attention_groups_give_the_vectors_of_one(tmp_path: Path, prompts: list[list[int]]) -> None:
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=6)
     want = torch.stack([F.normalize(states(path, prompt)[-1], dim=-1) for prompt in prompts])
@@ -191,6 +193,7 @@ def test_attention_groups_give_the_vectors_of_one(tmp_path: Path, prompts: list[
         assert_close(vectors(engine, prompts), want)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_classifiers_give_transformers_scores(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     import transformers
@@ -210,6 +213,7 @@ def test_classifiers_give_transformers_scores(kind: str, prompts: list[list[int]
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < 1e-4
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_reward_model(prompts: list[list[int]], tmp_path: Path, tp_size: int) -> None:
     plain = make_checkpoint("qwen2", tmp_path / "plain", seed=8)

@@ -127,6 +127,7 @@ def check_masked(engine: InProcessEngine, item: Scripted, answer: Answer, limit:
         assert values[token] > max(values[t] for t in range(VOCAB_SIZE) if not banned[t]) - TIE
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [True, False])
 def test_masks_of_every_position(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     found_in_text = engine.config.speculation is not None and engine.config.speculation.method == "ngram"

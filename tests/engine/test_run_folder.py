@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_engine import Engine
 from moe_engine.errors import ConfigError
 from moe_engine.processes import runtime_dir as run_folder
 from moe_engine.processes.runtime_dir import (
@@ -150,13 +151,15 @@ def test_folders_of_killed_front_ends_are_removed_everywhere(tmp_path: Path, mon
     assert not left.exists()
 
 
-def test_an_engine_serves_under_a_temporary_folder_of_120_characters(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_processes")
+def test_an_engine_serves_under_a_temporary_folder_of_120_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = long_folder(tmp_path)
     assert len(str(folder)) == 120
-    command = [sys.executable, "-m", "moe_engine", "generate", "--max-new-tokens", "4", "--prompt"]
-    done = subprocess.run(
-        [*command, "What is the capital of France?", "--max-total-tokens", "2048", "--tp", "2"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "TMPDIR": str(folder)},
-        cwd=Path(__file__).resolve().parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # read again
+    assert tempfile.gettempdir() == str(folder)
+    with Engine(tp_size=2, max_total_tokens=2048, cpu_threads=1) as engine:
+        answer: Any = engine.generate("What is the capital of France?", {"max_new_tokens": 4})
+    assert answer["text"].strip()

@@ -48,9 +48,9 @@ UNUSUAL = {
     "WebP": lambda: encoded(drawn(40, 40), "WEBP"),
 }
 BROKEN = {
-    "empty": (lambda: b"", "no image of a known format"),
-    "a page": (lambda: b"<html></html>", "no image of a known format"),
-    "Encapsulated PostScript": (lambda: encoded(drawn(9, 9), "EPS"), "no image of a known format"),
+    "empty": (lambda: b"", "not an image of a known format"),
+    "a page": (lambda: b"<html></html>", "not an image of a known format"),
+    "Encapsulated PostScript": (lambda: encoded(drawn(9, 9), "EPS"), "not an image of a known format"),
     "too flat": (lambda: encoded(drawn(8000, 10)), "aspect ratio must be smaller than 200, got 800"),
     "truncated JPEG": (lambda: encoded(drawn(80, 80), "JPEG")[:1500], "image file is truncated"),
     "truncated PNG": (lambda: encoded(drawn(80, 80))[:3000], "image file is truncated"),

@@ -93,13 +93,13 @@ def test_a_slow_host(root: str) -> None:
         ("http://localhost/x", "private address"),
         ("http://169.254.169.254/latest", "private address"),
         ("http://[::1]/x", "private address"),
-        ("http://host:0/x", "no valid address"),
-        ("http://user@127.0.0.1/x", "no valid address"),
-        ("http:///x", "no valid address"),
+        ("http://host:0/x", "not a valid address"),
+        ("http://user@127.0.0.1/x", "not a valid address"),
+        ("http:///x", "not a valid address"),
         ("data:image/png", "needs a comma"),
         ("data:audio/wav;base64,AAAA", "audio input is not supported"),
         ("file://other/x.png", "has no host"),
-        ("/etc/hostname", "reads no files"),
+        ("/etc/hostname", "does not read files"),
     ],
 )
 def test_refused_sources(address: str, words: str) -> None:

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family, generated from a seed, with a byte-level tokenizer for servers.
 
-Tensors come from transformers' models, so that names and shapes are independent of our code. Norm weights are not 1 and
+Tensors come from transformers' models, so that names and shapes have another source. Norm weights are not 1 and
 the router bias is not 0: defaults would hide a forgotten norm or bias.
 """
 

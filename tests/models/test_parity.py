@@ -39,6 +39,7 @@ def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_then_decode(oracle: MakeOracle, kind: str, row: str) -> None:
     want = oracle(kind)
@@ -50,6 +51,7 @@ def test_chunked_prefill_then_decode(oracle: MakeOracle, kind: str, row: str) ->
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2_lite", "llama", "qwen3"])
 def test_mixed_batch(oracle: MakeOracle, kind: str, page_size: int, row: str) -> None:
@@ -73,6 +75,7 @@ def test_mixed_batch(oracle: MakeOracle, kind: str, page_size: int, row: str) ->
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", MLA_KINDS)
 def test_bounded_expansion(oracle: MakeOracle, kind: str, row: str) -> None:
     """Prefill in parts, and contexts beyond the limit in the absorbed form: the same logits."""
@@ -91,6 +94,7 @@ def test_bounded_expansion(oracle: MakeOracle, kind: str, row: str) -> None:
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize(("mscale", "all_dim"), [(0.707, 0.707), (1.0, 0.5), (None, None)])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
 def test_yarn(oracle: MakeOracle, kind: str, mscale: float | None, all_dim: float | None, row: str) -> None:
@@ -124,6 +128,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize(("kind", "overrides"), VARIANTS, ids=[f"{k}-{'-'.join(o)}" for k, o in VARIANTS])
 def test_variants(oracle: MakeOracle, kind: str, overrides: dict[str, Any], row: str) -> None:
     want = oracle(kind, seed=5, **overrides)
@@ -144,6 +149,7 @@ MLA_SHAPES: list[dict[str, Any]] = [
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", MLA_SHAPES, ids=["wide", "latent512", "dense"])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
 def test_unusual_shapes(oracle: MakeOracle, kind: str, shape: dict[str, Any], row: str) -> None:
@@ -169,6 +175,7 @@ FP8_DIMS = {
 
 
 @every_row
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale_dtype", ["float32", "e8m0", "uint8"])
 def test_fp8_blocks(oracle: MakeOracle, scale_dtype: str, row: str) -> None:
     """Dimensions that no block divides; the fused q_a + kv_a and gate + up have block edges inside."""

@@ -1,4 +1,4 @@
-"""In bfloat16 our mixtures of experts are as near to float32 as transformers' own, if all select the same experts.
+"""In bfloat16 mixtures of experts here are as near to float32 as transformers' own, if all select the same experts.
 
 Otherwise both sometimes select different experts: rounding reverses nearly equal scores, and attention passes the
 difference to later tokens. On random weights a single difference may double the median error, in either engine, so

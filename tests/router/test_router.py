@@ -1,4 +1,4 @@
-"""sglang-router in front of our servers: policies, APIs, streams, tools, lost and new servers."""
+"""sglang-router in front of this project's servers: policies, APIs, streams, tools, lost and new servers."""
 
 from __future__ import annotations
 

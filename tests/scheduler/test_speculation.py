@@ -62,7 +62,7 @@ def test_any_configuration_computes_the_same(
 @pytest.mark.parametrize(
     ("speculation", "page", "overlap", "steps"),
     [
-        (SpeculationConfig("nextn", 3), 1, True, 10_000),
+        (SpeculationConfig("nextn", 3), 1, True, examples(3_000)),
         (SpeculationConfig("standalone", 3, 4, 20), 16, True, 1000),
         (SpeculationConfig("nextn", 4, auto_depth=True), 4, True, 1000),
         (SpeculationConfig("nextn", 2, 2, 7), 4, False, 1000),

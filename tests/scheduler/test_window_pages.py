@@ -97,6 +97,7 @@ def test_retractions_keep_the_windows() -> None:
     assert sim.scheduler.stats().num_retractions_total > 5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_full_window_pool_blocks_admission_and_retracts(overlap: bool, page: int) -> None:
@@ -128,6 +129,7 @@ def test_a_full_window_pool_blocks_admission_and_retracts(overlap: bool, page: i
     sim.check_end()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_failed_steps(overlap: bool, seed: int) -> None:

@@ -64,7 +64,7 @@ def test_graphs_of_two_streams_repeat_what_ranks_exchange(ranks: Ranks) -> None:
             torch.testing.assert_close(found[rank][at], 2 * brought.sum(0) + brought[:, rank])
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_exchanges_through_symmetric_memory() -> None:
     with Ranks(2) as ranks:
         kinds = (False, True) if FACTOR > 1 else (True,)
@@ -73,7 +73,7 @@ def test_exchanges_through_symmetric_memory() -> None:
                 assert max(errors) < (0.06 if fp8 else 0.02)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_sums_through_symmetric_memory() -> None:
     with Ranks(2) as ranks:
         for two_shot in (False, True):
@@ -113,7 +113,7 @@ def run_program(server: ForkServer, name: str, folder: Path, *arguments: str) ->
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_an_engine_of_two(device_server: ForkServer, tmp_path: Path) -> None:
     """Attention groups, dispatch concurrent with computation, experts that move; then one of the two ranks is
     killed."""
@@ -130,7 +130,7 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
         assert found[:2] == ["null", "live"] and "communicator of the current device" in found[2]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "case",
     ["two ranks, graphs", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL"))],

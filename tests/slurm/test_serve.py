@@ -33,7 +33,7 @@ def ask(cluster: Sandbox, job: Job) -> str:
 # -- serve.sbatch
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(1, group="slurm jobs")
 def test_a_job_answers_restarts_after_a_dead_rank_and_drains_on_scancel(cluster):
     """test_scripts.py tests the limit of restarts."""
     job = cluster.submit("serve.sbatch", *QUICK, nodes=2, MAX_RESTARTS="1")
@@ -70,7 +70,7 @@ def test_wrong_flags_end_with_code_2_and_no_restart(cluster):
     assert "--page-size" in job.log
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(1, group="slurm jobs")
 def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(cluster):
     """As in common guides: SLURM_NODEID is 0 in the shell of the batch script, and differs in the tasks."""
     script = cluster.folder / "guide.sbatch"
@@ -84,7 +84,7 @@ def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(c
     assert "Traceback" not in job.log
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(1, group="slurm jobs")
 def test_a_dead_node_is_named_and_the_job_requeued_before_slurm_notices(slow_cluster):
     job = slow_cluster.submit("serve.sbatch", *QUICK, nodes=2)
     job.until_logged(READY)
@@ -97,7 +97,7 @@ def test_a_dead_node_is_named_and_the_job_requeued_before_slurm_notices(slow_clu
 # -- bench.sbatch
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(1, group="slurm jobs")
 def test_bench_measures_and_ends_the_server(cluster):
     requests = ["--num-prompts", "4", "--random-input-len", "16", "--random-output-len", "4"]
     arguments = [*QUICK, "--", "--dataset-name", "random", *requests]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.drawn(1)
+pytestmark = pytest.mark.drawn(1, group="slurm jobs")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from moe_engine.types import Request, SamplingParams, SpeculationConfig
 from tests.engine.harness import InProcessEngine, Scripted
+from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 from tests.speculation.toy_engine import (
     MakeDrafter,
@@ -130,3 +131,22 @@ def test_drafts_of_the_target_itself_are_accepted(tmp_path: Path, topk: int, nod
     stats = engine.scheduler.stats().speculation
     assert stats is not None and stats.accepted[0] >= stats.proposed[0] - 1
     assert sum(stats.accepted) > (0.98 if topk == 1 else 0.8) * sum(stats.proposed)
+
+
+def test_a_draft_model_without_weights(tmp_path: Path) -> None:
+    """With random weights the folders of model and draft model have a config alone."""
+    path = make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=1)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    flags = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+    engine = InProcessEngine(
+        path, tmp_path / "board", load_format="dummy", speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(path), max_total_tokens=64, context_length=32, **flags,
+    )  # fmt: skip
+    try:
+        answers = engine.run([Scripted("r", [3, 4, 5], 6, sampling={"temperature": 0.0, "ignore_eos": True})])
+    finally:
+        engine.close()
+    assert len(answers["r"].token_ids) == 6
+    stats = engine.scheduler.stats().speculation
+    assert stats is not None and stats.accepted[0] >= stats.proposed[0] - 1, "one seed: both have the same weights"

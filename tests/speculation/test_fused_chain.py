@@ -77,6 +77,7 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ways]:
         ways.engine.close()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("demo", ["bfloat16", "float32"], indirect=True)
 def test_the_same_drafts(demo: Ways) -> None:
     for temperature in (0.0, 0.8):

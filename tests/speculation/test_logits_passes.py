@@ -85,6 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("passes")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "drafter", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.exhaustive) for name in DRAFTERS]
 )

@@ -89,6 +89,7 @@ def walk(grammar: Any, rng: random.Random, tokenizer: Tokenizer, limit: int = 30
     ).decode()
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_random_outputs_are_calls_that_match(backend: GrammarBackend, tokenizer: Tokenizer, form: str) -> None:
     rng, found, refused = random.Random(random.randrange(1 << 30)), 0, 0
@@ -135,6 +136,7 @@ CALLS = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("form", CALLS)
 def test_text_or_calls_of_strict_functions(backend: GrammarBackend, tokenizer: Tokenizer, form: str) -> None:
     tools = [tool("weather", CITY, strict=True), tool("free", {"properties": {"x": {"not": {}}}})]

@@ -15,7 +15,7 @@ from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from tests.examples import FACTOR
 
 HOUR = 3600.0
-DAYS = 7 if FACTOR > 1 else 3
+DAYS = 7 if FACTOR > 1 else 2
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def _startup(line: str) -> dict[str, Any]:
 
 
 def server_args(text: str) -> dict[str, Any]:
-    """The flags of ``ServerArgs(name=value, ...)`` or of a JSON-like dict; values that are no literals are left out.
+    """The flags of ``ServerArgs(name=value, ...)`` or of a JSON-like dict; values that are not literals are left out.
 
     Raises:
         BrokenLine: cut off.

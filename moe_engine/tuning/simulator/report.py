@@ -51,7 +51,7 @@ def _expert_line(load: dict[str, Any]) -> str:
     skew = f"{load['skew_first']:.2f}"
     if load["rebalances"]:
         count = load["rebalances"]
-        skew += f", then {load['skew_last']:.2f} behind {'a rebalance' if count == 1 else f'{count} rebalances'}"
+        skew += f", then {load['skew_last']:.2f} after {'a rebalance' if count == 1 else f'{count} rebalances'}"
     others = ", ".join(f"{name} {value:.2f}" for name, value in load["skew_of_placements"].items())
     straggler = f"rank {load['straggler_rank']} has {load['straggler_load']:.2f} times the mean"
     return f"expert load, busiest rank over the mean: {skew} ({straggler}); placements: {others}"

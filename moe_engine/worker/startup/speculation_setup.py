@@ -100,8 +100,10 @@ def _standalone(
     draft, dtype = options.draft_model, getattr(torch, options.dtype)
     assert rows.history is not None and draft is not None and backends is not None
     assert config.draft_model_path is not None
+    load_format = "dummy" if options.load_format == "dummy" else "auto"
     model: Model = load_model(
-        config.draft_model_path, draft, dtype, stream.device, backends, progress=progress, max_positions=rows.width,
+        config.draft_model_path, draft, dtype, stream.device, backends, load_format=load_format, progress=progress,
+        seed=options.dummy_seed, max_positions=rows.width,
     )  # fmt: skip
     pool = KVPool(kv_spec(draft, options.kv_dtype), runner.kv_pool.num_slots, page_size, stream)
     form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)

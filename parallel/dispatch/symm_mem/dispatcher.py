@@ -1,5 +1,5 @@
-"""`symm_mem`, low latency: a token's row is written once to each rank that has some of its experts, by our kernels over
-plain pointers; that rank sums its experts' weighted results and returns one row.
+"""`symm_mem`, low latency: Triton kernels write a token's row over plain pointers, once to each rank that has some of
+its experts; that rank sums its experts' weighted results and returns one row.
 
 Received rows are copied to their experts' rows; FP8 rows are dequantized for experts that need it. There
 is no host synchronisation and no size on the host, so a captured graph may hold it: epochs and counts are on the

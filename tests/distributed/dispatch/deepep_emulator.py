@@ -1,7 +1,7 @@
 """An emulator of DeepEP by its documentation, over gloo: both generations. It refuses the calls that the library
 refuses.
 
-Every rank shares all its data and takes its own part: slow, and independent of our dispatch code. Memory that the
+Every rank shares all its data and takes its own part: slow, and independent of the tested code. Memory that the
 library leaves uninitialised is NaN. Contracts: deep_ep/buffers/legacy.py and elastic.py, utils/comm.py and
 utils/envs.py, csrc/kernels/backend/nccl.cu, csrc/kernels/legacy/internode.cu. `Machine` is the emulated environment.
 """

@@ -3,7 +3,7 @@ corrupts.
 
 Contract: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, all_to_all_vdev_2d and its `_offset`. Memory is not
 zeroed, rows that no rank sent keep their values, and a rank's input must stay unchanged until its next shuffle, because
-other ranks read the input late. Loops over shared data, independent of our dispatch code.
+other ranks read the input late. Loops over shared data, independent of the tested dispatch code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test routings, their experts, and the expected results: loops in float64, independent of our dispatch code.
+"""Test routings, their experts, and the expected results: loops in float64, independent of the tested dispatch code.
 
 Toy expert e: y = (1 + e / 8) x + (e + 1) / 16 * roll(x, 1), so that each expert, channel and token has a different
 value.

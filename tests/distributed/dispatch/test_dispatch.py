@@ -84,6 +84,7 @@ def check_all(world: World, setups: list[Setup], routing: Routing) -> None:
         check(setup, routing, [outcomes[number] for outcomes in of_ranks])
 
 
+@pytest.mark.drawn(4)
 def test_any_routing(world: World) -> None:
     @settings(EXAMPLES, max_examples=examples(4 if world.n < 8 else 2))
     @given(routing=routings(world.n, LOCAL_AND_TOP_K))
@@ -93,6 +94,7 @@ def test_any_routing(world: World) -> None:
     run()
 
 
+@pytest.mark.drawn(4)
 def test_any_routing_as_on_devices_and_beyond_rooms(world: World) -> None:
     """GPU forms over CPU ranks; messages larger than their buffers; machines without a compiler."""
 

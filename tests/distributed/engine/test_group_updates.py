@@ -41,6 +41,7 @@ def names_of(path: Path, form: str) -> list[str]:
     return random.sample(names, len(names))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "form",
     [pytest.param(form, marks=[] if form in ("tp2", "dp2") else pytest.mark.exhaustive) for form in RANKS],

@@ -123,6 +123,7 @@ def end(node: Any) -> None:
     node.wait()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("secret", [None, secrets.token_hex(16)], ids=["without", "secret"])
 def test_every_listening_socket_is_documented_and_bound_to_one_address(
     tmp_path: Path, secret: str | None, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def test_one_rank_with_copies(checkpoint: Callable[[str], Path]) -> None:
             check(case, [(0, trace, loaded.control.dump_part())], want, counts)
 
 
+@pytest.mark.drawn(1)
 def test_many_ranks(world: World, checkpoint: Callable[[str], Path]) -> None:
     """Every form of EP: all ranks process all tokens, or tokens are dispatched, with DP attention or without."""
     n = world.n

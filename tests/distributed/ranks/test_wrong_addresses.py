@@ -98,6 +98,7 @@ def test_a_node_rank_that_slurm_contradicts(
     assert "srun bash -c '... --node-rank $SLURM_NODEID'" in error
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"], ids=["without", "secret"])
 def test_node_0_exits_with_the_other_nodes_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str

@@ -134,6 +134,7 @@ def check(
         assert cdf[token] - expected[token] - 5 * EDGE <= u <= cdf[token] + 5 * EDGE
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [1, 17, 300, 1280, 5003])
 def test_by_the_book(kernel: SamplingKernel, vocab: int, shape: str) -> None:
@@ -141,6 +142,7 @@ def test_by_the_book(kernel: SamplingKernel, vocab: int, shape: str) -> None:
         check(kernel, shape, 3, vocab, parameters)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [32_000, 129_280])
 def test_by_the_book_in_large_vocabularies(library: Library, vocab: int, shape: str) -> None:
@@ -219,6 +221,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens(kernel: SamplingKernel, vocab: 
     assert torch.equal(first_argmax(logits)[0], logits.amax(-1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, 7, 2999])
 def test_broken_rows_fail_alone(kernel: SamplingKernel, bad: float, place: int) -> None:

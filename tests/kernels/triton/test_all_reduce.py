@@ -98,6 +98,7 @@ def test_sums_are_exact_and_equal_on_all_ranks(
     assert not made.lost.any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format", [None, QUANTIZED, ROWS_ALONE], ids=["plain", "fp8 and plain", "fp8"])
 @pytest.mark.parametrize("one_shot", [True, False])
 def test_with_residual_norm_and_quantization(

@@ -33,6 +33,7 @@ def want(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: 
     return torch.cat(parts)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("heads", "groups", "width", "page_size", "dtype"),

@@ -1,5 +1,5 @@
 """An emulator of DeepGEMM 2.x by its sources, on the CPU: csrc/apis/{gemm,layout}.hpp, csrc/utils/layout.hpp,
-deep_gemm/include/deep_gemm/scheduler/gemm.cuh. Written without our adapter's code; rows outside all tiles are NaN.
+deep_gemm/include/deep_gemm/scheduler/gemm.cuh. Written without the adapter's code; rows outside all tiles are NaN.
 
 Legend: M rows, N out-features, K in-features, G groups.
 """
@@ -29,7 +29,7 @@ def align(x: int, y: int) -> int:
 
 
 class DeepGemmEmulator:
-    """The functions that our adapters call. `module` is the emulated module.
+    """The functions that the adapters call. `module` is the emulated module.
 
     Args:
         arch: 9 or 10. takes_ends: True if this build supports the psum layout.

@@ -1,5 +1,5 @@
 """An emulator of FlashAttention 3 by its sources, on the CPU: hopper/flash_attn_interface.py, hopper/flash_api.cpp.
-Written without our adapter's code. With `wheel`, the varlen function has sgl_kernel's keyword for the log-sum-exp."""
+Written without the adapter's code. With `wheel`, the varlen function has sgl_kernel's keyword for the log-sum-exp."""
 
 from __future__ import annotations
 

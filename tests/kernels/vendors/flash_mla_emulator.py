@@ -1,5 +1,5 @@
 """An emulator of FlashMLA by its sources, on the CPU: flash_mla/flash_mla_interface.py,
-csrc/api/{dense,sparse}_decode.h, tests/quant.py. Written without our adapter's code."""
+csrc/api/{dense,sparse}_decode.h, tests/quant.py. Written without the adapter's code."""
 
 from __future__ import annotations
 

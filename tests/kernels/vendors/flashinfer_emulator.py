@@ -1,6 +1,6 @@
 """An emulator of FlashInfer 0.7 by its sources, on the CPU: flashinfer/mla/_batch_mla, prefill.py, sampling.py.
 
-Written without our adapters' code. Plans must match the runs; pages outside all plans have arbitrary contents.
+Written without the adapters' code. Plans must match the runs; pages outside all plans have arbitrary contents.
 """
 
 from __future__ import annotations

@@ -190,6 +190,7 @@ def fp8_close(got: Tensor, want: Tensor) -> None:
     assert error < 0.01, f"relative error {error:.4f}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("arch,takes_ends", BUILDS)
 @pytest.mark.parametrize(
     "counts,extra", [([3, 0, 41, 1], 0), ([0, 0, 300, 0], 0), ([5, 130, 0, 7], 90), ([600, 9, 200, 0], 0)]
@@ -202,6 +203,7 @@ def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
     check_grouped(kernel, weights, batch, (quantised_mlp(arch, parts), fp8_close), (true_mlp(parts), near))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("counts,capacity", [([3, 0, 8], 8), ([0, 0, 17], 17), ([1, 2, 3], 130)])
 def test_fp8_experts_padded(arch, counts, capacity):
@@ -322,6 +324,7 @@ def routed(x: Tensor, weights: Tensor, ids: Tensor, mlp: Callable[[Tensor, int],
     return out
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("arch,takes_ends", BUILDS)
 @pytest.mark.parametrize("tokens", [1, 21, 150])
 def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):

@@ -28,7 +28,7 @@ from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_e
 from tests.simulated_cuda import kernels, libraries, quick_start, streams
 from tests.speculation.agreeing import agreeing_checkpoint
 
-pytestmark = pytest.mark.drawn(5)
+pytestmark = pytest.mark.drawn(4)
 
 LIMITS: dict[str, Any] = {
     "max_total_tokens": 128, "context_length": 16, "max_running_requests": 2, "chunked_prefill_size": 8,

@@ -1,0 +1,1 @@
+from tests.grammar_processes import shared_grammar_processes  # noqa: F401
