@@ -164,7 +164,8 @@ def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "experts" and need.biases and not row.biases:
         return "no biases of experts"
     if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
-        return f"{'runs only' if row.fused else 'does not run'} with --moe-a2a-backend megamoe"
+        alone = "runs only with --moe-a2a-backend megamoe"
+        return alone if row.fused else "does not run with --moe-a2a-backend megamoe"
     return row.why_not(device, need)
 
 

@@ -35,7 +35,7 @@ class SamplingFields(Struct, kw_only=True):
 
     temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="-1: the whole vocabulary")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="-1 or 0: the whole vocabulary")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -145,8 +145,8 @@ def build_sampling(
         check_unicode(stop, f"{where}.stop".lstrip("."))
     for word in params.bad_words:
         check_unicode(word, f"{where}.bad_words".lstrip("."))
-    if params.top_k == 0:
-        raise refuse("top_k", "must be -1 (whole vocabulary) or at least 1, got 0")
+    if params.top_k == 0:  # as in vLLM
+        params = replace(params, top_k=-1)
     if not -(2**63) <= (params.sampling_seed or 0) < 2**64:
         raise refuse("sampling_seed", f"must have 64 bits at most, got {params.sampling_seed!r:.80}")
     if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:

@@ -58,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="a prompt instead of a decode step")
     made.add_argument("--hardware", default="H200x8", help="GPU, and GPUs of a node (H200x8)")
     made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
-    made.add_argument("--dispatch", default="deepep", choices=("deepep", "symm_mem"), help="of expert parallelism")
+    made.add_argument(
+        "--dispatch", default="deepep", choices=("deepep", "symm_mem", "megamoe"), help="of expert parallelism"
+    )
     made.add_argument("--lines", action="store_true", help="print every launch of the step")
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")
     made.add_argument("--all", action="store_true", help="every committed case; writes a result and a table beside it")

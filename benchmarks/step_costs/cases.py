@@ -62,6 +62,7 @@ GROUPS = (
     Group("v3", "dp16ep16"),
     Group("v3", "dp8ep8", dispatch="symm_mem"),
     Group("v3", "dp8ep8", rows="triton", dispatch="symm_mem"),
+    Group("v3", "dp8ep8", dispatch="megamoe"),
     Group("v3", "dp8ep8", (1, 32, 128), mtp=1),
     Group("v3", "tp8", (1, 32), mtp=3),
     Group("v3", "tp8", (1, 32), mtp=3, drafter="mtp2"),

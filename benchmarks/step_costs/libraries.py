@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.step_costs.costs import Cost, size
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.mega_moe import MegaMoe
 from benchmarks.step_costs.recorder import Recorder
 
 ALIGNMENT = 128
@@ -68,6 +69,7 @@ class Libraries:
             m_grouped_bf16_gemm_nt_masked=self._masked,
             transform_sf_into_required_layout=_no_packing,
             get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
+            **vars(MegaMoe(self, self._hardware)),
         )
 
     def _dense(self, a: Any, b: Any, d: Tensor) -> None:

@@ -345,9 +345,11 @@ class CoreClient:
         endpoint = endpoints[message.group]
         if endpoint.lost:
             return  # sent before the loss: its requests have already migrated
+        inboxes = self._inboxes
+        number = next(number for number, own in enumerate(self._endpoints) if own is endpoint)
         for delta in message.deltas:
-            inbox = self._inboxes.get(delta.rid)
-            if inbox is None or self._endpoints[inbox.endpoint] is not endpoint:
+            inbox = inboxes.get(delta.rid)
+            if inbox is None or inbox.endpoint != number:
                 frames.drop(f"delta of request {delta.rid!r:.100}, which was not sent to group {message.group}")
                 continue
             inbox.take(delta)

@@ -83,7 +83,7 @@ class Generation:
         """How its prompt continues a session; `turn`: its turn in the session, while it runs."""
         self.turn: Turn | None = None
         self.tokenizer = tokenizer
-        self.text = ""
+        self._texts: list[str] = []
         self.output_ids: list[int] = []
         self.output_logprobs: Columns = []
         self.prompt_logprobs: Columns = []
@@ -103,8 +103,8 @@ class Generation:
         self._interval = interval
         self._live = live or bool(sampling.stop or sampling.stop_regex)
         plain = not (sampling.stop or sampling.stop_regex or no_output) and logprobs is None
-        self._streams_plainly = live and interval == 1 and plain
-        """True if every token is a separate piece."""
+        self.streams_plainly = live and interval == 1 and plain and tokenizer is not None
+        """True if every token is a separate piece, which is only text."""
         self._piece: Piece | None = None
         self._shown_any = False
         self._assembler: TextAssembler | None = None
@@ -118,6 +118,14 @@ class Generation:
                 keep=keep_special,
                 prompt_ids=self.prompt_ids,
             )
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        texts = self._texts
+        if len(texts) > 1:
+            texts[:] = ["".join(texts)]
+        return texts[0] if texts else ""
 
     def feed(self, delta: RequestDelta) -> None:
         """Adds a delta. `finish` is set once the sequence has ended."""
@@ -146,28 +154,35 @@ class Generation:
             self.finish, self.finished_at = finish, now
             if not self._live and self._assembler is not None:
                 text = self._assemble(self.output_ids, finish)[0]
-        self.text += text
+        if text:
+            self._texts.append(text)
         if ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
         self._note(text, ids, logprobs, finish)
 
-    def take_plain(self, delta: RequestDelta) -> Piece | None:
-        """`feed` and then `take_piece`, for a delta with only tokens (`inbox.is_plain`): the hot path of streams. Also
-        None if the sequence has ended."""
+    def take_text(self, delta: RequestDelta) -> str | None:
+        """`feed` of a delta with only tokens (`inbox.is_plain`); returns the text of its piece: the hot path of
+        streams. None if nothing was done: the piece would not be only text, or an earlier one was not taken."""
         ids, assembler = delta.token_ids, self._assembler
-        if assembler is None or not self._streams_plainly or self._piece is not None or not ids:
-            self.feed(delta)
-            return None if self.finish is not None else self.take_piece()
+        if assembler is None or not self.streams_plainly or self._piece is not None or not ids:
+            return None
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
-        self.queue_time = delta.queue_time
-        text = assembler.push(ids)[0]
-        self.text += text
+        text = assembler.push_plain(ids)
+        self._texts.append(text)
         self.output_ids += ids
-        self.last_token_at = time.monotonic()
-        self.first_token_at = self.first_token_at or self.last_token_at
-        self._shown_any = True
-        return Piece(self, text, ids, [], None)
+        self.last_token_at = now = time.monotonic()
+        if not self._shown_any:
+            self._shown_any, self.first_token_at = True, self.first_token_at or now
+        return text
+
+    def take_plain(self, delta: RequestDelta) -> Piece | None:
+        """`feed` and then `take_piece`, for a delta with only tokens. Also None if the sequence has ended."""
+        text = self.take_text(delta)
+        if text is not None:
+            return Piece(self, text, delta.token_ids, [], None)
+        self.feed(delta)
+        return None if self.finish is not None else self.take_piece()
 
     def _render(self, delta: RequestDelta, count: int) -> Columns:
         """Log-probabilities of the first `count` new tokens."""

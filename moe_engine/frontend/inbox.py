@@ -75,11 +75,17 @@ class Inbox:
 
     def take(self, delta: RequestDelta) -> None:
         """Adds a delta from the scheduler."""
-        count = len(delta.token_ids)
-        self._num_tokens += count
-        self._load.num_tokens += count
-        if count and self._uncomputed:
+        ids = delta.token_ids
+        self._num_tokens += len(ids)
+        self._load.num_tokens += len(ids)
+        if ids and self._uncomputed:
             self._computed()
+        direct = self._direct if self._is_awaited and not self._parts else None
+        if direct is not None and delta.cached_tokens == self.cached_tokens and is_plain(delta):
+            self.generated_ids += ids
+            if not direct(delta):
+                self._queue(delta)
+            return
         if self.request.generated_ids:  # migrated: keep the first scheduler's count
             delta.cached_tokens = self.cached_tokens
         self.cached_tokens = delta.cached_tokens
@@ -91,11 +97,12 @@ class Inbox:
         if self.left:
             return
         self.generated_ids += delta.token_ids
-        direct = self._direct if self._is_awaited and not self._parts else None
-        if direct is not None and is_plain(delta) and direct(delta):
-            return
         if delta.prompt_logprobs is not None:
             self._parts.extend(_prompt_parts(delta, self._limit))
+        self._queue(delta)
+
+    def _queue(self, delta: RequestDelta) -> None:
+        """For the reader's next `get`."""
         if not (self._parts and self._parts[-1].take(delta, self._limit)):
             self._parts.append(_Part(delta))
         self._event.set()

@@ -7,6 +7,9 @@ from moe_engine.config.slo import parse_slo
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.scheduler.config import SchedulerConfig
 
+CPU_DELAYED_TOKENS = 48 * 2048
+"""`max_delayed_tokens` on a CPU: whole chunks for up to 48 waiting requests, 384 tokens for 256 of them."""
+
 
 def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
     """The scheduler's part of the configuration."""
@@ -22,9 +25,23 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         vocab_size=config.model.vocab_size,
         jump_forward=_jumps(config),
         kv_events=parse_kv_events(config.logging.kv_events_config) is not None,
+        **_cadence(config),
         ttft_slo=slo.ttft_s,
         itl_slo=slo.itl_s,
     )
+
+
+def _cadence(config: ResolvedConfig) -> dict[str, int]:
+    """How prompts alternate with decodes, where it is not the scheduler's default.
+
+    On a CPU a prompt token costs about as much as a decode. A chunk of the default size would delay hundreds of running
+    requests by several decode steps, and prompts that arrive faster than they are computed by several chunks. On a GPU
+    a decode step costs little beside a chunk and little more for more requests, so prompts come first, as in SGLang.
+    The autopilot, and a chunk size that was given, decide by themselves.
+    """
+    if config.device != "cpu" or config.scheduling.autopilot or config.args.memory.chunked_prefill_size is not None:
+        return {}
+    return {"max_consecutive_prefills": 1, "max_delayed_tokens": CPU_DELAYED_TOKENS}
 
 
 def _jumps(config: ResolvedConfig) -> bool:

@@ -4,7 +4,8 @@
 |-----------|----------------------------------------------------------------------------------------------------|
 | rem_total | free, soon free and evictable, less the expected growth of running and admitted requests           |
 | rem_input | `--max-prefill-tokens` a batch; the first request may exceed it                                    |
-| rem_chunk | `--chunked-prefill-size` a batch, at most a step; the request that reaches it is chunked           |
+| rem_chunk | `--chunked-prefill-size` a batch, at most a step; the request that reaches it is chunked.          |
+|           | fewer while many requests decode that are not in the same step (`max_delayed_tokens`)              |
 
 Slots are allocated at admission, so free slots need no bookkeeping here. Admission stops at the first request that does
 not fit. This head-of-line blocking is deliberate: small requests cannot starve a large one.
@@ -99,7 +100,7 @@ class PrefillBudget:
         if self._windows is not None:
             self._windows_reserved = self._windows.expected(ratio, ((r, expected_growth(r, clip)) for r in running))
         self.rem_input = settings.max_prefill_tokens - num_mixed
-        chunk = settings.chunk_tokens
+        chunk = settings.chunk_beside(0 if num_mixed else len(running))
         self.rem_chunk = _UNLIMITED if chunk is None else chunk - num_mixed
 
     @property

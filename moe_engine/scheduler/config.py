@@ -85,6 +85,10 @@ class SchedulerConfig:
     """Targets of the autopilot (``--slo``), in seconds."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
+    max_delayed_tokens: int | None = None
+    """Max prompt tokens of a prefill-only step times the requests whose next token waits for it; `least_chunk` tokens
+    are always allowed, as smaller steps cost much more for each token. None: no limit."""
+    least_chunk: int = 256
 
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14

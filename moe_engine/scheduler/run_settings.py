@@ -16,6 +16,8 @@ from moe_engine.scheduler.config import SchedulerConfig
 
 LEAST_TIMEOUT = 0.001
 """Seconds."""
+MOST_PREFILLS = 32
+"""Largest value of `max_consecutive_prefills`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,8 @@ SETTINGS: dict[str, Setting] = {
     "prefill_max_requests": Setting(
         lambda c: c.prefill_max_requests, lambda c: (1, c.prefill_max_requests or math.inf)
     ),
-    "max_consecutive_prefills": Setting(
-        lambda c: c.max_consecutive_prefills, lambda c: (1, max(c.max_consecutive_prefills, 1))
-    ),
+    "max_consecutive_prefills": Setting(lambda c: c.max_consecutive_prefills, lambda c: (1, MOST_PREFILLS)),
+    "max_delayed_tokens": Setting(lambda c: c.max_delayed_tokens, lambda c: (1, math.inf), has_off=True),
     "schedule_policy": Setting(lambda c: c.policy, _no_bounds, str, choices=_policies),
     "max_queued_requests": Setting(lambda c: c.max_queued_requests, lambda c: (1, math.inf), has_off=True),
     "request_waiting_timeout": Setting(
@@ -130,6 +131,15 @@ class RunSettings:
         if size <= 0:
             return limit
         return size if limit is None else min(size, limit)
+
+    def chunk_beside(self, num_waiting: int) -> int | None:
+        """`chunk_tokens` of a step for which this number of decoding requests waits."""
+        most, delayed = self.chunk_tokens, self._values["max_delayed_tokens"]
+        if delayed is None or not num_waiting:
+            return most
+        config = self.config
+        tokens = max(config.floor_page(delayed // num_waiting), config.ceil_page(config.least_chunk))
+        return tokens if most is None else min(tokens, most)
 
     def values(self) -> dict[str, Any]:
         """The values in force."""

@@ -7,6 +7,7 @@ not reallocated.
 
 Prefill has precedence: a plan has only prompts while some can be admitted (`--enable-mixed-chunk`: both), but after
 `max_consecutive_prefills` such plans, or one that took all waiting prompts, the running requests get a decode step.
+`max_delayed_tokens` makes such a plan smaller while many requests decode.
 """
 
 from __future__ import annotations

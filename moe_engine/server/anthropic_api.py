@@ -113,6 +113,9 @@ class _Events:
     def end(self) -> bytes:
         return b""
 
+    def around_text(self, generation: Generation) -> None:
+        return None  # every event has a name or a number
+
     def failed(self, error: Exception) -> bytes:
         return stream_error(error, anthropic_body)
 

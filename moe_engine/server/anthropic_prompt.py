@@ -123,25 +123,38 @@ def _user(blocks: list[Any], role: str, field: str, *, images: bool) -> list[dic
     parts: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         place = f"{field}[{i}]"
-        if block["type"] == "text":
-            parts.append({"type": "text", "text": _field(block, "text", place)})
-        elif block["type"] == "image":
-            if not images:
-                words = "an image's number of tokens is known only once it is read; count the text alone"
-                raise InputError(f"{place}: {words}", field=place)
-            parts.append({"type": "image_url", "image_url": {"url": _image_address(block, place)}})
-        elif block["type"] == "tool_result":
-            content = _text(block.get("content") or "", f"{place}.content")
-            if block.get("is_error"):
-                content = f"Error: {content}"
+        if block["type"] == "tool_result":
+            found = block.get("content") or ""
+            if isinstance(found, str):
+                found = [{"type": "text", "text": found}]
+            shown = [_part(part, f"{place}.content[{j}]", images=images) for j, part in enumerate(found)]
+            content = _joined(shown, "Error: " if block.get("is_error") else "")
             out.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
         else:
-            raise _unavailable(block, place)
-    if any(part["type"] != "text" for part in parts):
-        out.append({"role": role, "content": parts})
-    elif parts or not out:
-        out.append({"role": role, "content": "\n".join(part["text"] for part in parts)})
+            parts.append(_part(block, place, images=images))
+    if parts or not out:
+        out.append({"role": role, "content": _joined(parts)})
     return out
+
+
+def _part(block: Any, place: str, *, images: bool) -> dict[str, Any]:
+    """A part of a chat message: text or an image."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text":
+        return {"type": "text", "text": _field(block, "text", place)}
+    if kind != "image":
+        raise _unavailable(block, place)
+    if not images:
+        words = "an image's number of tokens is known only once it is read; count the text alone"
+        raise InputError(f"{place}: {words}", field=place)
+    return {"type": "image_url", "image_url": {"url": _image_address(block, place)}}
+
+
+def _joined(parts: list[dict[str, Any]], before: str = "") -> str | list[dict[str, Any]]:
+    """The content of a chat message: one text unless there are images."""
+    if any(part["type"] != "text" for part in parts):
+        return [{"type": "text", "text": before}, *parts] if before else parts
+    return before + "\n".join(part["text"] for part in parts)
 
 
 def _image_address(block: Any, place: str) -> str:
@@ -149,6 +162,9 @@ def _image_address(block: Any, place: str) -> str:
     source = block.get("source")
     if not isinstance(source, dict):
         raise InputError(f"{place}.source: is required", field=f"{place}.source")
+    if source.get("type") not in ("base64", "url"):
+        words = f"expected base64 or url, got {source.get('type')!r:.60}"
+        raise InputError(f"{place}.source.type: {words}", field=f"{place}.source.type")
     if source["type"] == "url":
         return _field(source, "url", f"{place}.source")
     kind, data = _field(source, "media_type", f"{place}.source"), _field(source, "data", f"{place}.source")

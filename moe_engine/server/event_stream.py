@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.frontend.frontend import Frontend, Job
-from moe_engine.frontend.generation import Piece
+from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.errors import ErrorFormat, error_response, problem_of, stream_error
 from moe_engine.server.http_io import StreamedResponse, encode_json
-from moe_engine.server.http_protocol import EXCHANGE, Exchange
+from moe_engine.server.http_protocol import EXCHANGE, Exchange, PartWriter
 
 DONE = b"data: [DONE]\n\n"
 
@@ -33,6 +34,10 @@ class Events(Protocol):
     def failed(self, error: Exception) -> bytes:
         """The events that end a stream after an error. Only called if an event was sent before."""
 
+    def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
+        """What is before and after the JSON of a plain piece's text, if the event is the same for all such pieces
+        behind the first piece, and none for a piece without text; else None."""
+
 
 class EventStream(StreamedResponse):
     """A stream of server-sent events.
@@ -52,7 +57,8 @@ class EventStream(StreamedResponse):
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange | None = scope.get(EXCHANGE)
-        sink = None if exchange is None else _ConnectionSink(exchange, self._events)
+        writer = None if exchange is None else exchange.writer()
+        sink = None if writer is None else _ConnectionSink(writer, self._events)
         started, ends_at_once, end = False, len(self._job.generations) == 1, b""
 
         async def start() -> None:
@@ -84,14 +90,26 @@ class EventStream(StreamedResponse):
 class _ConnectionSink:
     """Implements `frontend.sequence.PieceSink` over a connection."""
 
-    def __init__(self, exchange: Exchange, events: Events) -> None:
-        self.ready = exchange.is_open
-        self._write = exchange.write
-        self._events_of = events.of
+    def __init__(self, writer: PartWriter, events: Events) -> None:
+        self.ready = writer.is_open
+        self._writer = writer
+        self._events = events
 
     def put(self, piece: Piece) -> None:
-        if data := self._events_of(piece):
-            self._write(data)
+        if data := self._events.of(piece):
+            self._writer.write(data)
+
+    def text_writer(self, generation: Generation) -> Callable[[str], None] | None:
+        around = self._events.around_text(generation)
+        if around is None:
+            return None
+        (before, after), write = around, self._writer.write_three
+
+        def put_text(text: str) -> None:
+            if text:
+                write(before, encode_json(text), after)
+
+        return put_text
 
 
 class DataEvents:
@@ -102,3 +120,6 @@ class DataEvents:
 
     def failed(self, error: Exception) -> bytes:
         return stream_error(error, self._shape) + DONE
+
+    def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
+        return None

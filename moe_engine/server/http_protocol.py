@@ -39,6 +39,7 @@ PRIVATE = frozenset(
         "parser",
         "scope",
         "send_400_response",
+        "url",
     }
     | {"transport", "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
 )
@@ -61,8 +62,7 @@ _QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, StartQueue] = WeakKeyDicti
 class Exchange:
     """One request of a connection and its response, without ASGI's coroutines and tasks.
 
-    Parts of the response may be written outside the request's task, which sends head and end. `is_open` is false before
-    and after, and while the client reads too slowly.
+    Parts of the response may be written outside the request's task, which sends head and end: by a `PartWriter`.
 
     Its references are weak: it is part of the scope, which they refer to, and connections are freed without the
     garbage collector.
@@ -82,20 +82,10 @@ class Exchange:
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
 
-    def is_open(self) -> bool:
+    def writer(self) -> PartWriter | None:
+        """A writer of the response's parts; None if the connection is lost."""
         cycle = self._cycle()
-        return (
-            cycle is not None
-            and cycle.response_started
-            and not cycle.flow.write_paused
-            and not cycle.response_complete
-            and not cycle.disconnected
-        )
-
-    def write(self, data: bytes) -> None:
-        """Sends a part that is not empty. Call only while `is_open`."""
-        cycle = self._cycle()
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
+        return None if cycle is None else PartWriter(cycle)
 
     @property
     def is_lost(self) -> bool:
@@ -114,6 +104,40 @@ class Exchange:
             yield
         finally:
             waiting.discard(callback)
+
+
+class PartWriter:
+    """Writes parts of one response. For the request's task and what it owns, which end with the response: the
+    references are strong, because a stream passes here for every token.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
+
+    def is_open(self) -> bool:
+        """Whether a part may be written: false before head and behind the end, and while the client reads too
+        slowly."""
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and not self._flow.write_paused
+            and not cycle.response_complete
+            and not cycle.disconnected
+        )
+
+    def write(self, data: bytes) -> None:
+        """Sends a part that is not empty. Call only while `is_open`."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._cycle.chunked_encoding else data)
+
+    def write_three(self, before: bytes, data: bytes, after: bytes) -> None:
+        """`write` of all three as one part."""
+        if self._cycle.chunked_encoding:
+            size = len(before) + len(data) + len(after)
+            self._write(b"%x\r\n%b%b%b\r\n" % (size, before, data, after))
+        else:
+            self._write(b"%b%b%b" % (before, data, after))
 
 
 class Connection(HttpToolsProtocol):
@@ -149,6 +173,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_ended()
+        if self.url.startswith(b"//"):  # a client's base URL ended with a slash; else the first part would be a host
+            self.url = b"/" + self.url.lstrip(b"/")
         super().on_headers_complete()
         scope: Any = self.scope
         scope[EXCHANGE] = Exchange(self)

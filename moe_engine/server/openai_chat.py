@@ -69,6 +69,7 @@ class ChatApi:
         """Like `read`. `messages`, `offered`: with the fields that the types lack."""
         model = self._state.response_model(req.model)
         self._state.tokenizer()
+        offered = [_with_parameters(tool) for tool in offered]
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
         messages, images = take_images(self._state, messages)
@@ -170,6 +171,14 @@ class ChatApi:
         }
 
 
+def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function without parameters may leave them out, but templates read them."""
+    function = tool["function"]
+    if function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+
+
 class _Events(DataEvents):
     """Events of a stream. Most have only a delta; the JSON around it is made once."""
 
@@ -225,6 +234,12 @@ class _Events(DataEvents):
         if finish is None:
             return events
         return events + self._event(g, {}, parser.finish_reason(finish), more=self._extras.end(g))
+
+    def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
+        found = self._choices.get(generation.index)
+        if found is None or self._continuous or found[0].parses:
+            return None
+        return found[1] + b'{"content":', b"}" + PLAIN_END
 
     def end(self) -> bytes:
         last: dict[str, Any] = self._answer_extras()

@@ -102,6 +102,11 @@ class ChoiceParser:
             else None
         )
 
+    @property
+    def parses(self) -> bool:
+        """Whether deltas may differ from the text."""
+        return self._reasoning is not None or self._tools is not None
+
     def push(self, text: str) -> list[dict[str, Any]]:
         """The deltas of a piece of text."""
         if not text:

@@ -145,6 +145,10 @@ class _Events(DataEvents):
             chunk["usage"] = usage_of([g], cache_report=self._cache_report)
         return sse(chunk)
 
+    def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
+        before = self._before.get(generation.index)
+        return None if before is None or self._continuous else (before, PLAIN_END)
+
     def end(self) -> bytes:
         last: dict[str, Any] = self._answer_extras()
         if self._with_usage:

@@ -9,6 +9,8 @@ from moe_engine.frontend.image_prompts import text_only
 from moe_engine.media.settings import ImageSource
 from moe_engine.server.state import ServerState
 
+TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Field of the text by type; `input_text` and `output_text` are those of the Responses API."""
 OTHER_KINDS = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "file": "files"}
 
 
@@ -37,10 +39,11 @@ def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[
     kind = part["type"]
     if kind in OTHER_KINDS:
         raise InputError(f"{where}: {OTHER_KINDS[kind]} are not supported; send text and images", field=f"{where}.type")
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise InputError(f"{where}.text: is required", field=f"{where}.text")
-        return part
+    if kind in TEXT_KINDS:
+        name = TEXT_KINDS[kind]
+        if not isinstance(part.get(name), str):
+            raise InputError(f"{where}.{name}: is required", field=f"{where}.{name}")
+        return part if kind == "text" else {"type": "text", "text": part[name]}
     image = part.get("image_url")
     address = image.get("url") if isinstance(image, dict) else None
     if not isinstance(address, str) or not address:

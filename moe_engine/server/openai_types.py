@@ -136,11 +136,15 @@ class ImageAddress(TypedDict, total=False):
     detail: Annotated[str | None, Meta(description="no effect: the model's image processor chooses the size")]
 
 
+PART_KINDS = "text|refusal|input_text|output_text|image_url|video_url|audio_url|input_audio|file"
+
+
 class ContentPart(TypedDict, total=False):
     """Text, or an image for models with a vision tower."""
 
-    type: Required[Annotated[str, Meta(pattern="^(text|image_url|video_url|audio_url|input_audio|file)$")]]
+    type: Required[Annotated[str, Meta(pattern=f"^({PART_KINDS})$")]]
     text: str
+    refusal: Annotated[str, Meta(description="of an earlier answer; part of its text")]
     image_url: ImageAddress
 
 

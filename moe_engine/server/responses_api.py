@@ -137,6 +137,9 @@ class _Events:
         self._keep(self._answer, response)
         return self._stream.event(f"response.{response['status']}", response=response)
 
+    def around_text(self, generation: Generation) -> None:
+        return None  # every event has a name or a number
+
     def failed(self, error: Exception) -> bytes:
         response = self._answer.failed(self._items(), problem_of(error).message)
         return self._stream.event("response.failed", response=response)

@@ -107,7 +107,9 @@ def _message(item: Any, field: str) -> dict[str, Any]:
         call = {"id": _string(item, "call_id", field), "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
-        content = _text(item.get("output"), f"{field}.output")
+        output = item.get("output")
+        with_images = isinstance(output, list) and any(map(_is_image, output))
+        content = _parts(output, f"{field}.output") if with_images else _text(output, f"{field}.output")
         return {"role": "tool", "tool_call_id": _string(item, "call_id", field), "content": content}
     if kind == "reasoning":
         thoughts = item.get("content") or item.get("summary") or []

@@ -21,7 +21,7 @@ class TextAssembler:
         keep: special tokens shown even if the others are skipped.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_regex", "_special_stop", "_special_stops")
+    __slots__ = ("_detokenizer", "_matcher", "_regex", "_special_stop", "_special_stops", "push_plain")
 
     def __init__(
         self,
@@ -35,6 +35,8 @@ class TextAssembler:
         prompt_ids: Sequence[int] = (),
     ) -> None:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens, keep, prompt_ids)
+        self.push_plain = self._detokenizer.push
+        """`push` without stop strings and patterns: only the text."""
         self._matcher = StopMatcher(stops, trim=trim) if stops else None
         self._regex = RegexMatcher(patterns) if patterns else None
         self._special_stops: dict[int, str] = {}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.step_costs import libraries, roofline, triton_costs
+from benchmarks.step_costs import libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Hardware
@@ -132,6 +132,23 @@ def test_programs_without_a_tile_take_time() -> None:
         found = triton_costs.down(SimpleNamespace(grid=(grid,), **vars(down)), setting)
         assert found.empty_us == pytest.approx(without / places * H200["empty_program_us"])
     assert H200.microseconds("product", found, True) < H200.microseconds("product", replace(found, empty_us=1.0), True)
+
+
+def test_a_fused_exchange_hides_messages_behind_products() -> None:
+    """V3 on 8 ranks: 32 experts of 44 MB; a rank sends 7/8 of its pairs, 7,392 bytes each, and gets bf16 back."""
+    weights = [
+        (meta(32, n, k, dtype=torch.float8_e4m3fn), meta(32, n // 128, k // 128, dtype=torch.float32))
+        for n, k in ((4096, 7168), (7168, 2048))
+    ]
+    latency, rate = 15.3 + 12.2, H200["product_bytes_per_s"]
+    for tokens in (16, 2048):
+        routing = Routing(tokens=8 * tokens, top_k=8, num_experts=256, local=32)
+        cost = mega_moe.call_cost(H200, routing, *weights, 8 * tokens, 8)
+        assert cost.nvlink == pytest.approx(tokens * 7 * (7168 + 224 + 2 * 7168))
+        products = max(cost.bytes / rate, cost.total_flops / H200["product_flops"]["fp8"]) * 1e6
+        messages = (tokens * 7 * 7392 / 265e9 + tokens * 7 * 14336 / 213e9) * 1e6
+        assert cost.link_us == pytest.approx(latency + max(products, messages))
+    assert cost.flops["fp8"] == 6 * 8 * tokens * 7168 * 2048
 
 
 def test_operators_read_inputs_and_write_results_once() -> None:

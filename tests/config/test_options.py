@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,9 @@ def info_of_engine(config: ResolvedConfig) -> Any:
 NOT_FLAGS: dict[Callable[..., Any], set[str]] = {
     worker_options: {"dummy_seed", "absorbed_break_even"},
     scheduler_config: {
-        "max_consecutive_prefills", "init_new_token_ratio", "min_new_token_ratio_factor", "new_token_ratio_decay_steps",
-        "retract_decode_steps", "clip_max_new_tokens", "lpm_fallback_queue", "in_batch_check_threshold",
-        "in_batch_deprioritize_threshold", "max_overtakes",
+        "init_new_token_ratio", "min_new_token_ratio_factor", "new_token_ratio_decay_steps", "retract_decode_steps",
+        "clip_max_new_tokens", "lpm_fallback_queue", "in_batch_check_threshold", "in_batch_deprioritize_threshold",
+        "least_chunk", "max_overtakes",
     },
     frontend_settings: {"max_sequences", "max_prompt_tokens"},
     info_of_engine: set(),
@@ -52,6 +53,20 @@ def test_a_resolved_value_comes_before_the_flag_as_given(resolved):
     assert config.args.memory.page_size is None and options.kernels.page_size == scheduler.page_size == config.page_size
     assert options.dtype == config.dtype != config.args.model.dtype
     assert options.load_format == "dummy" and scheduler.max_queued_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "cadence"),
+    [
+        ("cpu", {}, (1, 48 * 2048)),
+        ("cpu", {"chunked_prefill_size": 1024}, (32, None)),
+        ("cpu", {"autopilot": True}, (32, None)),
+        ("cuda", {}, (32, None)),
+    ],
+)
+def test_prompts_alternate_with_decodes_on_a_cpu(resolved, device, flags, cadence):
+    scheduler = scheduler_config(replace(resolved(load_format="dummy", **flags), device=device))
+    assert (scheduler.max_consecutive_prefills, scheduler.max_delayed_tokens) == cadence
 
 
 def test_an_unknown_value_and_a_missing_one_are_errors(resolved):

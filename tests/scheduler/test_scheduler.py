@@ -227,6 +227,28 @@ def test_running_requests_get_a_turn_between_many_prompts() -> None:
     assert kinds == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
+def test_prompts_are_short_while_many_requests_decode() -> None:
+    cadence = {"max_consecutive_prefills": 1, "max_delayed_tokens": 36, "least_chunk": 8}
+    s = scheduler(num_slots=400, chunked_prefill_size=64, **cadence)
+    for i in range(3):
+        s.add(make_request(f"first{i}", [i + 5] * 20, 50, eos=False))
+    counts = []
+    for number in range(9):
+        if number == 1:
+            for i in range(4):
+                s.add(make_request(f"later{i}", [i + 10] * 8, 1))
+        made = plan(s)
+        counts.append((made.num_decodes, made.counts[made.num_decodes :]))
+        answer(s, made)
+    assert counts == [
+        (0, [20, 20, 20]), (3, []), (0, [8, 4]), (3, []), (0, [4, 8]), (3, []), (0, [8]), (3, []), (3, []),
+    ], "36 / 3 tokens, then a decode step; the first step delayed no request"  # fmt: skip
+    own = s.table.settings
+    for limit, chunk in ((1, 8), (72, 24), (1000, 64), (None, 64)):
+        own.set({"max_delayed_tokens": limit})
+        assert own.chunk_beside(3) == chunk and own.chunk_beside(0) == 64
+
+
 def test_running_requests_get_a_turn_between_prompts_that_arrive_one_by_one() -> None:
     s = scheduler(chunked_prefill_size=64)
     kinds = []

@@ -41,6 +41,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         request_waiting_timeout=draw(st.sampled_from([None, None, 0.05, 1.0])),
         request_running_timeout=draw(st.sampled_from([None, None, 0.1, 2.0])),
         max_consecutive_prefills=draw(st.sampled_from([1, 4, 32])),
+        max_delayed_tokens=draw(st.sampled_from([None, 1, 60])),
+        least_chunk=16,
         max_overtakes=draw(st.sampled_from([0, 4, 512])),
         random_seed=draw(st.integers(0, 5)),
         retract_decode_steps=draw(st.sampled_from([1, 5, 20])),

@@ -230,6 +230,14 @@ def test_images_in_the_form_of_chats():
     parts = [{"type": "text", "text": "See"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
     _, messages, _ = chat_request(request)
     assert messages == [{"role": "system", "content": "Brief."}, {"role": "user", "content": parts}]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": asked["messages"][0]["content"]}
+    failed = {**result, "is_error": True}
+    _, messages, _ = chat_request(checked(blocks(result, failed, {"type": "text", "text": "So?"}), MessagesRequest))
+    assert messages == [
+        {"role": "tool", "tool_call_id": "c", "content": parts},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "Error: "}, *parts]},
+        {"role": "user", "content": "So?"},
+    ]
     response = post(fake(), "/v1/messages/count_tokens", {"messages": asked["messages"]})
     assert response.status_code == 400 and "content[0]" not in response.text and "content[1]" in response.text
 
@@ -265,7 +273,10 @@ def blocks(*parts: Any) -> dict[str, Any]:
         (blocks({"type": "document"}), "messages[0].content[0].type"),
         (blocks({"type": "text"}), "messages[0].content[0].text: expected a string"),
         (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
-        (blocks({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}), "content[0].content[0]"),
+        (
+            blocks({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}),
+            "content[0].source",
+        ),
         ({**ASK, "tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({**ASK, "tools": [{"type": "web_search_20250305", "name": "f"}]}, "tools[0].type"),
         ({**ASK, "tools": [TIME], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

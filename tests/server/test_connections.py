@@ -81,6 +81,13 @@ def test_upgrade_header_does_not_lose_the_body(parts):
     assert all(status == 200 and answer["text"] == TEXT for status, answer in generated)
 
 
+def test_a_base_url_that_ends_with_a_slash():
+    with real_server(FakeClient()) as address:
+        assert httpx.get(address + "//health").content == b""
+        assert httpx.post(address + "//v1/completions?a=b", json={"prompt": "x"}).status_code == 200
+        assert "/a//b: no such" in httpx.get(address + "///a//b").text
+
+
 def test_upgrade_header_without_a_body():
     with real_server(FakeClient()) as address:
         answers = exchange(address, b"GET /model_info HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n", CLOSE)

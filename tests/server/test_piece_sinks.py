@@ -97,7 +97,7 @@ def test_a_parser_that_fails_in_the_lane_ends_the_stream_and_the_request(monkeyp
 
     monkeypatch.setattr("moe_engine.server.openai_choice.ChoiceParser.push", broken)
     client = CountingClient()
-    with real_server(client) as address:
+    with real_server(client, **PARSERS) as address:
         response = httpx.post(address + "/v1/chat/completions", json={**CHAT, "stream": True})
     assert client.num_direct == 2  # the first piece contains the head, the fourth fails
     assert b"broken parser" in response.content and response.content.endswith(b"data: [DONE]\n\n")
@@ -141,6 +141,9 @@ class _SometimesReady:
     def put(self, piece) -> None:
         self.num_put += 1
         self.seen += piece.token_ids
+
+    def text_writer(self, generation):
+        return None
 
 
 @pytest.mark.parametrize("seed", range(5))

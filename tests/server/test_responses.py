@@ -156,6 +156,32 @@ def test_prompts_are_those_of_the_chat_endpoint():
     assert prompt_of("/v1/responses", mine)[0] == prompt_of("/v1/chat/completions", theirs)[0]
 
 
+def test_parts_of_chats_with_other_names_of_text():
+    """Those of the Responses API, and a refusal of an earlier answer."""
+
+    def prompt(*kinds: str) -> str:
+        parts = [{"type": kind, ("refusal" if kind == "refusal" else "text"): "so"} for kind in kinds]
+        roles = zip(("user", "assistant", "user"), parts)
+        body = {"messages": [{"role": role, "content": [part]} for role, part in roles]}
+        return prompt_of("/v1/chat/completions", body)[0]
+
+    assert prompt("input_text", "refusal", "text") == prompt("text", "output_text", "text")
+    response = post(fake(), "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "refusal"}]}]})
+    assert response.status_code == 400 and response.json()["param"] == "messages[0].content[0].refusal"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_functions_without_parameters_have_an_empty_list(path: str):
+    asked = {"input": "x"} if path.endswith("responses") else {"messages": [{"role": "user", "content": "x"}]}
+
+    def prompt(**parameters: Any) -> str:
+        tool = {"type": "function", "name": "now", **parameters}
+        return prompt_of(path, {**asked, "tools": [tool if "input" in asked else chat_tool(tool)]})[0]
+
+    assert prompt() == prompt(parameters=None) == prompt(parameters={"type": "object", "properties": {}})
+    assert "now" in prompt()
+
+
 FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
 
 
@@ -194,6 +220,7 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "content[0].file_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": [SEEN]}]}, "input.content.image_url"),
         ({"input": [{"role": "user", "content": [SEEN]}]}, "input.content.image_url"),  # the model takes text alone
         ({"input": [{"role": "assistant", "content": [SEEN]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),

@@ -14,7 +14,7 @@ OUTSIDE = [
     ("temperature", "Infinity"),
     ("temperature", "1e999"),
     ("top_p", "0"),
-    ("top_k", "0"),
+    ("top_k", "-2"),
     ("min_p", "2"),
     ("repetition_penalty", "0"),
     ("repetition_penalty", "5e-324"),
@@ -33,3 +33,9 @@ def test_values_outside_the_range(name: str, value: str) -> None:
     response = post(client, "/generate", body.encode())
     assert response.status_code == 400 and client.requests == []
     assert name in response.json()["error"]["message"] or value == "Infinity"
+
+
+def test_top_k_of_zero_is_the_whole_vocabulary() -> None:
+    client = FakeClient()
+    assert post(client, "/v1/completions", {"prompt": "a", "top_k": 0}).status_code == 200
+    assert client.requests[0].sampling["top_k"] == -1

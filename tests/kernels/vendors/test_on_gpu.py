@@ -15,7 +15,7 @@ from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import Row, select
 from moe_engine.worker.device_stream import make_graphs
-from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import attend, close, filled_cache, gated, normal, paged_queries, random_trees, slots_of
 from tests.kernels.vendors.static_batch import SIZE, Static, replays
 from tests.kernels.vendors.test_attention import LATENT, WIDTH, absorbed_reference
 from tests.kernels.vendors.test_deep_gemm import near, weight
@@ -138,3 +138,20 @@ def test_deep_gemm_linear(tokens):
     moved = replace(w, data=w.data.cuda(), scales=w.scales.cuda())
     got: Tensor = kernel.run(x.cuda(), kernel.prepare_blocks(moved))
     near(got.cpu(), x.double() @ fp8.dequantize_weight(w).double().T)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 301])
+def test_fused_experts(tokens):
+    """TensorRT-LLM's, with choices of another rank."""
+    kernel, hidden, width = build("experts", tables.EXPERTS, "flashinfer_trtllm"), 1024, 512
+    weights = kernel.allocate_blocks(6, hidden, width, "cuda")
+    parts = [(weight(width, hidden), weight(width, hidden), weight(hidden, width)) for _ in range(6)]
+    for expert, part in enumerate(parts):
+        kernel.load_expert_blocks(weights, expert, *part)
+    x, scores = normal(tokens, hidden, dtype=BF16), torch.rand(tokens, 4)
+    ids = torch.rand(tokens, 8).argsort(1)[:, :4].int()  # 6 and 7 are not here
+    want = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for expert, part in enumerate(parts):
+        share = (scores.double() * (ids == expert)).sum(1, keepdim=True)
+        want += share * gated(x, *map(fp8.dequantize_weight, part))
+    near(kernel.run_routed(x.cuda(), scores.cuda(), ids.cuda(), weights).cpu(), want)
