@@ -65,10 +65,7 @@ class DeepseekModel(Decoder):
         return MLP.dense(self.backends, reader, self.parallel, f"model.layers.{layer_index}.mlp", *widths)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
-        if self.parallel.world_size > 1 or self.config.state_groups:
-            return None
-        decoder = self.backends.attention.capabilities.decoder
-        return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)
+        return self.stack_of_layers(first_norm)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self.layers[0].attention.chunks(batch)

@@ -14,6 +14,8 @@ from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 
@@ -35,6 +37,10 @@ class DenseModel(Decoder):
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> GQAttention:
         return GQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)
+
+    def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
+        # Subclasses, also models from outside, may compute embeddings or layers in another way.
+        return self.stack_of_layers(first_norm) if type(self) is DenseModel else None
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]

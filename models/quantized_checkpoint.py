@@ -23,10 +23,11 @@ from moe_engine.gguf_container import find_gguf
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.kernels.quantization.reference import quantize_weight
-from moe_engine.models.checkpoint_files import INDEX_FILE, read_checkpoint, read_header
+from moe_engine.models.checkpoint_files import INDEX_FILE, TORCH_INDEX_FILE, read_checkpoint, read_header
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.header_check import check_headers
 from moe_engine.models.registry import is_built_in
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import WeightFile
@@ -37,6 +38,7 @@ SETTINGS = "quantize.json"
 _KEPT = (".eh_proj.weight",)
 _SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Weight files of the source, which are not copied."""
+_WRITTEN = (INDEX_FILE, TORCH_INDEX_FILE, "config.json", SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,18 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     files = read_checkpoint(source)
     if not files:
         raise CheckpointError(f"{source}: holds no *.safetensors file")
+    check_headers(source, files, config)
     names = projections(config, target, set(files))
+    if not names:
+        raise ConfigError(
+            f"{source}: no projection has whole groups of {target.group} columns; use a smaller --group-size"
+        )
     left_out = sorted(projections(config, None, set(files)) - names)
     _prepare(source, output, target)
     weight_map: dict[str, str] = {}
     total = 0
     for file in {f.path: f for f in files.values()}.values():
-        written = output / file.path.name
+        written = output / file.path.with_suffix(".safetensors").name
         if not written.is_file():
             part = written.with_suffix(".part")
             save_file(_converted(file, names, target, advance), part, metadata={"format": "pt"})
@@ -150,11 +157,11 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
     if output.exists() and any(output.iterdir()):
         if not marker.is_file() or json.loads(marker.read_text()) != settings:
             raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    marker.write_text(json.dumps(settings))
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _SKIPPED and file.name not in (INDEX_FILE, "config.json"):
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps(settings))
+    for file in source.iterdir():  # also after an interruption: it may have come before the last copy
+        if file.is_file() and file.suffix not in _SKIPPED and file.name not in _WRITTEN:
             shutil.copy2(file, output / file.name)
 
 

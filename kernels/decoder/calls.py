@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.decoder.chain import FusedDrafts, fuse_drafts
 from moe_engine.kernels.decoder.drafting import DraftLevel
+from moe_engine.kernels.decoder.grouped import FusedGQA, GQALayer, fuse_gqa
 from moe_engine.kernels.decoder.layers import FusedMLA, MLALayer, fuse_mla
 from moe_engine.kernels.decoder.stack import FusedStack, StackedLayer, fuse_stack
 from moe_engine.kernels.linear.protocol import PreparedLinear
@@ -22,6 +23,10 @@ class DecoderCalls:
 
     def fuse_mla(self, layer: MLALayer) -> FusedMLA | None:
         return fuse_mla(self._lib, layer)
+
+    def fuse_gqa(self, layer: GQALayer) -> FusedGQA | None:
+        """A layer of grouped-query attention, for `fuse_stack`."""
+        return fuse_gqa(layer)
 
     def fuse_stack(self, embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]) -> FusedStack | None:
         """All decoder layers. embedding [V, D], first_norm [D]."""

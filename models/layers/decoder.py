@@ -191,6 +191,13 @@ class Decoder:
         """All layers as one call, if the family's kernels support it."""
         return None
 
+    def stack_of_layers(self, first_norm: RMSNorm) -> LayerStack | None:
+        """`make_stack` of families whose layers and embedding are those of this package."""
+        if self.parallel.world_size > 1 or self.config.state_groups:
+            return None
+        decoder = self.backends.attention.capabilities.decoder
+        return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)
+
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         raise NotImplementedError
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import GQABackend
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.decoder.grouped import FusedGQA, GQALayer
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.kernels.queries import PagedQueries
@@ -56,6 +57,8 @@ class GQAttention:
 
     fused = None
     """The layer in one call, for draft chains: no kernel has it."""
+    in_stack: FusedGQA | None = None
+    """The layer in a call of all layers, if the kernels support it."""
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class GQAttention:
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
         self._o = load_linear(backends.linear, reader, o_proj, hidden, query, gqa.o_bias, in_share=share)
         self._paged: Callable[..., Tensor] = self._backend.paged
+        self._sinks: Tensor | None = None
         if gqa.sinks:
             sinks = (whole.num_heads,)
             self._sinks = reader.tensor(f"{prefix}.sinks", sinks, Cut(share.cut(whole.num_heads)), dtype=torch.float32)
@@ -107,6 +111,16 @@ class GQAttention:
                 RMSNorm(self._ops, reader, f"{prefix}.{name}", gqa.head_dim, config.norm_eps, config.norm_plus)
                 for name in ("q_norm", "k_norm")
             )
+
+        decoder = self._backend.capabilities.decoder
+        if decoder is not None and type(self) is GQAttention and self._both_norms is None and not config.rope.axes:
+            norms = None if self._q_norm is None or self._k_norm is None else (self._q_norm.weight, self._k_norm.weight)
+            self.in_stack = decoder.fuse_gqa(
+                GQALayer(
+                    self._qkv.weight, self._o.weight, norms, self._sinks, gqa.num_heads, gqa.num_kv_heads, rotary,
+                    config.norm_eps, self._scale,
+                )
+            )  # fmt: skip
 
     @property
     def inner_norms(self) -> list[RMSNorm]:

@@ -170,6 +170,11 @@ class MLAAttention:
         self._kv_b = Linear(self._linear, weight)
 
     @property
+    def in_stack(self) -> FusedMLA | None:
+        """The layer in a call of all layers, if the kernels support it."""
+        return self.fused
+
+    @property
     def mla(self) -> MLAConfig:
         """The attention with this rank's heads."""
         return self._mla

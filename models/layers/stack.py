@@ -1,4 +1,4 @@
-"""A decoder of MLA layers in one call, if the attention backend supports it.
+"""A decoder in one call, if the attention backend supports it.
 
 Legend: T tokens, D hidden, V vocabulary.
 """
@@ -14,14 +14,17 @@ from moe_engine.kernels.decoder.calls import DecoderCalls
 from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.decoder.stack import FusedStack, StackedLayer
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.gqa import GroupInputs
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 
+StepPart = AttentionChunk | GroupInputs
+
 
 class LayerStack:
-    """Runs steps of few tokens, all in the absorbed form; bit-identical to the layers' own `forward`."""
+    """Runs steps of few tokens in one group of queries; bit-identical to the layers' own `forward`."""
 
     def __init__(self, fused: FusedStack, feed_forwards: Sequence[Any]) -> None:
         self.fused = fused
@@ -43,17 +46,20 @@ class LayerStack:
         fused = decoder.fuse_stack(embedding, first_norm.weight, known)
         return None if fused is None else cls(fused, [layer.feed_forward for layer in layers])
 
-    def takes(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> bool:
-        few = len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= MAX_TOKENS
-        return few and batch.images is None
+    def takes(self, batch: ForwardBatch, parts: Sequence[StepPart]) -> bool:
+        """`parts`: the attention's arguments of the step."""
+        few = len(parts) == 1 and batch.num_tokens <= MAX_TOKENS and batch.images is None
+        return few and (parts[0].absorbed if isinstance(parts[0], AttentionChunk) else len(parts[0].queries) == 1)
 
-    def forward(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> Tensor:
+    def forward(self, batch: ForwardBatch, parts: Sequence[StepPart]) -> Tensor:
         """`Model.forward` of a supported step."""
-        chunk = chunks[0]
+        part = parts[0]
+        if isinstance(part, AttentionChunk):
+            queries, slots = part.queries, batch.slots
+        else:
+            queries, slots = part.queries[0][1], part.slots
         buffers = self._ids_buffers(batch.num_tokens) if self.records_experts else None
-        out = self.fused.run(
-            batch.input_ids, batch.positions, batch.slots, batch.kv, chunk.queries, chunk.plan, buffers
-        )
+        out = self.fused.run(batch.input_ids, batch.positions, slots, batch.kv, queries, part.plan, buffers)
         if buffers is not None:
             for moe, ids in zip(self._moes, buffers):
                 if moe is not None and ids is not None:
@@ -67,8 +73,8 @@ class LayerStack:
 
 
 def stacked(layer: Any) -> StackedLayer | None:
-    """A layer of MLA as the backend's input, from the calls of its modules; None if one of them has none."""
-    attention, part = layer.attention.fused, layer.feed_forward
+    """A layer as the backend's input, from the calls of its modules; None if one of them has none."""
+    attention, part = layer.attention.in_stack, layer.feed_forward
     experts = part.fused if isinstance(part, MoE) else None
     mlp = part.weights if isinstance(part, MLP) and part.is_fused else None
     if attention is None or (experts is None and mlp is None):

@@ -22,7 +22,7 @@ from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 from moe_engine.tuning.hardware.table import Cluster, gpu_names, link_names, parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.given_form import OURS, given_form
+from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
 from moe_engine.tuning.planner.memory import EstimatedMemory, Memory, RoomOf
 from moe_engine.tuning.planner.plot import check_plot, plot_front
 from moe_engine.tuning.planner.predict import Predictor
@@ -110,7 +110,7 @@ def _predictor(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster) -> tu
     if dtype not in WEIGHT_BYTES:
         raise ConfigError(f"--weight-dtype {dtype}: use one of {', '.join(WEIGHT_BYTES)}")
     _check_experts(args, facts, str(file))
-    predictor = Predictor(facts, cluster, share, dtype, _acceptance(own))
+    predictor = Predictor(facts, cluster, share, dtype, _acceptance(own), host_bytes(args))
     try:
         memory: RoomOf = Memory(load_model_config(folder, overrides), cluster, args)
     except MoeEngineError:

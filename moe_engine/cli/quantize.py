@@ -26,7 +26,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 
-    total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    files = [file for ending in ("safetensors", "bin", "pt") for file in source.glob(f"*.{ending}")]
+    total = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)
     scale: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
     with tqdm(**scale, desc="Quantizing", file=sys.stderr, delay=0.5) as bar:  # refusals come before the bar
         quantize_checkpoint(source, output, Target(own.format, own.group_size), bar.update)

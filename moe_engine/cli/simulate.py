@@ -31,7 +31,7 @@ from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.hardware.table import parse_cluster
-from moe_engine.tuning.planner.given_form import OURS, given_form
+from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
 from moe_engine.tuning.planner.memory import resolve_for
 from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.simulator import report
@@ -199,7 +199,7 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     source, fields = read_fields(folder)
     facts = model_facts(merge(fields, overrides), str(source))
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
-    costs = Predictor(facts, cluster, share, facts.stored_dtype).cost(form, kv)[0]
+    costs = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args)).cost(form, kv)[0]
     drafts = config.speculation.num_steps if config.speculation is not None else 0
     return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
 

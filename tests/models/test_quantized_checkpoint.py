@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moe_engine.cli.main import main
-from moe_engine.errors import ConfigError
+from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
@@ -56,11 +57,38 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
         quantize_checkpoint(source, output, Target("int8"), stop)
     done = {file.name: file.stat().st_mtime_ns for file in output.glob("*.safetensors")}
     assert done and not (output / "config.json").exists()
+    (output / "tokenizer.json").unlink()  # as if the interruption had come earlier
     with pytest.raises(ConfigError, match="is not empty"):
         quantize_checkpoint(source, output, Target("int4", 32), quiet)
     quantize_checkpoint(source, output, Target("int8"), quiet)
     assert {name: (output / name).stat().st_mtime_ns for name in done} == done
+    assert (output / "tokenizer.json").is_file()
     check_headers(output, read_checkpoint(output), load_model_config(output))
+
+
+def test_sources_that_cannot_be_quantized(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "in", seed=3, hidden_size=48, intermediate_size=80)
+    with pytest.raises(ConfigError, match="no projection has whole groups of 128 columns; use a smaller --group-size"):
+        quantize_checkpoint(source, tmp_path / "out", Target("int4"), quiet)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for change, message in (
+        ({name: tensors[name].int()}, "has dtype I32"),
+        ({"model.layers.0.extra.weight": torch.ones(2)}, "belongs to no layer"),
+    ):
+        save_file(tensors | change, source / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            quantize_checkpoint(source, tmp_path / "out", Target("int8"), quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_torch_files(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "in", seed=3)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    quantize_checkpoint(source, tmp_path / "out", Target("int8"), quiet)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    check_headers(tmp_path / "out", read_checkpoint(tmp_path / "out"), load_model_config(tmp_path / "out"))
 
 
 def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
@@ -75,6 +103,22 @@ def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     values = codes.float() * stored[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
     weight = plain[f"{name}.weight"].float()
     assert float((values - weight).norm() / weight.norm()) < 0.15
+
+
+@pytest.mark.skipif(
+    find_spec("compressed_tensors") is None, reason="pip install compressed-tensors: transformers reads it with it"
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("target", [Target("int8"), Target("int4", 32)])
+def test_transformers_reads_the_copy(tmp_path: Path, kind: str, target: Target) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = make_checkpoint(kind, tmp_path / "in", seed=3, hidden_size=128, intermediate_size=256)
+    quantize_checkpoint(source, tmp_path / "out", target, quiet)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        wanted: torch.Tensor = theirs(torch.tensor([[3, 141, 59, 26, 5]])).logits[0]
+    torch.testing.assert_close(logits_of(tmp_path / "out")[:5], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("forked_processes")

@@ -92,6 +92,18 @@ def test_more_work_takes_longer_and_resources_add_up(form: Form):
         assert cost.step(replace(shape, expert_skew=5.0)).seconds >= step.seconds
 
 
+def test_weights_in_host_memory_bound_a_step():
+    """Copies overlap with the step: it takes the longer of both times."""
+    facts, share, cluster = model_facts(V3), Efficiency("any"), parse_cluster("8xh200")
+    shape = random_shape(1)
+    plain = RooflineCost(facts, Form(8), FP8, cluster, share).step(shape)
+    for factor in (0.5, 3.0):
+        size = int(factor * plain.seconds * cluster.gpu.bus_bytes_per_s)
+        found = RooflineCost(facts, Form(8, host_bytes=size), FP8, cluster, share).step(shape)
+        assert found.seconds == pytest.approx(max(1.0, factor) * plain.seconds, rel=1e-6)
+        assert sum(found.by_resource.values()) == pytest.approx(found.seconds)
+
+
 def test_a_faster_gpu_is_never_slower():
     facts, share, form = model_facts(V3), Efficiency("any"), Form(8)
     costs = [RooflineCost(facts, form, FP8, parse_cluster(f"8x{name}"), share) for name in ("h100", "h200", "b200")]

@@ -19,8 +19,11 @@ API void moe_decoder(int is_bf16, const Decoder* decoder, const int64_t* ids, in
   moe_rms_norm(is_bf16, 0, residual, hidden, d.first_norm, d.eps, out, tokens, hidden);
   for (int64_t i = 0; i < d.num_layers; i++) {
     const DecoderLayer& l = d.layers[i];
-    moe_mla_layer(is_bf16, l.attention, out, hidden, tokens, positions, slots, l.form, l.cache, l.cache_row, queries,
-                  part);
+    if (l.grouped != nullptr)
+      moe_gqa_layer(is_bf16, l.grouped, out, hidden, tokens, positions, slots, &l.heads, queries, part);
+    else
+      moe_mla_layer(is_bf16, l.attention, out, hidden, tokens, positions, slots, l.form, l.cache, l.cache_row, queries,
+                    part);
     moe_add_rms_norm(is_bf16, 0, part, hidden, residual, l.post_norm, l.eps, out, tokens, hidden);
     if (l.experts != nullptr)
       moe_moe_layer(is_bf16, l.experts, out, hidden, tokens, hidden, part, chosen != nullptr ? chosen[i] : nullptr);

@@ -7,12 +7,14 @@ namespace moe {
 
 // hidden -> attention -> + residual, post_norm -> experts or a dense MLP -> + residual, next_norm.
 struct DecoderLayer {
-  const MLALayer* attention;
+  const MLALayer* attention;  // or
+  const GQALayer* grouped;
   const float *post_norm, *next_norm;
   const MoELayer* experts;  // null: dense
   Weight up, down;
   void* cache;
   int64_t cache_row;
+  HeadCaches heads;  // of `grouped`
   int32_t form;
   float eps;
 };

@@ -36,6 +36,37 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   multiply(is_bf16, l.o, values, l.heads * value, tokens, out);
 }
 
+// hidden [T, D] -> out [T, D]; writes the tokens' keys and values to their slots first.
+API void moe_gqa_layer(int is_bf16, const GQALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
+                       const int64_t* positions, const int64_t* slots, const HeadCaches* caches,
+                       const Queries* queries, void* out) {
+  const GQALayer& l = *layer;
+  const HeadCaches& c = *caches;
+  const int64_t size = is_bf16 ? 2 : 4, both = l.heads + l.key_heads, row = (both + l.key_heads) * l.width;
+  Arrays arrays(tokens * size * (row + l.heads * l.width) + 2 * 64);
+  char* qkv = static_cast<char*>(arrays.take(tokens * row * size));
+  char* mixed = static_cast<char*>(arrays.take(tokens * l.heads * l.width * size));
+  char *k = qkv + l.heads * l.width * size, *v = qkv + both * l.width * size;
+  multiply(is_bf16, l.qkv, hidden, ldx, tokens, qkv);
+  for (int64_t t = 0; t < tokens && l.q_norm != nullptr; t++) {
+    char *q_row = qkv + t * row * size, *k_row = k + t * row * size;
+    moe_rms_norm(is_bf16, 0, q_row, l.width, l.q_norm, l.eps, q_row, l.heads, l.width);
+    moe_rms_norm(is_bf16, 0, k_row, l.width, l.k_norm, l.eps, k_row, l.key_heads, l.width);
+  }
+  moe_rotate(is_bf16, qkv, row, l.width, positions, l.table, l.rotary, l.interleaved, tokens, both);
+  if (c.form == 0) {
+    const int64_t apart = row * size, head = l.width * size;
+    moe_write_kv(k, apart, head, v, apart, head, slots, 1, c.k, c.k_row * size, c.v, c.v_row * size, tokens,
+                 l.key_heads, head, head);
+  } else {
+    moe_write_kv_fp8(is_bf16, int(c.form), k, row, l.width, slots, 1, c.k, c.k_row, tokens, l.key_heads, l.width);
+    moe_write_kv_fp8(is_bf16, int(c.form), v, row, l.width, slots, 1, c.v, c.v_row, tokens, l.key_heads, l.width);
+  }
+  moe_paged(is_bf16, int(c.form), qkv, row, l.width, c.k, c.k_row, c.k_head, c.v, c.v_row, c.v_head, queries, l.heads,
+            l.key_heads, l.width, l.scale, l.sinks, mixed);
+  multiply(is_bf16, l.o, mixed, l.heads * l.width, tokens, out);
+}
+
 // x [T, D] -> out [T, D]: the routed experts, and the shared expert if any. `chosen` [T, K], if not null, receives the
 // router's choices; they are counted in the layer's cell.
 API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_t ldx, int64_t tokens, int64_t hidden,

@@ -21,6 +21,22 @@ struct MLALayer {
   float eps, scale;
 };
 
+// Grouped-query attention; `qkv` outputs [H heads | G key heads | G value heads] of `width`.
+struct GQALayer {
+  Weight qkv, o;
+  const float *q_norm, *k_norm, *table, *sinks;  // norms of each head, or null; sinks [H] or null
+  int64_t heads, key_heads, width, rotary;
+  int32_t interleaved;
+  float eps, scale;
+};
+
+// Keys and values [slots, G, width], strides in stored elements; `form` as in fp8.h.
+struct HeadCaches {
+  void *k, *v;
+  int64_t k_row, k_head, v_row, v_head;
+  int64_t form;
+};
+
 // Where all layers count expert choices; null: no counting. The first layer zeroes `unclear` bytes.
 struct CountCell {
   int32_t* counts;
@@ -68,5 +84,8 @@ class Arrays {
 API void moe_mla_layer(int is_bf16, const moe::MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
                        const int64_t* positions, const int64_t* slots, int form, void* cache,
                        int64_t cache_row, const moe::Queries* queries, void* out);
+API void moe_gqa_layer(int is_bf16, const moe::GQALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
+                       const int64_t* positions, const int64_t* slots, const moe::HeadCaches* caches,
+                       const moe::Queries* queries, void* out);
 API void moe_moe_layer(int is_bf16, const moe::MoELayer* layer, const void* x, int64_t ldx, int64_t tokens,
                        int64_t hidden, void* out, int32_t* chosen);

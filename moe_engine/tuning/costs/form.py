@@ -20,6 +20,7 @@ class Form:
         redundant: copies of experts besides the routed ones.
         overlap: two batches overlap products and messages (two-batch overlap).
         dense_whole: dense layers and shared experts are whole on every rank.
+        host_bytes: weights of a rank that every step copies from host memory (--cpu-offload-gb).
     """
 
     ranks: int
@@ -29,6 +30,7 @@ class Form:
     redundant: int = 0
     overlap: bool = False
     dense_whole: bool = False
+    host_bytes: int = 0
 
     @property
     def attn_tp(self) -> int:

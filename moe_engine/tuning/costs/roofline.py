@@ -47,6 +47,7 @@ class RooflineCost:
         self._collectives = Collectives(model, form, cluster, share)
         self._all_to_all = AllToAll(model, form, cluster)
         self._launches, self._host = Launches(model, share), Host(share)
+        self._bus_s = form.host_bytes / cluster.gpu.bus_bytes_per_s
         self._form, self._deviation, self._layers = form, deviation, model.layers
         self._skew = expected_skew(model.num_experts, form) if form.travels else 1.0
 
@@ -81,4 +82,6 @@ class RooflineCost:
         }  # fmt: skip
         if self._deviation != 1.0:
             by = {name: seconds * self._deviation for name, seconds in by.items()}
+        if self._bus_s:  # weights are copied while the step computes
+            by["bus"] = max(0.0, self._bus_s - sum(by.values()))
         return StepCost(sum(by.values()), by)

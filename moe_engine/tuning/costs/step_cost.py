@@ -33,7 +33,8 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step, and of each resource in it: hbm, flops, all_to_all, all_reduce, launches, host."""
+    """Seconds of a step, and of each resource in it: hbm, flops, all_to_all, all_reduce, launches, host; with weights
+    in host memory also bus, the wait for their copies."""
 
     seconds: float
     by_resource: dict[str, float] = field(default_factory=dict)

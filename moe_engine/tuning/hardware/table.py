@@ -16,6 +16,8 @@ from moe_engine.planning.machine import Machine
 
 FOLDER = Path(__file__).parent
 T = TypeVar("T")
+PCIE_BYTES_PER_S = 5.5e10
+"""PCIe 5.0 with 16 lanes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class GpuFacts:
         link_bytes_per_s, link_latency_us: to another GPU of the node.
         domain_size: GPUs that reach each other by NVLink.
         network: the interconnect between domains unless another is given.
+        bus_bytes_per_s: from host memory.
         relative_flops: share of the peak that large products reach, over that of an H100.
     """
 
@@ -45,6 +48,7 @@ class GpuFacts:
     graph_node_us: float
     eager_launch_us: float
     flops: Mapping[str, float]
+    bus_bytes_per_s: float = PCIE_BYTES_PER_S
 
     def rate(self, dtype: str) -> float:
         """Operations a second; a dtype without units of its own runs in the next wider one. The peak of the data sheet,
@@ -141,7 +145,7 @@ def _read(path: Path, kind: type[T], flag: str) -> T:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{flag} {path}: cannot be read as TOML ({error})") from None
     names = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    required = {"bytes_per_s", "latency_us"} if kind is LinkFacts else set(names)
+    required = {"bytes_per_s", "latency_us"} if kind is LinkFacts else set(names) - {"bus_bytes_per_s"}
     if missing := sorted(required - raw.keys()):
         raise ConfigError(f"{flag} {path}: {missing[0]} is missing; {kind.__name__} has {', '.join(names)}")
     if extra := sorted(raw.keys() - names.keys()):

@@ -8,6 +8,12 @@ from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.hardware.table import Cluster
 
 OURS = "moe-engine"
+GB = 1 << 30
+
+
+def host_bytes(args: EngineArgs) -> int:
+    """Weights of a rank that every step copies from host memory, at most."""
+    return int(args.memory.cpu_offload_gb * GB)
 
 
 def given_form(args: EngineArgs, cluster: Cluster, engine: str = OURS) -> tuple[Form, int]:

@@ -20,7 +20,7 @@ TAIL = 4.6
 RARE = 0.01
 NAMES = {
     "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce",
-    "launches": "launches", "host": "host",
+    "launches": "launches", "host": "host", "bus": "copies of weights",
 }  # fmt: skip
 
 
@@ -50,11 +50,14 @@ class Predictor:
     Args:
         acceptance: chance that a draft token is accepted if those before it were.
         dtype: of the experts' weights.
+        host_bytes: `Form.host_bytes` of every form.
     """
 
     def __init__(
-        self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = 0.8
-    ) -> None:
+        self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = 0.8,
+        host_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        self.host_bytes = host_bytes
         self.facts, self.cluster, self.share, self.dtype, self.acceptance = facts, cluster, share, dtype, acceptance
         self._costs: dict[tuple[Form, str], tuple[RooflineCost, float]] = {}
 
@@ -63,7 +66,8 @@ class Predictor:
         key = (form, kv)
         if key not in self._costs:
             precision = precision_of(self.dtype, kv)
-            plain = dataclasses.replace(form, redundant=0, overlap=False)
+            plain = dataclasses.replace(form, redundant=0, overlap=False, host_bytes=0)
+            form = dataclasses.replace(form, host_bytes=self.host_bytes)
             keys = deviation_keys(self.facts, precision, self.cluster.gpu_key, plain)
             model = RooflineCost(self.facts, form, precision, self.cluster, self.share, self.share.deviation(keys))
             self._costs[key] = model, self.share.deviation(keys, prompt=True)
