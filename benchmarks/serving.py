@@ -346,6 +346,7 @@ def _write(args: argparse.Namespace, values: dict[str, Any], answers: list[Answe
             "itls": [a.itl for a in answers],
             "generated_texts": [a.text for a in answers],
             "errors": [a.error for a in answers],
+            "phases": [a.phases for a in answers],
         }
     report.append_jsonl(Path(args.output_file or default_output_file(args)), record)
 

@@ -6,6 +6,10 @@ in turn; a figure is the median of the repeats, and `noise` the largest distance
 distance of the simulated figure from the median. With `--calibrations 2` a second calibration follows the real runs,
 and the simulated figure is the mean with both cost files: a machine that drifts counts with its mean.
 
+`--explain` prints for each run the phases of its requests (client's call, front end, queue, prefill, delivery, decode)
+and its steps by kind, as the server measured them and as the simulator has them: the phase that differs is the one
+whose model is wrong.
+
 A table is written beside the result file. On a quiet machine of two cores the command without options takes about ten
 minutes.
 """
@@ -20,7 +24,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, serving
+import httpx
+
+from benchmarks import report, serving, simulation_phases
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.server_process import ServerProcess
 from moe_engine.cli.main import main as command
@@ -73,9 +79,20 @@ def real(port: int, load: list[str], rate: float) -> dict[str, Any]:
     return serving.run(serving.parse_arguments(flags))[0]
 
 
-def simulated(flags: list[str], costs: Path, load: list[str], rate: float) -> dict[str, Any]:
+def explained(port: int, load: list[str], rate: float) -> dict[str, Any]:
+    """As `real`, with `phases` of the answers and `step_times` of the server."""
+    url = f"http://127.0.0.1:{port}/server_info"
+    before = simulation_phases.num_steps(httpx.get(url, timeout=60).json())
+    flags = ["--port", str(port), "--disable-tqdm", "--flush-cache", *load, "--request-rate", str(rate)]
+    values, answers = serving.run(serving.parse_arguments(flags))
+    steps = simulation_phases.step_times(httpx.get(url, timeout=60).json(), before)
+    return values | {"phases": [answer.phases for answer in answers], "step_times": steps}
+
+
+def simulated(flags: list[str], costs: Path, load: list[str], rate: float, details: bool = False) -> dict[str, Any]:
     out = costs.with_name("simulated.json")
     words = ["--cost-file", str(costs), "--output-file", str(out), "--disable-tqdm", "--request-rate", str(rate)]
+    words += ["--output-details"] * details
     with contextlib.redirect_stdout(io.StringIO()):
         code = command(["simulate", *words, *flags, *load])
     if code:
@@ -113,7 +130,7 @@ def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list
     costs = [calibrated(flags, folder / "before.json")]
     points: list[tuple[str, float, float, list[str]]] = []
     found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    with ServerProcess(flags) as server:
+    with ServerProcess([*flags, *["--record-step-times"] * args.explain]) as server:
         server.wait_ready()
         for load_name, shares in RUNS[name].items():
             load = [*LOADS[load_name], "--num-prompts", str(num_prompts)]
@@ -122,16 +139,31 @@ def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list
             points += [(load_name, share, round(share * capacity, 3), load) for share in shares]
         for _ in range(args.repeats):
             for load_name, share, rate, load in points:
-                found.setdefault((load_name, share), []).append(real(server.port, load, rate))
+                run = (explained if args.explain else real)(server.port, load, rate)
+                found.setdefault((load_name, share), []).append(run)
     if args.calibrations > 1:
         costs.append(calibrated(flags, folder / "after.json"))
     rows = []
     for load_name, share, rate, load in points:
-        figures = compared(found[load_name, share], [simulated(flags, path, load, rate) for path in costs])
+        runs = found[load_name, share]
+        ours = [simulated(flags, path, load, rate, args.explain) for path in costs]
+        figures = compared(runs, ours)
         about = {"model": model, "launch": name, "load": load_name, "share": share, "request_rate": rate}
         rows.append(about | figures)
         print(_line(rows[-1]), flush=True)
+        if args.explain:
+            print(_explanation(runs, ours), flush=True)
     return rows
+
+
+def _explanation(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    phases = [[phases for values in side for phases in values["phases"]] for side in (found, ours)]
+    # mean numbers of steps: as many repeats of one side as of the other
+    steps = [
+        [step for _ in range(len(other)) for values in side for step in values["step_times"]]
+        for side, other in ((found, ours), (ours, found))
+    ]
+    return f"{simulation_phases.phase_table(*phases)}\n{simulation_phases.step_table(*steps)}\n"
 
 
 def model_flags(model: str) -> list[str]:
@@ -204,6 +236,9 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3, help="repeats of each real run")
     parser.add_argument("--calibrations", type=int, choices=(1, 2), default=1, help="2: also after the real runs")
+    parser.add_argument(
+        "--explain", action="store_true", help="for each run, phases of requests and steps, real and simulated"
+    )
     report.add_result_options(parser)
     args = parser.parse_args()
     report.wait_until_quiet(args)

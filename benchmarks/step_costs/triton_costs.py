@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
-from moe_engine.kernels.experts.group_tiles import programs_per_sm
 
 FP32 = 4
 BF16 = 2
@@ -282,6 +281,9 @@ def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
 
 def _without_tile(a: Any, s: Setting, weight_rows: int) -> float:
     """Time of the programs of a grouped product that find no tile; `weight_rows` are rows of weights in a tile."""
+    # Triton: not before a process has chosen between its interpreter and its compiler
+    from moe_engine.kernels.experts.group_tiles import programs_per_sm
+
     assert s.hardware is not None
     if a.PAIRS or not s.routing.touched:
         return 0.0

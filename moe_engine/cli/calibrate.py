@@ -61,7 +61,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
     port = _free_port()
-    command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--record-step-times"]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -156,7 +157,7 @@ def _summary(costs: CostFile) -> str:
         f"prefill step, by tokens: {prompts}",
         f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a cached token before a prompt: "
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns; an answer outside "
-        f"the steps: {costs.answer_seconds * 1e3:.2f} ms; delay of a step by a new request: "
+        f"the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps longer by "
         f"{costs.arrival_seconds * 1e3:.2f} ms; the front end takes {costs.request_seconds * 1e3:.2f} ms for a request "
         f"and {costs.token_seconds * 1e6:.0f} us for a token, of several; a request waits "
         f"{costs.idle_seconds * 1e3:.2f} ms more for an idle engine, {costs.busy_seconds * 1e3:.2f} ms for a busy one",

@@ -81,7 +81,7 @@ def plan_workload(own: Mapping[str, Any], args: EngineArgs, hardware: str, as_js
     plot = Path(own["plot"]) if "plot" in own else None
     if plot is not None:
         check_plot(plot)
-    predictor, memory = _predictor(own, args, cluster)
+    predictor, memory = _predictor(own, args, cluster, workload)
     given = args.given & set(FORM_FLAGS)
     if given and concurrency is not None:
         found = _one(predictor, memory, args, workload, slo, concurrency)
@@ -99,7 +99,9 @@ def plan_workload(own: Mapping[str, Any], args: EngineArgs, hardware: str, as_js
     return 0
 
 
-def _predictor(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster) -> tuple[Predictor, RoomOf]:
+def _predictor(
+    own: Mapping[str, Any], args: EngineArgs, cluster: Cluster, workload: Workload
+) -> tuple[Predictor, RoomOf]:
     like = own.get("like", OURS)
     share = load_efficiency(like)
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
@@ -112,13 +114,27 @@ def _predictor(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster) -> tu
     _check_experts(args, facts, str(file))
     predictor = Predictor(facts, cluster, share, dtype, _acceptance(own), host_bytes(args))
     try:
-        memory: RoomOf = Memory(load_model_config(folder, overrides), cluster, args)
-    except MoeEngineError:
-        if like == OURS:
+        model = load_model_config(folder, overrides)
+        _check_length(workload, args.model.context_length or model.context_length)
+        memory: RoomOf = Memory(model, cluster, args)
+    except MoeEngineError as error:
+        if like == OURS or isinstance(error, _TooLongError):
             raise
         memory = EstimatedMemory(facts, cluster, dtype)
         print(f"note: {OURS} does not serve this model; memory is estimated as for {like}", file=sys.stderr)
     return predictor, memory
+
+
+class _TooLongError(ConfigError):
+    """A server would refuse the requests of the workload."""
+
+
+def _check_length(workload: Workload, longest: int) -> None:
+    if workload.longest > longest:
+        raise _TooLongError(
+            f"--workload {workload.text}: a request has up to {workload.longest} tokens, and the context length is "
+            f"{longest}; lower in, out, shared or turns"
+        )
 
 
 def _check_experts(args: EngineArgs, facts: ModelFacts, file: str) -> None:

@@ -74,6 +74,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
+    fleet.recorder.keeps_details = own.output_details
     began = time.perf_counter()
     with report.progress(workload.total, not own.disable_tqdm) as advance, _few_collections():
         outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
@@ -83,6 +84,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     print(report.remarks(values, outcome))
     if own.output_file:
         record = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
+        record |= report.details(outcome) if own.output_details else {}
         Path(own.output_file).write_text(json.dumps(record | values, indent=1) + "\n", encoding="utf-8")
     if own.plot:
         report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
@@ -148,6 +150,9 @@ def own_parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must be met")
     output.add_argument("--output-file", metavar="FILE.json", help="write the figures, keys as of bench serving")
+    output.add_argument(
+        "--output-details", action="store_true", help="also write every request's lengths and phases, and every step"
+    )
     output.add_argument("--plot", metavar="FILE.png", help="draw load, KV usage and throughput over time")
     output.add_argument(
         "--sample-seconds", type=float, default=1.0, help="simulated seconds between points of the plot"

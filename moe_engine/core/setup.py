@@ -88,7 +88,7 @@ def make_core(
         driver,
         transport,
         status,
-        StepReporter(config.logging.decode_log_interval),
+        StepReporter(config.logging.decode_log_interval, config.logging.record_step_times),
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
         worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),

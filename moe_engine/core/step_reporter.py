@@ -15,11 +15,21 @@ from moe_engine.types import StepResult
 
 logger = logging.getLogger("moe_engine")
 
+MAX_STEPS = 20_000
+
 
 class StepReporter:
-    """Counts tokens and steps; logs a line per prefill batch and one per `decode_log_interval` decode steps."""
+    """Counts tokens and steps; logs a line per prefill batch and one per `decode_log_interval` decode steps.
 
-    def __init__(self, decode_log_interval: int = 40) -> None:
+    Args:
+        record_steps: keeps the newest `MAX_STEPS` steps for `state`: requests that decoded, prompt tokens, prompts, and
+            seconds since the step before it, or since it was planned if the engine was idle.
+    """
+
+    def __init__(self, decode_log_interval: int = 40, record_steps: bool = False) -> None:
+        self._times: deque[tuple[int, int, int, float]] | None = deque(maxlen=MAX_STEPS) if record_steps else None
+        self._planned: deque[float] = deque()
+        self._last_end = 0.0
         self._interval = decode_log_interval
         self._facts: deque[PlanFacts | None] = deque()
         self._decodes = 0
@@ -34,6 +44,8 @@ class StepReporter:
         """A step was planned; logs it if it contains prefills."""
         self._facts.append(scheduler.last_facts)
         facts = scheduler.last_facts
+        if self._times is not None:
+            self._planned.append(time.monotonic())
         if facts is not None and facts.new_token:
             logger.info("%s", log_lines.prefill_line(facts))
 
@@ -44,6 +56,8 @@ class StepReporter:
         self._tokens += produced
         self._total_tokens += produced
         self._total_steps += 1
+        if self._times is not None:
+            self._record(self._times, facts)
         if facts is None or not facts.num_decodes:
             return
         self._decodes += 1
@@ -59,6 +73,7 @@ class StepReporter:
     def restart(self) -> None:
         """Drops the steps planned so far: they will have no result."""
         self._facts.clear()
+        self._planned.clear()
 
     def idle(self) -> None:
         """The core is idle: restarts the throughput interval, so that idle time does not count."""
@@ -66,8 +81,15 @@ class StepReporter:
             self._measure()
         self._since, self._tokens = time.monotonic(), 0
 
+    def _record(self, times: deque[tuple[int, int, int, float]], facts: PlanFacts | None) -> None:
+        now = time.monotonic()
+        began, self._last_end = max(self._planned.popleft(), self._last_end), now
+        if facts is not None:
+            times.append((facts.num_decodes, facts.new_token, facts.new_seq, now - began))
+
     def state(self) -> dict[str, Any]:
         return {
+            **({} if self._times is None else {"step_times": list(self._times)}),
             "last_gen_throughput": self.gen_throughput,
             "total_generated_tokens": self._total_tokens,
             "total_steps": self._total_steps,

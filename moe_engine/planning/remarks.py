@@ -46,10 +46,12 @@ OF_DISPATCH = ("deepep_mode", "deepep_version", "max_dispatch_tokens_per_rank")
 OF_GPUS = ("base_gpu_id", "gpu_id_step")
 
 PREFIXES = ("SGLANG_", "SGL_")
+READ = (DIRECTORY_VARIABLE, STORAGE_VARIABLE, "SGLANG_TORCH_PROFILER_DIR")
 VARIABLES = {
     "ENABLE_JIT_DEEPGEMM": "DeepGEMM is used if it is installed and can run; override it with --moe-runner-backend and "
     "--linear-backend",
     "DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "use --max-dispatch-tokens-per-rank",
+    "RECORD_STEP_TIME": "use --record-step-times",
     "DISABLE_SGL_KERNEL": "use --ops-backend",
     "SIMULATE_ACC_LEN": "use --speculative-simulated-accept-length",
 }
@@ -83,7 +85,7 @@ def unread_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     found = []
     for name in sorted(environ):
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
-        if prefix is None or name in (DIRECTORY_VARIABLE, STORAGE_VARIABLE):
+        if prefix is None or name in READ:
             continue
         instead = VARIABLES.get(name.removeprefix(prefix))
         found.append(f"environment variable {name}: moe-engine does not read it" + (f"; {instead}" if instead else ""))

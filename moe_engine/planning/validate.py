@@ -251,7 +251,7 @@ def _metric_labels(args: EngineArgs) -> Iterator[str]:
     labels: dict[str, Any] = json.loads(args.logging.extra_metric_labels)
     for name, value in labels.items():
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) or name.startswith("__") or name in METRIC_LABELS:
-            yield f"--extra-metric-labels: {name!r} is no name of a label, or one of the engine's own"
+            yield f"--extra-metric-labels: {name!r} is not the name of a label, or is one of the engine's own"
         elif not isinstance(value, str):
             yield f"--extra-metric-labels: the value of {name!r} must be a text, found {value!r}"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.scheduler.step_sums import Steps
 from moe_engine.types import Request
 
 
@@ -46,14 +47,17 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
     return max(min(limit, pages * page - page + 1), 0)
 
 
-def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request], int]) -> None:
-    """Plans `steps` decode steps, and applies the results of as many steps, the oldest of which is already in flight.
+def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_token: Callable[[Request], int]) -> None:
+    """Plans decode steps, and applies the results of as many steps, the oldest of which is already in flight.
 
     Args:
+        taken: the steps, with their seconds; the scheduler's clock shows the end of the last one.
+        contended: the last of them, during which requests waited.
         first_token: id of a request's next token; ids count up from it.
     """
-    table, kv_cache = scheduler.table, scheduler.kv_cache
+    table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
     record, decodes = scheduler._in_flight[0], table.decodes
+    table.sessions.decoded(len(decodes), taken, contended)
     kv_cache.retire(record.number + steps - 1)
     if not kv_cache.make_room(kv_cache.decode_need(decodes, steps)):
         raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")

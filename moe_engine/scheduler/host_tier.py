@@ -26,7 +26,7 @@ from moe_engine.types import KVLoad, KVOps, Request, Status
 MIN_LOAD = 10
 """Min length of a match that is loaded; shorter matches are computed (SGLang's load-back threshold)."""
 WRITE_TOKENS = 512
-"""About the tokens that write-through stores in a step, so that no step waits for copies."""
+"""Approximate number of tokens that write-through stores in a step, so that no step waits for copies."""
 WRITE_THROUGH = {"write_back": None, "write_through": "inserted", "write_through_selective": "reused"}
 """`--hicache-write-policy` -> nodes that are stored before they are evicted (`TieredCache.write_through`)."""
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 
+from moe_engine.scheduler.step_sums import MEMORY, SHORT_MEMORY, Steps, weights
+
 MAX_PAUSES = 256
-MEMORY = 1 / 256
-"""Weight of a new observation in means."""
-SHORT_MEMORY = 1 / 512
 PRIOR = 1e-3
 """Seconds that the first measurements outweigh."""
 PATIENCE = 4.0
@@ -41,6 +40,15 @@ class Line:
         self._x = self._x * keep + x
         self._y = self._y * keep + y
         self._xx = self._xx * keep + x * x
+        self._xy = self._xy * keep + x * y
+
+    def add_many(self, x: float, count: int, y: float) -> None:
+        """Adds `count` observations at one count; `y`: the weighted sum of their seconds (`Steps.weighted`)."""
+        keep, all_of = (1 - MEMORY) ** count, weights(1 - MEMORY, count)
+        self._w = self._w * keep + all_of
+        self._x = self._x * keep + x * all_of
+        self._y = self._y * keep + y
+        self._xx = self._xx * keep + x * x * all_of
         self._xy = self._xy * keep + x * y
 
     @property
@@ -77,6 +85,9 @@ class StepTimes:
         self._last, self._max_running = 0.0, max_running
         self._prefill, self._decode = Line(), Line()
         self._spare, self._total = 0.5 * PRIOR, PRIOR
+        self._decodes, self._fixed = 0, 0.0
+        """Requests of the steps since the last prompt or change, and the part of a step that did not depend on them
+        before."""
 
     def add(self, launched: float, now: float, prompt_tokens: int, decodes: int, contended: bool) -> None:
         """A step has ended. Steps in flight run one after the other.
@@ -90,10 +101,10 @@ class StepTimes:
             return
         spare = idle
         if not prompt_tokens:
+            spare += self._spare_of(decodes)
             self._decode.add(decodes, seconds)
-            if decodes < self._max_running:
-                spare += min(self._decode.at(0), seconds)
         else:
+            self._decodes = 0
             if decodes and self._decode.is_known:
                 seconds = max(seconds - self._decode.at(decodes), 0.0)
             self._prefill.add(prompt_tokens, seconds)
@@ -101,6 +112,27 @@ class StepTimes:
             keep = 1 - SHORT_MEMORY
             self._spare = self._spare * keep + spare
             self._total = self._total * keep + idle + seconds
+
+    def add_decodes(self, decodes: int, steps: Steps, contended: Steps, now: float) -> None:
+        """As `add` for steps of `decodes` requests without a pause, which ended at `now`.
+
+        Args:
+            contended: the last of the steps, during which requests waited.
+        """
+        if not steps.count:
+            return
+        self._last, spare = now, self._spare_of(decodes)
+        self._decode.add_many(decodes, steps.count, steps.weighted)
+        if contended.count:
+            keep = (1 - SHORT_MEMORY) ** contended.count
+            self._spare = self._spare * keep + spare * weights(1 - SHORT_MEMORY, contended.count)
+            self._total = self._total * keep + contended.recent
+
+    def _spare_of(self, decodes: int) -> float:
+        """Seconds of a decode step that more requests would not have made longer."""
+        if decodes != self._decodes:
+            self._decodes, self._fixed = decodes, self._decode.at(0)
+        return self._fixed if decodes < self._max_running else 0.0
 
     @property
     def per_token(self) -> float:
@@ -112,7 +144,7 @@ class StepTimes:
         """The value of compute in units of pool space: (1 - s) / s. The relative sensitivity s of the throughput to the
         space is the share of the time in which further requests would have run at no cost: idle time, and the part of
         decode steps that does not depend on their number."""
-        return (self._total - self._spare) / max(self._spare, 0.01 * self._total)
+        return max(self._total - self._spare, 0.0) / max(self._spare, 0.01 * self._total)
 
 
 class ReturnTimes:

@@ -29,6 +29,7 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.return_times import MEMORY, ReturnTimes, StepTimes
 from moe_engine.scheduler.session_growth import MAX_TURNS, Projection, ReturnShares, rounded
+from moe_engine.scheduler.step_sums import Steps
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request
 
@@ -126,6 +127,12 @@ class SessionHold:
         num_prompt = sum([end - start for start, end in spans.values()]) if spans else 0
         self.times.add(launched, now, num_prompt, num_decodes, waits)
 
+    def decoded(self, num_decodes: int, steps: Steps, contended: Steps) -> None:
+        """As `stepped` for several steps of the same requests up to now; `contended`: the last of them, during which
+        requests waited."""
+        if not self.is_off:
+            self.times.add_decodes(num_decodes, steps, contended, self._clock())
+
     def ended(self, request: Request, node: Node) -> None:
         """Records that a request has ended; its KV is cached up to `node`."""
         self._running.pop(request.rid, None)
@@ -197,7 +204,7 @@ class SessionHold:
             available: tokens of the pool that no running request has.
         """
         now = self._clock()
-        if not self._sessions:
+        if not self._sessions or not self.returns.pauses:  # no request has ever returned
             self._held, self._displaced, self._before, self._reserve = 0, 0, {}, 0.0
             return
         if now < self._next_plan:

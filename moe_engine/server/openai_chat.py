@@ -92,7 +92,7 @@ class ChatApi:
         tokenizer = self._state.tokenizer()
         if (top := max(ids)) >= tokenizer.vocab_size:
             raise InputError(
-                f"input_ids: {top} is no token id; the vocabulary has {tokenizer.vocab_size}", field="input_ids"
+                f"input_ids: {top} is not a token id; the vocabulary has {tokenizer.vocab_size}", field="input_ids"
             )
         return tokenizer.decode(ids, skip_special_tokens=False)
 

@@ -25,6 +25,8 @@ class Answer:
     """Empty if the server does not report them."""
     retractions: int = 0
     accept_length: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase (`moe_engine.tuning.phases`), where asked for."""
 
     @property
     def tpot(self) -> float | None:

@@ -11,13 +11,16 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import httpx
+
 from moe_engine.errors import MoeEngineError
+from moe_engine.tuning import mixed_probe
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.costs.measured import CostFile, Curve
+from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
 from moe_engine.tuning.native_client import CallOptions, ask_native
 from moe_engine.tuning.stats import mean, median
@@ -119,9 +122,10 @@ class Probes:
         answer = max(totals[0] - seconds[0] * (0.5 if self._limits.drafts else 1), 0.0)
         steps = Curve(prefill.counts, tuple(max(total - answer, 1e-6) for total in totals))
         delay, between = await self._arrivals(steps, short)
+        progress("requests beside each other")
         busy = max(await self._entry_beside_decodes(short) - entry, 0.0)
         most = decodes[max(decodes)]
-        return CostFile(
+        file = CostFile(
             {self._limits.drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
             steps,
             context_second=per_context,
@@ -136,6 +140,27 @@ class Probes:
             token_seconds=min(most.token_seconds, answer),
             acceptance=self._acceptance(),
         )
+        return replace(file, arrival_seconds=await self._beside_each_other(file))
+
+    async def _beside_each_other(self, file: CostFile) -> float:
+        """Seconds by which a request makes the steps longer (`mixed_probe`). With several schedulers, or a server that
+        does not record its steps: the delay of decodes."""
+        limits, costs = self._limits, MeasuredCosts(file)
+        async with httpx.AsyncClient(base_url=self._options.base_url, timeout=60) as client:
+            before = await _recorded(client)
+            if len(before) != 1 or before[0] is None:
+                return file.arrival_seconds
+
+            async def ask(prompt: int, answer: int) -> Stream:
+                return await self._ask(self._prompt(prompt), answer)
+
+            most = min(limits.max_input // 2, limits.pool // 8)
+            count = await mixed_probe.run(ask, mixed_probe.rate_of(costs, limits.drafts), most, self._rng)
+            after = await _recorded(client)
+        assert after[0] is not None
+        number, steps = after[0]
+        new = steps[max(len(steps) - (number - before[0][0]), 0) :]
+        return mixed_probe.excess(new, costs, limits.drafts, count)
 
     def _row_counts(self) -> list[int]:
         limits, groups = self._limits, self._limits.num_groups
@@ -307,6 +332,12 @@ class Probes:
             expected = sum(rate ** (i + 1) for i in range(drafts))
             low, high = (rate, high) if expected < mean else (low, rate)
         return (round(low, 6),) * drafts
+
+
+async def _recorded(client: httpx.AsyncClient) -> list[tuple[int, list[mixed_probe.Step]] | None]:
+    """Number of steps so far, and the recorded ones, of each scheduler; None: it records none."""
+    states = (await client.get("/server_info")).raise_for_status().json().get("internal_states") or []
+    return [(state["total_steps"], state["step_times"]) if "step_times" in state else None for state in states]
 
 
 def ascending(values: Sequence[float]) -> list[float]:

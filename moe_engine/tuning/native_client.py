@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.tuning import event_stream
+from moe_engine.tuning import event_stream, phases
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest
 
@@ -112,6 +112,7 @@ async def ask_native(
         **options.extra_body,
     }
     body["text" if isinstance(request.prompt, str) else "input_ids"] = request.prompt
+    last: dict[str, Any] = {}
     if request.images:
         body["image_data"] = list(request.images)
     if request.lora is not None:
@@ -132,8 +133,12 @@ async def ask_native(
         answer.prompt_len = meta.get("prompt_tokens", answer.prompt_len)
         answer.accept_length = meta.get("spec_accept_length", answer.accept_length)
         count: int = meta.get("completion_tokens", 0) - answer.output_len
+        if "e2e_latency" in meta:
+            last.update(meta)
         if seen is not None:
             seen(meta, count)
         return count
 
-    return await ask(request, options, "/generate", body, read)
+    answer = await ask(request, options, "/generate", body, read)
+    answer.phases = phases.measured(answer, last, time.time() - time.perf_counter())
+    return answer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.scheduler.return_times import MEMORY, Line, ReturnTimes, StepTimes
+from moe_engine.scheduler.return_times import Line, ReturnTimes, StepTimes
+from moe_engine.scheduler.step_sums import MEMORY, StepSums
 from tests.examples import examples
 
 PAUSES = st.lists(st.floats(0.01, 50.0), min_size=1, max_size=20)
@@ -106,3 +108,26 @@ def test_overlapped_steps_are_not_counted_twice() -> None:
     for step in range(50):  # each is planned when the previous step starts
         times.add(max(step - 1, 0) * 0.1, (step + 1) * 0.1, 0, 1, contended=True)
     assert math.isclose(times._total, 5.0, rel_tol=0.1)
+
+
+def test_steps_at_once_equal_steps_one_by_one() -> None:
+    rng = random.Random(random.getrandbits(32))
+    single, several, sums, now = StepTimes(8), StepTimes(8), StepSums(), 1.0
+    for _ in range(30):
+        if rng.random() < 0.5:
+            launched, now, tokens, decodes = now, now + rng.uniform(0.01, 0.1), rng.randint(1, 100), rng.randint(0, 3)
+            for times in (single, several):
+                times.add(launched, now, tokens, decodes, contended=True)
+        decodes, marks = rng.randint(1, 9), [sums.mark()]
+        for contended in (False, True):
+            count, first, slope = rng.randint(0, 200), rng.uniform(0.01, 0.02), rng.choice([0.0, 1e-5])
+            for step in range(count):
+                launched, now = now, now + first + slope * step
+                single.add(launched, now, 0, decodes, contended)
+            if count:
+                sums.add(first, first + slope * (count - 1), count)
+            marks.append(sums.mark())
+        several.add_decodes(decodes, sums.since(marks[0]), sums.since(marks[1]), now)
+        assert math.isclose(several.price, single.price, rel_tol=1e-6, abs_tol=1e-9)
+        assert math.isclose(several.per_token, single.per_token, rel_tol=1e-6)
+        assert math.isclose(several._decode.at(5), single._decode.at(5), rel_tol=1e-6)

@@ -131,6 +131,11 @@ WRONG = [
     (["--hardware", "8xH200", "--workload", "in=5,outs=6"], r"unknown name outs \(did you mean out\?\)"),
     (["--hardware", "8xH200", "--workload", "in=5,in=6,out=1"], r"in is given twice"),
     (["--hardware", "8xH200", "--workload", "in=x,out=1"], r"in=x: give a number of tokens"),
+    (
+        ["--hardware", "8xH200", "--workload", "in=2000000,out=9"],
+        r"up to 2000009 tokens, and the context length is \d+;",
+    ),
+    ([*BASE, "--tp-size", "3"], r"no form of parallelism on 8 GPUs has these sizes; change or drop"),
     ([*BASE, "--slo", "itl=5"], r"itl=5: give a time above 0 with its unit"),
     ([*BASE, "--slo", "itl=-5ms"], r"itl=-5ms: give a time above 0"),
     ([*BASE, "--slo", "itl=1us"], r"--slo: no configuration of 8 GPUs meets it"),

@@ -52,6 +52,11 @@ def requests(rng: random.Random, count: int, rate: float, most_new: int = 200) -
     return Fixed(arrivals, count)
 
 
+def sessions(rng: random.Random, rate: float) -> Agents:
+    shape = AgentShape(turns=6, system_len=40, input_len=rng.choice([30, 200]), output_len=60, pause=1.0, groups=2)
+    return Agents(shape, arrival_times("poisson", rate / 3, rng), 15, seed=rng.getrandbits(32))
+
+
 def config(**changes: object) -> SchedulerConfig:
     values: dict[str, object] = {"num_slots": 64_000, "context_len": 4096, "max_rows": 64, "chunked_prefill_size": 2048}
     return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
@@ -87,7 +92,7 @@ def test_runs_of_decodes_equal_single_steps(example):
         enable_mixed_chunk=rng.random() < 0.3,
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
-        session_hold=0.0,  # learns from the times of single steps, of which a run shows only some
+        session_hold=rng.choice([0.0, None, None, 1.0]),
     )
     experts = None
     if rng.random() < 0.5:
@@ -102,13 +107,15 @@ def test_runs_of_decodes_equal_single_steps(example):
     count, rate = rng.randint(20, 80), rng.choice([5.0, 20.0, 60.0])
     fleet_spec = FleetSpec(spec, num_replicas, **work)
     found = []
+    turns = rng.random() < 0.5  # sessions of several turns, whose KV is held
     for exact in (True, False):
         one = replace(fleet_spec, replica=replace(spec, exact=exact))
-        found.append(simulate(one, requests(random.Random(seed), count, rate))[1])
+        load = sessions(random.Random(seed), rate) if turns else requests(random.Random(seed), count, rate)
+        found.append(simulate(one, load)[1])
     single, runs = found
     assert runs.retractions == single.retractions and runs.num_steps == single.num_steps
     for a, b in zip(summary(single), summary(runs)):
-        assert a[:4] == b[:4] and a[4:] == pytest.approx(b[4:], abs=1e-4)
+        assert a[1:4] == b[1:4] and (a[0], *a[4:]) == pytest.approx((b[0], *b[4:]), abs=1e-4)
     ours, theirs = runs.recorder.gaps.distribution("x"), single.recorder.gaps.distribution("x")
     assert runs.recorder.gaps.num_gaps == single.recorder.gaps.num_gaps
     assert ours["mean_x_ms"] == pytest.approx(theirs["mean_x_ms"], rel=1e-3)

@@ -208,6 +208,7 @@ def test_simulate_command(tmp_path, capsys):
         (["--cost-file", "COSTS", "--dataset-name", "sharegpt"], "--dataset-path"),
         (["--cost-file", "COSTS", "--arrivals", "gamma"], "--request-rate"),
         (["--cost-file", "COSTS", "--goodput", "x:1"], "--goodput"),
+        (["--cost-file", "COSTS", "--output-details"], "--output-file FILE.json"),
         (["--cost-file", "nowhere.json"], "nowhere.json"),
         (["--cost-file", "COSTS", "--no-such-flag"], "--no-such-flag"),
     ],

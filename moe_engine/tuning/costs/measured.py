@@ -44,8 +44,8 @@ class CostFile:
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
         request_seconds, token_seconds: time between two requests, and between two tokens, of a front end that has
         several to process. `answer_seconds` contains one of each.
-        arrival_seconds: delay of the running step by an arriving request: the part of that work that takes cores from
-        the steps.
+        arrival_seconds: time that a request adds to the steps that run beside it: the part of its work outside the
+        steps that takes cores from them, and planning.
         idle_seconds: additional time of an answer to a request that finds the engine idle.
         busy_seconds: additional time until a request is read while steps take the cores of the front end.
         acceptance: chance that a draft at each position is accepted if those before it are.

@@ -84,6 +84,8 @@ class Search:
             apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.kv, self.kept)
             points += apart.run(gpus, model_path, refused)
             tried = len(points)
+        if not (points or refused or all_forms):
+            raise ConfigError(f"no form of parallelism on {gpus} GPUs has these sizes; change or drop the given flags")
         if not points:
             raise ConfigError(_nothing_fits(refused, gpus, self.predictor.cluster.gpu_key))
         met = [(c, p) for c, p in points if self._ratio(p) <= 1]

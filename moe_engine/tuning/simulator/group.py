@@ -15,8 +15,10 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_run import decode_run_limit, run_decodes
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
+from moe_engine.scheduler.step_sums import Steps, StepSums
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.recorder import Running
+from moe_engine.tuning.simulator.runs import Runs
 from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
 
 EOS = 0
@@ -41,6 +43,9 @@ class Group:
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
         self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = 0
+        self._run_began: Steps = Steps()
+        self._contended: Steps | None = None
+        """Begin of the steps of its run during which requests waited."""
         self._acceptance = list(acceptance)
         self._rng = random.Random(seed)
         self._plans: list[tuple[StepPlan, list[Request]]] = []
@@ -65,7 +70,7 @@ class Group:
             self.scheduler.add(request)
         except InputError as error:
             return str(error)
-        self.running[rid] = running
+        self.running[rid], running.request = running, request
         self.load_tokens += len(arrival.prompt_ids) + len(output_ids)
         self.load_uncomputed += running.uncomputed
         return None
@@ -73,9 +78,10 @@ class Group:
     def remove(self, rid: str) -> None:
         """Removes a request that has ended."""
         running = self.running.pop(rid)
-        arrival = running.arrival
         self.computed(running)
-        self.load_tokens -= len(arrival.prompt_ids) + arrival.output_len
+        request = running.request
+        if request is not None:  # its answer may be shorter than that of its arrival: the pool limits it
+            self.load_tokens -= len(request.prompt_ids) + len(request.output_ids)
 
     def computed(self, running: Running) -> None:
         """The prompt of a request has been computed."""
@@ -86,6 +92,12 @@ class Group:
     def is_idle(self) -> bool:
         """Whether it has no request and no step."""
         return not self.running and not self.scheduler.num_in_flight
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether it has no step while prompts are held back: nothing decodes."""
+        scheduler = self.scheduler
+        return scheduler.num_waiting > 0 and not scheduler.table.decodes
 
     # -- steps
 
@@ -152,10 +164,22 @@ class Group:
         kv_cache = self.scheduler.kv_cache
         return not kv_cache.slots.num_pending and not kv_cache.rows.num_pending
 
-    def end_run(self, steps: int) -> None:
+    def begin_run(self, rows: int, runs: Runs) -> None:
+        """Begins a run of `rows` requests with the next step of `runs`."""
+        self.run_rows, self.run_from, self._run_began = rows, runs.step, runs.sums.mark()
+        self._contended = self._run_began if self.scheduler.table.queue else None
+
+    def queued_in_run(self, sums: StepSums) -> None:
+        """Records that a request waits during the run."""
+        if self._contended is None:
+            self._contended = sums.mark()
+
+    def end_run(self, sums: StepSums) -> None:
         """Applies the steps of a run to the scheduler."""
-        if steps:
-            run_decodes(self.scheduler, steps, lambda request: request.seed + len(request.output_ids))
+        taken = sums.since(self._run_began)
+        if steps := taken.count:
+            waits = Steps() if self._contended is None else sums.since(self._contended)
+            run_decodes(self.scheduler, taken, waits, lambda request: request.seed + len(request.output_ids))
             self.load_tokens += self.run_rows * steps
             plan, sampled = self._plans[0]
             self._plans[0] = (_renumbered(plan, steps), sampled)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.gap_histogram import GapHistogram
+from moe_engine.tuning.phases import DECODE, DELIVERY, END, PREFILL, QUEUE, READ
 from moe_engine.tuning.simulator.workload import Arrival
+from moe_engine.types import Request
 
 
 @dataclass(slots=True)
@@ -20,6 +22,8 @@ class Running:
     first: float = 0.0
     last: float = 0.0
     group: int = -1
+    request: Request | None = None
+    """As its scheduler has it."""
     prompt: PromptBlocks | None = None
     uncomputed: int = 0
 
@@ -35,6 +39,10 @@ class Recorder:
     ended_at: float = 0.0
     retractions: int = 0
     refused: list[str] = field(default_factory=list)
+    keeps_details: bool = False
+    """Whether answers have their phases, and steps are kept."""
+    steps: list[tuple[int, int, float]] = field(default_factory=list)
+    """Requests that decoded, prompt tokens and seconds of each step, of all groups together."""
 
     def tokens(self, running: Running, count: int, now: float, delay: float = 0.0) -> None:
         """Records the arrival of `count` tokens of a request. `delay`: of a first token, by the front end."""
@@ -50,13 +58,30 @@ class Recorder:
     def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int, delay: float = 0.0) -> None:
         """Records the end of an answer. `delay`: of its last token, by the front end."""
         arrival = running.arrival
-        answer = Answer(len(arrival.prompt_ids), arrival.output_len, success=True, started=arrival.seconds)
+        count = arrival.output_len if running.request is None else len(running.request.output_ids)
+        answer = Answer(len(arrival.prompt_ids), count, success=True, started=arrival.seconds)
         answer.ttft = running.first - arrival.seconds + self.answer_seconds
         answer.latency = now + delay - arrival.seconds + self.answer_seconds
         answer.cached_tokens, answer.retractions = cached_tokens, retractions
+        if self.keeps_details and running.request is not None:
+            answer.phases = self._phases(running, answer, now)
         self.answers.append(answer)
         self.retractions += retractions
         self.ended_at = max(self.ended_at, now + delay + self.answer_seconds)
+
+    def _phases(self, running: Running, answer: Answer, now: float) -> dict[str, float]:
+        """The time outside the steps and the queues counts as delivery."""
+        request = running.request
+        assert request is not None
+        read, begun, first = running.entered - answer.started, request.first_scheduled, request.first_token_at
+        if begun is None or first is None:
+            return {}
+        queue = begun - request.queued_at
+        found = {READ: read, QUEUE: queue, PREFILL: first - running.entered - queue}
+        found[DELIVERY] = answer.started + answer.ttft - first
+        if answer.output_len > 1:
+            found[DECODE] = (now - first) / (answer.output_len - 1)
+        return found | {END: answer.latency - (now - answer.started)}
 
     def fail(self, running: Running, now: float, reason: str) -> None:
         """Records a request that ended without its answer."""

@@ -141,6 +141,7 @@ class Replica:
         self._busy.add(index)
         if index in self._runs.members:
             self._runs.wait(index, holds=True)
+            group.queued_in_run(self._runs.sums)
         elif index not in self._held:
             self._awake.add(index)
         return None
@@ -167,6 +168,10 @@ class Replica:
             group = self.groups[index]
             if group.is_idle:
                 self._awake.discard(index)
+                continue
+            if hold and not self.spec.exact and group.only_waits:
+                self._awake.discard(index)
+                self._held.add(index)
                 continue
             plan = group.plan(hold)
             while plan is NEEDS_RESULT:
@@ -217,6 +222,9 @@ class Replica:
         rows = sum(shape.decode_rows for shape in shapes)
         if self._runs.members:  # their shape has the rows of the busiest group
             rows += self._runs.total_rows - shapes[-1].decode_rows
+        if self._recorder.keeps_details:
+            tokens = sum(shape.prefill_tokens for shape in shapes)
+            self._recorder.steps.append((rows, tokens, cost.seconds))
         return _Flight(cost, begin + cost.seconds, pending, rows)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
@@ -296,7 +304,7 @@ class Replica:
         if limit < 1:
             return
         shape, waits = group.decode_shape(), group.scheduler.num_waiting > 0
-        group.run_rows, group.run_from = shape.decode_rows, self._runs.step
+        group.begin_run(shape.decode_rows, self._runs)
         self._runs.join(index, shape, limit, holds and waits, waits)
         self._awake.discard(index)
         flight.pending.discard(index)
@@ -308,7 +316,7 @@ class Replica:
         if steps:
             for request in group.scheduler.table.decodes:
                 group.running[request.rid].last = self._collected
-        group.end_run(steps)
+        group.end_run(self._runs.sums)
         self._runs.leave(index)
         self._awake.add(index)
         if self._flight is not None:
@@ -329,6 +337,7 @@ class Replica:
                 self._recorder.tokens(group.running[request.rid], 1, self.now)
         runs.fresh.clear()
         runs.step += 1
+        runs.sums.add(gap)
         self._count(gap, rows)
 
     def _count(self, gap: float, rows: int) -> None:
@@ -365,9 +374,12 @@ class Replica:
             for number in range(1, steps):
                 self._front.tokens(begin + number * gap, runs.total_rows)
         runs.step += steps - 1
+        runs.sums.add(first, last.seconds - (last.seconds - first) / (steps - 1), steps - 1)
         self._collected = self.now
         self._flight = _Flight(last, begin + total, flight.pending, runs.total_rows)
         self.num_steps += steps
+        if self._recorder.keeps_details:
+            self._recorder.steps += [(runs.total_rows, 0, total / steps)] * steps
         self.busy_seconds += total
         return True
 

@@ -32,6 +32,19 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
     }
 
 
+def details(outcome: Outcome) -> dict[str, Any]:
+    """Every request, with keys as of bench serving, and every step: requests that decode, prompt tokens, seconds."""
+    answers = sorted(outcome.recorder.answers, key=lambda answer: answer.started)
+    return {
+        "input_lens": [answer.prompt_len for answer in answers],
+        "output_lens": [answer.output_len for answer in answers],
+        "ttfts": [answer.ttft for answer in answers],
+        "errors": [answer.error for answer in answers],
+        "phases": [answer.phases for answer in answers],
+        "step_times": outcome.recorder.steps,
+    }
+
+
 def remarks(values: dict[str, Any], outcome: Outcome) -> str:
     """Values without a row in bench serving's table."""
     lines = [

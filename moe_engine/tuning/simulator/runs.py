@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_engine.scheduler.step_sums import StepSums
 from moe_engine.tuning.costs.step_cost import StepShape
 
 NEVER = 1 << 62
@@ -15,7 +16,7 @@ NEVER = 1 << 62
 
 class Runs:
     """Attributes:
-    step: steps that have passed, of all runs.
+    step: steps that have passed, of all runs. sums: their seconds.
     members: groups in a run. fresh: those whose run has no step yet.
     holding: members with waiting prompts, which leave when prompts may be computed.
     total_rows: requests that decode, of all members.
@@ -23,6 +24,7 @@ class Runs:
 
     def __init__(self, num_groups: int) -> None:
         self.step = self.total_rows = 0
+        self.sums = StepSums()
         self.members: set[int] = set()
         self.fresh: set[int] = set()
         self.holding: set[int] = set()

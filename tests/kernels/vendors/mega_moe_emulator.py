@@ -128,7 +128,7 @@ def _pre_dispatch(
 
 
 def _plain(data: Tensor, scales: Tensor, gran: int = 0) -> Tensor:
-    """float64 [E, N, K]; gran: rows of gate and up alternate by so many."""
+    """float64 [E, N, K]; gran: rows of gate and up that alternate."""
     if gran:
         pairs = data.view(torch.uint8).split(2 * gran, dim=1)
         halves = [torch.cat([pair[:, begin : begin + gran] for pair in pairs], 1) for begin in (0, gran)]
