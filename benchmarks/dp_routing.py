@@ -54,7 +54,7 @@ class Clients:
         rng = random.Random(self._seed)
         prefixes = [self._tokens(rng, 512) for _ in range(8)]
         tasks = []
-        for _ in range(round(96 * self._scale)):
+        for _ in range(round(192 * self._scale)):
             prompt = rng.choice(prefixes) + self._tokens(rng, 32)
             tasks.append(asyncio.create_task(self._send(prompt)))
             await asyncio.sleep(rng.expovariate(20.0))

@@ -36,9 +36,16 @@ def script(starts: Path) -> list[Scripted]:
     return [Scripted(f"r{i}", prompt, 6 + 3 * i, sampling=sampling, logprob=True) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("eagle3", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_captured_steps_accept_the_same_drafts(eagle3: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("eagle3", "topk"),
+    [(True, 1), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((False, 1), (True, 2), (False, 2)))],
+)
+def test_captured_steps_accept_the_same_drafts(
+    eagle3: bool, topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains and trees."""
     libraries.install()
+    nodes = DEPTH + 1 if topk == 1 else 5
     choose = worker.kernels_for
     monkeypatch.setattr(
         worker, "kernels_for", lambda *args: replace(choose(*args), attention=FA3GQA(fa3_emulator.module()))
@@ -54,7 +61,7 @@ def test_captured_steps_accept_the_same_drafts(eagle3: bool, tmp_path: Path, mon
     flags: dict[str, Any] = {
         "speculative_algorithm": "EAGLE3" if eagle3 else "EAGLE",
         "speculative_draft_model_path": str(tmp_path / "head"),
-        "speculative_num_steps": DEPTH, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": DEPTH + 1,
+        "speculative_num_steps": DEPTH, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes,
     }  # fmt: skip
     engine = InProcessEngine(
         tmp_path / "target", tmp_path / "board", device="cuda", dtype="bfloat16", page_size=1, max_total_tokens=512,
@@ -65,7 +72,7 @@ def test_captured_steps_accept_the_same_drafts(eagle3: bool, tmp_path: Path, mon
         assert why_drafts_are_not_captured(runner) is None
         expected = engine.run(requests)
         eager = engine.scheduler.stats().speculation
-        settings = GraphSettings((1, 3), counts=(1, DEPTH + 1))
+        settings = GraphSettings((1, 3), counts=(1, nodes), trees=topk > 1)
         assert capture_graphs(runner, settings) == settings.num_graphs
         assert runner.drafted is not None
         found = watched(engine, requests)
