@@ -100,6 +100,7 @@ def draft_parts(
         outputs=outputs,
         rule=_rule(step.config),
         catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
+        states=rows.states,
         trees=trees,
         trees_of=None if trees is None else _trees_of(runner, drafter, chains, trees, plan_in_place),
     )
