@@ -79,7 +79,10 @@ class ForwardBatch:
 
     @cached_property
     def state_rows(self) -> Tensor:
-        """The request row of each sequence [R] int64, in the order of the step's tokens: its index in state tensors."""
+        """The request row of each sequence [R] int64, in the order of the step's tokens: its index in state tensors.
+        Padding of a captured step has the row of no request."""
+        if self.stored_states is not None:
+            return self.stored_states.reads
         groups = (self.attention.decode, self.attention.prefill)
         rows = [queries.rows for queries in groups if queries is not None]
         return torch.cat(rows).long() if rows else self.slots[:0]

@@ -13,12 +13,16 @@ channels that the convolution reads for a key head, K taps. Source: Gated DeltaN
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from moe_engine.kernels.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,14 @@ class DeltaStates(NamedTuple):
     memory: Tensor  # [rows, Hv, Dk, Dv] float32
 
 
+class Chunks(NamedTuple):
+    """Long runs of a step in chunks, run after run; a state is stored after the last token of a chunk only."""
+
+    num: int
+    bounds: Tensor  # [num, 2] int32: first token of a chunk, and the token after its last one
+    firsts: Tensor  # [R + 1] int32: first chunk of each run, then num
+
+
 @dataclass(frozen=True)
 class StateRuns:
     """The runs of adjacent tokens of a step, in order: the row from which each reads its state, and the rows in which
@@ -87,6 +99,7 @@ class StateRuns:
     reads: Tensor  # [R] int64: rows
     stored: Sequence[Sequence[int]]
     rows: Tensor  # [T] int64: the row in which the state after a token is stored, -1: in none
+    _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -98,10 +111,38 @@ class StateRuns:
         return self.num_tokens == len(self.lens) and all(self.stored)
 
     @cached_property
+    def longest(self) -> int:
+        """Max tokens of a run; 0 without runs."""
+        return max(self.lens, default=0)
+
+    @cached_property
+    def shortest(self) -> int:
+        """Min tokens of a run; 0 without runs."""
+        return min(self.lens, default=0)
+
+    def chunks(self, shortest: int, size: int) -> Chunks:
+        """The runs of at least `shortest` tokens in chunks of at most `size`, cut where states are stored."""
+        if (shortest, size) not in self._chunks:
+            bounds: list[int] = []
+            firsts, begin = [0], 0
+            for count, stored in zip(self.lens, self.stored):
+                if count >= shortest:
+                    first = begin
+                    for last in dict.fromkeys((*stored, count)):
+                        for place in range(first, begin + last, size):
+                            bounds += (place, min(place + size, begin + last))
+                        first = begin + last
+                firsts.append(len(bounds) // 2)
+                begin += count
+            table, ends = _upload_both(self.starts.device, bounds, firsts)
+            self._chunks[shortest, size] = Chunks(firsts[-1], table.view(-1, 2), ends)
+        return self._chunks[shortest, size]
+
+    @cached_property
     def run_of(self) -> Tensor:
         """[T] int32: the run of each token."""
         device = self.starts.device
-        counts = torch.tensor(list(self.lens), device=device)
+        counts = _upload(device, list(self.lens))
         return torch.arange(len(self.lens), dtype=torch.int32, device=device).repeat_interleave(
             counts, output_size=self.num_tokens
         )
@@ -114,19 +155,31 @@ class StateRuns:
             tokens += [begin + place - 1 for place in stored]
             firsts.append(len(tokens))
             begin += count
-        both = torch.tensor([*firsts, *tokens], dtype=torch.int32).to(self.starts.device)
-        return both[len(firsts) :], both[: len(firsts)]
+        return _upload_both(self.starts.device, tokens, firsts)
 
     @classmethod
     def plain(cls, lens: Sequence[int], rows: Tensor) -> StateRuns:
         """Each run reads the state in its row, and stores the state after its last token there."""
-        starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        device = rows.device
         if all(count == 1 for count in lens):
-            return cls(lens, starts.to(rows.device), rows, [(1,)] * len(lens), rows)
-        at = torch.full((int(starts[-1]),), -1, dtype=torch.int64, device=rows.device)
-        starts = starts.to(rows.device)
+            starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
+            return cls(lens, starts, rows, [(1,)] * len(lens), rows)
+        starts = _upload(device, [0, *accumulate(lens)])
+        at = torch.full((sum(lens),), -1, dtype=torch.int64, device=device)
         at[starts[1:].long() - 1] = rows
         return cls(lens, starts, rows, [(count,) for count in lens], at)
+
+
+def _upload(device: torch.device, values: list[int]) -> Tensor:
+    """As int32."""
+    return upload(np.array(values, dtype=np.int32), device)
+
+
+def _upload_both(device: torch.device, first: list[int], second: list[int]) -> tuple[Tensor, Tensor]:
+    """Two lists in one copy, both aligned to 16 bytes, as compiled kernels expect."""
+    begin = -(-len(first) // 4) * 4
+    both = _upload(device, first + [0] * (begin - len(first)) + second)
+    return both[: len(first)], both[begin:]
 
 
 class DeltaKernel(Protocol):

@@ -1,8 +1,8 @@
-"""The gated delta net on a GPU: convolution, last inputs, delta rule and gated norm, a launch each.
+"""The gated delta net on a GPU: convolution with the last inputs, delta rule, gated norm.
 
-The delta rule of runs of up to `SHORT` tokens (decodes, verifications, short prompts) is one kernel whose programs keep
-a block of a state's columns in registers, token after token. Longer prompts take the chunks of the torch row between
-the other kernels.
+Runs of up to `SHORT` tokens (decodes, verifications) take a launch each: the programs of the delta rule keep a block of
+a state's columns in registers, token after token. Longer runs take chunks (`triton_chunks`), and their last inputs are
+stored by a launch of its own.
 
 Legend: as in `protocol`; S stored states of a step, BV columns of a value head of one program.
 """
@@ -18,13 +18,34 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
-from moe_engine.kernels.delta.reference import LENGTH_EPS, delta_rule, gates, row_of, split_heads, store_row
+from moe_engine.kernels.delta.reference import LENGTH_EPS
+from moe_engine.kernels.delta.triton_chunks import chunk_cases, run_chunks
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
-SHORT = 64
+SHORT = 16
+"""Longest run whose tokens the delta rule takes one after another."""
 _CHANNELS, _COLUMNS = 256, 32
 """Channels of a program of the convolution; columns of a value head of a program of the delta rule."""
+
+
+@triton.jit
+def _convolve(
+    qkvz, taken, tail, conv, head, channel, token, begin, read, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Channels of one token of a run that begins at token `begin`."""
+    live = channel < MIXED
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1) + tap
+        here = live & (channel * 0 + at >= begin)
+        new = tl.load(qkvz + at * stride + head * PROJECTED + channel, here, 0.0).to(tl.float32)
+        place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
+        old = tl.load(tail + place * MIXED + channel, live & ~here, 0.0).to(tl.float32)
+        total += (new + old) * tl.load(conv + (head * TAPS + tap) * MIXED + channel, live, 0.0)
+    out = total / (1.0 + tl.exp(-total))
+    tl.store(taken + (token * HEADS + head) * MIXED + channel, out.to(taken.dtype.element_ty), live)
 
 
 @triton.jit
@@ -35,42 +56,62 @@ def conv_kernel(
     """taken [T, HEADS, MIXED] = silu(convolution of the run's inputs after its tail). Grid (T, HEADS, MIXED/BLOCK)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    live = channel < MIXED
     run = tl.load(run_of + token)
-    begin, read = tl.load(starts + run), tl.load(reads + run)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = token - (TAPS - 1) + tap
-        here = (channel < MIXED) & (channel * 0 + at >= begin)
-        new = tl.load(qkvz + at * stride + head * PROJECTED + channel, here, 0.0).to(tl.float32)
+    begin, read = tl.load(starts + run).to(tl.int64), tl.load(reads + run)
+    _convolve(qkvz, taken, tail, conv, head, channel, token, begin, read, stride, HEADS, MIXED, PROJECTED, TAPS)
+
+
+@triton.jit
+def _store_tail(
+    qkvz, tail, head, channel, token, begin, read, target, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The last inputs after a token, line after line: `target` may be the row that the run reads, whose line is read
+    before it is overwritten, by the same thread."""
+    live = channel < MIXED
+    for line in tl.static_range(TAPS - 1):
+        at = token - (TAPS - 2) + line
+        here = live & (channel * 0 + at >= begin)
+        new = tl.load(qkvz + at * stride + head * PROJECTED + channel, here, 0.0)
         place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
-        old = tl.load(tail + place * MIXED + channel, live & ~here, 0.0).to(tl.float32)
-        total += (new + old) * tl.load(conv + (head * TAPS + tap) * MIXED + channel, live, 0.0)
-    out = total / (1.0 + tl.exp(-total))
-    tl.store(taken + (token * HEADS + head) * MIXED + channel, out.to(taken.dtype.element_ty), live)
+        old = tl.load(tail + place * MIXED + channel, live & ~here, 0.0)
+        line_out = (target * HEADS + head) * (TAPS - 1) + line
+        tl.store(tail + line_out * MIXED + channel, tl.where(here, new, old), live)
 
 
 @triton.jit
 def tail_kernel(
     qkvz, tail, stored, stored_starts, rows, starts, reads, stride,
-    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The last inputs after each stored token of a run, in order: the row that a run reads is stored last.
     Grid (R, HEADS, MIXED / BLOCK)."""
     run, head = tl.program_id(0), tl.program_id(1)
-    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    line = tl.arange(0, LINES)[:, None]
-    live = (channel < MIXED) & (line < TAPS - 1)
-    begin, read = tl.load(starts + run), tl.load(reads + run)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    begin, read = tl.load(starts + run).to(tl.int64), tl.load(reads + run)
     for index in range(tl.load(stored_starts + run), tl.load(stored_starts + run + 1)):
-        token = tl.load(stored + index)
-        at = token - (TAPS - 2) + line
-        new = tl.load(qkvz + at.to(tl.int64) * stride + head * PROJECTED + channel, live & (at >= begin), 0.0)
-        place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
-        old = tl.load(tail + place * MIXED + channel, live & (at < begin), 0.0)
-        target = (tl.load(rows + token) * HEADS + head) * (TAPS - 1) + line
-        tl.store(tail + target * MIXED + channel, tl.where(at >= begin, new, old), live)
+        token = tl.load(stored + index).to(tl.int64)
+        _store_tail(
+            qkvz, tail, head, channel, token, begin, read, tl.load(rows + token), stride, HEADS, MIXED, PROJECTED, TAPS
+        )
+
+
+@triton.jit
+def conv_update_kernel(
+    qkvz, taken, tail, conv, rows, starts, reads, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`conv_kernel` and `tail_kernel` in one launch, for short runs. Grid (R, HEADS, MIXED / BLOCK)."""
+    run, head = tl.program_id(0), tl.program_id(1)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    begin, read = tl.load(starts + run).to(tl.int64), tl.load(reads + run)
+    end = tl.load(starts + run + 1)
+    for token in range(begin, end):
+        _convolve(qkvz, taken, tail, conv, head, channel, token, begin, read, stride, HEADS, MIXED, PROJECTED, TAPS)
+    for token in range(begin, end):
+        row = tl.load(rows + token)
+        if row >= 0:
+            _store_tail(qkvz, tail, head, channel, token, begin, read, row, stride, HEADS, MIXED, PROJECTED, TAPS)
 
 
 @triton.jit
@@ -151,47 +192,33 @@ class TritonDelta:
         out = qkvz.new_empty(num, shape.value_heads, shape.value)
         if not num:
             return out.flatten(1)
-        blocks, stride = triton.cdiv(shape.mixed, _CHANNELS), stride_of(qkvz, 0)
-        conv_kernel[(num, shape.key_heads, blocks)](
-            qkvz, taken, states.tail, weights.conv, runs.run_of, runs.starts, runs.reads, stride,
-            **_conv_constants(shape), num_warps=4,
-        )  # fmt: skip
-        tail_kernel[(len(runs.lens), shape.key_heads, blocks)](
-            qkvz, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride,
-            **_conv_constants(shape), LINES=next_power_of_2(shape.taps - 1), num_warps=4,
-        )  # fmt: skip
+        blocks, stride, constants = triton.cdiv(shape.mixed, _CHANNELS), stride_of(qkvz, 0), _conv_constants(shape)
+        if runs.longest <= SHORT:
+            conv_update_kernel[(len(runs.lens), shape.key_heads, blocks)](
+                qkvz, taken, states.tail, weights.conv, runs.rows, runs.starts, runs.reads, stride, **constants,
+                num_warps=4,
+            )  # fmt: skip
+        else:
+            conv_kernel[(num, shape.key_heads, blocks)](
+                qkvz, taken, states.tail, weights.conv, runs.run_of, runs.starts, runs.reads, stride, **constants,
+                num_warps=4,
+            )  # fmt: skip
+            tail_kernel[(len(runs.lens), shape.key_heads, blocks)](
+                qkvz, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride, **constants,
+                num_warps=4,
+            )  # fmt: skip
         rule = _rule_constants(shape)
-        delta_kernel[(len(runs.lens), shape.value_heads, triton.cdiv(shape.value, rule["BLOCK_V"]))](
-            taken, ba, states.memory, out, weights.a_log, weights.dt_bias, runs.rows, runs.starts, runs.reads,
-            stride_of(ba, 0), **rule, num_warps=4,
-        )  # fmt: skip
-        if max(runs.lens) > SHORT:
-            _long_runs(taken, ba, weights, states.memory, runs, shape, out)
+        if runs.shortest <= SHORT:
+            delta_kernel[(len(runs.lens), shape.value_heads, triton.cdiv(shape.value, rule["BLOCK_V"]))](
+                taken, ba, states.memory, out, weights.a_log, weights.dt_bias, runs.rows, runs.starts, runs.reads,
+                stride_of(ba, 0), **rule, num_warps=4,
+            )  # fmt: skip
+        if runs.longest > SHORT:
+            run_chunks(taken, ba, weights, states.memory, runs, shape, out, SHORT + 1)
         gated_norm_kernel[(num, shape.value_heads)](
             out, qkvz, weights.norm, stride, weights.eps, **_norm_constants(shape), num_warps=1
         )
         return out.flatten(1)
-
-
-def _long_runs(
-    taken: Tensor, ba: Tensor, weights: DeltaWeights, memory: Tensor, runs: StateRuns, shape: DeltaShape, out: Tensor
-) -> None:
-    """The delta rule of runs of more than `SHORT` tokens, in chunks."""
-    begin = 0
-    for index, (count, stored) in enumerate(zip(runs.lens, runs.stored)):
-        own = slice(begin, begin + count)
-        if count > SHORT:
-            q, k, v = split_heads(taken[own], shape)
-            decay, beta = gates(ba[own], weights, shape)
-            state, first = row_of(memory, runs.reads, index), 0
-            for last in dict.fromkeys((*stored, count)):
-                part = slice(first, last)
-                found, state = delta_rule(q[part], k[part], v[part], decay[part], beta[part], state)
-                out[begin + first : begin + last] = found.to(out.dtype)
-                if last in stored:
-                    store_row(memory, runs.rows, begin + last - 1, state)
-                first = last
-        begin += count
 
 
 def _conv_constants(shape: DeltaShape) -> dict[str, Any]:
@@ -223,14 +250,18 @@ def delta_cases(label: str, shape: DeltaShape, dtype: torch.dtype = torch.bfloat
     inputs = {"qkvz": kind, "tail": kind, **places}
     conv = {**inputs, "taken": kind, "conv": "*fp32", "run_of": "*i32"}
     tail = {**inputs, "stored": "*i32", "stored_starts": "*i32", "rows": "*i64"}
+    update = {**inputs, "taken": kind, "conv": "*fp32", "rows": "*i64"}
     rule = {"taken": kind, "ba": kind, "out": kind, "rows": "*i64", **places}
     rule |= dict.fromkeys(("memory", "a_log", "dt_bias"), "*fp32")
     norm = {"x": kind, "qkvz": kind, "weight": "*fp32", "stride": "i32:16", "eps": "fp32"}
-    lines = {"LINES": next_power_of_2(shape.taps - 1)}
     return [
         AotCase(f"delta_conv_{name}", conv_kernel, conv, _conv_constants(shape), 4, 3, False),
-        AotCase(f"delta_tail_{name}", tail_kernel, tail, _conv_constants(shape) | lines, 4, 3, False),
+        AotCase(f"delta_tail_{name}", tail_kernel, tail, _conv_constants(shape), 4, 3, False),
+        AotCase(f"delta_conv_update_{name}", conv_update_kernel, update, _conv_constants(shape), 4, 3, False),
         AotCase(f"delta_rule_{name}", delta_kernel, rule, _rule_constants(shape), 4, 3, False),
+        *(
+            [] if dtype == torch.float32 else chunk_cases(name, shape, dtype)
+        ),  # float32 spills; no model is served in it
         AotCase(f"delta_norm_{name}", gated_norm_kernel, norm, _norm_constants(shape), 1, 3, False),
     ]
 

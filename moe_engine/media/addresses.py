@@ -21,6 +21,8 @@ from moe_engine.media.settings import MediaSettings
 MAX_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 CHUNK = 1 << 16
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""IPv4 addresses behind a gateway (RFC 6052)."""
 HEADERS = {"User-Agent": "moe-engine", "Accept": "image/*", "Accept-Encoding": "identity"}
 
 
@@ -118,6 +120,8 @@ def is_public(place: str) -> bool:
     address = ipaddress.ip_address(place.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
+        if inner is None and address in NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             address = inner
     return address.is_global and not address.is_multicast

@@ -27,6 +27,10 @@ MAX_MEMORY_BYTES = 8 << 30
 NICENESS = 5
 MAX_PIXELS = 1 << 27
 """Max pixels of a sent image; larger images are not decoded."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "AVIF", "JPEG2000")
+"""Formats that are decoded. Pillow knows others, of which some start programs (EPS: Ghostscript)."""
+_LESS = f"; send at most {MAX_PIXELS >> 20} megapixels"
+_TOO_LARGE = "needs too much memory; send a smaller image"
 
 
 class Processed(msgspec.Struct, array_like=True):
@@ -78,22 +82,27 @@ def _processed(processor: Any, data: bytes) -> Processed:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as opened:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            width, height = opened.size
-            if width * height > MAX_PIXELS:
-                return Processed(f"the image has {width} x {height} pixels; send at most {MAX_PIXELS >> 20} megapixels")
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+                width, height = opened.size
+                if width * height > MAX_PIXELS:
+                    return Processed(f"the image has {width} x {height} pixels{_LESS}")
+                image = ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError:
-        return Processed("is not an image of a known format")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return Processed(f"is not an image of a known format ({', '.join(FORMATS)})")
+    except Image.DecompressionBombError:
+        return Processed(f"the image has too many pixels{_LESS}")
+    except MemoryError:
+        return Processed(_TOO_LARGE)
+    except Exception as error:  # decoders raise errors of many classes for broken files
         return Processed(f"cannot be decoded as an image ({error})")
     try:
         found = processor(images=[image], return_tensors="np")
     except ValueError as error:
         return Processed(f"cannot be processed ({error})")
     except MemoryError:
-        return Processed("needs too much memory; send a smaller image")
+        return Processed(_TOO_LARGE)
     frames, rows, columns = (int(count) for count in found["image_grid_thw"][0])
     return Processed(None, (frames, rows, columns), found["pixel_values"].astype("float32").tobytes())
 

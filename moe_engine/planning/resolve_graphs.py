@@ -13,7 +13,6 @@ from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import ParallelPlan
-from moe_engine.planning.state_memory import NOT_CAPTURED
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
@@ -137,8 +136,6 @@ def why_not_captured(
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
     if model.pooling is not None:
         return resolve_pooling.NOT_CAPTURED
-    if model.state_groups:
-        return NOT_CAPTURED
     if resolve_lora.is_enabled(args):
         return resolve_lora.NOT_CAPTURED
     return None

@@ -22,7 +22,6 @@ from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.step_limits import StepLimits
 
 PADDING_ROWS = 1
-NOT_CAPTURED = "layers with a state for each request: a padded decode would change the state of a request"
 
 
 class StateInput(Protocol):

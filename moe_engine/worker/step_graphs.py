@@ -3,8 +3,8 @@
 A graph serves steps of `size` requests with `count` tokens each (several tokens to verify drafts). It reads static
 input buffers, to which a step's tensors are copied, and writes hidden states and logits to static output buffers (only
 hidden states if the logits would be too large at once). Smaller batches are padded: a padded token writes to slot 0,
-whose page no request owns, a padded request attends to the first slots of row 0, and their results are not read. All
-graphs share the buffers and one memory pool, so the largest is captured first.
+whose page no request owns, a padded request attends to the first slots of row 0 and has the state of no request, and
+their results are not read. All graphs share the buffers and one memory pool, so the largest is captured first.
 
 Legend: T tokens, R requests, D hidden, V vocabulary; maxima over all graphs unless stated otherwise.
 """
@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.attention.renewable import InPlacePlanner
+from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
@@ -37,6 +38,8 @@ from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.captured_groups import AttentionWindows, GroupPlans
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.kv_cache.state_pool import StatePool
+from moe_engine.worker.kv_cache.static_states import StaticStates
 
 logger = logging.getLogger("moe_engine")
 
@@ -80,17 +83,21 @@ class DraftCapture(Protocol):
 
 @dataclass(frozen=True)
 class _GraphEntry:
-    """A graph, its static queries, and its attention plans, which must be renewed before each replay."""
+    """A graph, its static queries, its attention plans, which must be renewed before each replay, and its runs of
+    states, whose memory the graph reads."""
 
     launches: CapturedGraph
     queries: PagedQueries
     plan: GroupPlans
+    states: StateRuns | None
 
 
 class _Inputs:
     """The static input buffers. Entries after the requests of a step are neutral padding."""
 
-    def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool) -> None:
+    def __init__(
+        self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None = None
+    ) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)
         """Context tokens of a padded request: its max number of query tokens."""
@@ -104,6 +111,7 @@ class _Inputs:
             self._of_tokens.append(self.window_slots)
         self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
         self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
+        self.states = None if states is None else StaticStates(states, requests, tokens, device)
         self._used = (0, 0)  # requests and tokens of the step before
 
     def fill(self, batch: StepBatch | None) -> None:
@@ -124,6 +132,9 @@ class _Inputs:
                 self.window_slots[:num_tokens].copy_(batch.windows.slots)
             self.rows[:num_requests].copy_(queries.rows)
             self.context_lens[:num_requests].copy_(queries.context_lens_device)
+        if self.states is not None:
+            stored = None if batch is None else batch.stored_states
+            self.states.fill(None if queries is None else queries.rows, stored, (used_requests, used_tokens))
         if used_tokens > num_tokens:
             for buffer in self._of_tokens:
                 buffer[num_tokens:used_tokens].zero_()
@@ -214,7 +225,7 @@ class StepGraphs:
         self._backend = backend
         self._outputs = outputs
         self._windows = windows
-        self._inputs = _Inputs(settings, stream, windows.table is not None)
+        self._inputs = _Inputs(settings, stream, windows.table is not None, rows.states)
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
@@ -269,7 +280,7 @@ class StepGraphs:
                 f"a decode step of {shape.size} requests cannot be captured as a CUDA graph: {error}; "
                 "use --disable-cuda-graph to serve without CUDA graphs"
             ) from error
-        self._graphs[shape] = _GraphEntry(launches, queries, plan)
+        self._graphs[shape] = _GraphEntry(launches, queries, plan, batch.stored_states)
         return True
 
     def _plan(self, batch: ForwardBatch) -> GroupPlans | None:
@@ -300,6 +311,7 @@ class StepGraphs:
             sizes=self._shared.even_sizes(tokens),
             windows=None if windows.table is None else WindowSlots(inputs.window_slots[:tokens], windows.table),
             real=inputs.real[:tokens],
+            stored_states=None if inputs.states is None else inputs.states.runs(size, count),
         )
 
     def _run(self, batch: ForwardBatch) -> None:

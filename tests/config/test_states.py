@@ -70,10 +70,9 @@ def test_the_radix_cache_is_disabled_with_its_reason(with_states) -> None:
     assert not [d for d in with_states(disable_radix_cache=True).decisions if d.name == "disable_radix_cache"]
 
 
-def test_decodes_are_not_captured(with_states) -> None:
+def test_decodes_are_captured(with_states) -> None:
     config = with_states(device="cuda")
-    assert not config.graphs.sizes and config.kernels.uncaptured.startswith("layers with a state for each request")
-    assert any("no CUDA graphs: layers with a state" in note for note in config.notes)
+    assert config.graphs.sizes and config.kernels.uncaptured is None
 
 
 def test_a_model_without_attention(with_states) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe_engine.media import addresses
 from moe_engine.media.addresses import MAX_REDIRECTS, MediaError, fetch, is_public
 from moe_engine.media.read import read_media
 from moe_engine.media.settings import MediaSettings
@@ -21,10 +22,11 @@ LOCAL = MediaSettings(allow_private_media_urls=True, max_media_mb=1, media_fetch
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind = self.path.strip("/")
-        self.send_response({"away": 302, "loop": 301, "elsewhere": 302, "absent": 404}.get(kind, 200))
-        if kind in ("away", "loop", "elsewhere"):
+        self.send_response({"away": 302, "loop": 301, "elsewhere": 302, "inside": 302, "absent": 404}.get(kind, 200))
+        if kind in ("away", "loop", "elsewhere", "inside"):
             other = f"http://localhost:{self.server.server_address[1]}/image"
-            self.send_header("Location", {"away": "/image", "loop": "/loop", "elsewhere": other}[kind])
+            places = {"away": "/image", "loop": "/loop", "elsewhere": other, "inside": "http://127.0.0.2:9/image"}
+            self.send_header("Location", places[kind])
         if kind == "announced":
             self.send_header("Content-Length", str(1 << 30))
         self.end_headers()
@@ -107,6 +109,7 @@ def test_refused_sources(address: str, words: str) -> None:
 
 def test_public_addresses() -> None:
     private = (
+        "64:ff9b::7f00:1",
         "10.1.2.3",
         "127.0.0.1",
         "::ffff:192.168.0.1",
@@ -118,6 +121,15 @@ def test_public_addresses() -> None:
     )
     assert not any(map(is_public, private))
     assert all(map(is_public, ("1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8")))
+
+
+def test_a_redirect_to_a_private_address(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host is public, its redirect names another one."""
+    monkeypatch.setattr(addresses, "is_public", lambda place: place == "127.0.0.1")
+    public = MediaSettings(media_fetch_timeout=60.0)
+    assert fetch(f"{root}/away", public) == b"pixels"
+    with pytest.raises(MediaError, match=r"127\.0\.0\.2 is a private address.*--allow-private-media-urls"):
+        fetch(f"{root}/inside", public)
 
 
 def test_data() -> None:

@@ -163,5 +163,5 @@ def test_all_attention_groups_run_the_same_forwards(rows_at_once: int) -> None:
 
 def test_the_log_says_why_drafts_wait(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="moe_engine"), pytest.raises(AssertionError):
-        drafting(GraphSettings((1,), counts=(1, 3)), topk=2)
-    assert "Drafts are not captured (trees: the host builds their masks" in caplog.text
+        drafting(GraphSettings((1,), counts=(1, 3)), topk=2, accept_threshold_single=0.5)
+    assert "Drafts are not captured (trees with acceptance thresholds: the host draws a number" in caplog.text

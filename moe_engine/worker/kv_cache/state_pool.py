@@ -1,7 +1,7 @@
 """State pool: the states of requests in layers without KV, addressed by request row. The scheduler assigns rows.
 
 A state begins as zeros when a request takes its row, or as a copy of the snapshot after its cached prefix. The row
-after those of requests is unused: a kernel that pads its sequences reads and writes there. Snapshots follow, for
+after those of requests is unused: padding of captured steps reads and writes there. Snapshots follow, for
 prefixes in the radix cache; the scheduler assigns their slots (`scheduler/state_kv_cache.py`). Then come the states of
 draft positions: a verification stores the state after each token, and the state after the last accepted token is kept.
 """
@@ -9,6 +9,7 @@ draft positions: a verification stores the state after each token, and the state
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,17 +106,23 @@ class StatePool:
 
     def positions(self, rows: np.ndarray, count: int) -> np.ndarray:
         """The rows of the pool [R, count] for the states after each of `count` tokens of rows [R] in a verification."""
-        return (self._first_position + rows * self._num_positions)[:, None] + np.arange(count)
+        return self.first_positions(rows)[:, None] + np.arange(count)
+
+    def first_positions(self, rows: Any) -> Any:
+        """The same for the first token of each row [R], an array or a tensor."""
+        return self._first_position + rows * self._num_positions
 
     def accept(self, rows: Tensor, counts: Tensor) -> None:
         """Keeps, for rows [D] int64, the state after their first counts[i] tokens of a verification."""
-        sources = self._first_position + rows * self._num_positions + counts - 1
+        self.move(self.first_positions(rows) + counts - 1, rows)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies states between rows of the pool, [D] int64 each."""
         for part in self._parts:
-            part.index_copy_(1, rows, part.index_select(1, sources))
+            part.index_copy_(1, targets, part.index_select(1, sources))
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
         sources, targets = self._stream.from_list([at for pair in pairs for at in pair], torch.int64).view(-1, 2).T
-        for part in self._parts:
-            part.index_copy_(1, targets, part.index_select(1, sources))
+        self.move(sources, targets)

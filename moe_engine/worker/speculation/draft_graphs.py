@@ -12,7 +12,7 @@ Legend: R requests, S drafts of each, K = S + 1, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.batch import Model
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
+from moe_engine.worker.kv_cache.state_pool import StatePool
+from moe_engine.worker.kv_cache.static_states import ChainStates
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
 from moe_engine.worker.speculation.tree_graphs import TreeDrafts, TreeParts, TreeRun
 from moe_engine.worker.step_graphs import (
@@ -40,9 +42,9 @@ from moe_engine.worker.step_graphs import (
 class DraftParts:
     """The parts from which the graphs of a rank are made.
 
-    `plan_in_place` plans verification. `kv`: of the model. `drafts_of` makes the drafts of a size. `catch_up`: computes
-    what captured drafts expect of rows, with the lower bounds of their lengths, or None. `trees`: drafts are trees,
-    whose drafter `trees_of` makes.
+    `plan_in_place` plans verification. `kv`, `states`: of the model. `drafts_of` makes the drafts of a size.
+    `catch_up`: computes what captured drafts expect of rows, with the lower bounds of their lengths, or None. `trees`:
+    drafts are trees, whose drafter `trees_of` makes.
     """
 
     model: Model
@@ -53,6 +55,7 @@ class DraftParts:
     outputs: StepOutputs
     rule: SimulatedAcceptance | Thresholds | None = None
     catch_up: Callable[[np.ndarray, Sequence[int], int], None] | None = None
+    states: StatePool | None = None
     trees: TreeParts | None = None
     trees_of: Callable[[ChainBuffers, TreeBuffers], TreeDrafts] | None = None
 
@@ -85,6 +88,9 @@ class ChainRun:
             windows=parts.chains.windows,
             window_slots=chain.window_slots.flatten(),
         )
+        self._states = None if parts.states is None else ChainStates(parts.states, chain.rows, shape.count)
+        if self._states is not None:
+            self._batch.forward = replace(self._batch.forward, stored_states=self._states.runs)
 
     @property
     def results(self) -> list[Tensor]:
@@ -107,11 +113,15 @@ class ChainRun:
         self._drafts.draft()
 
     def verify(self) -> None:
+        if self._states is not None:
+            self._states.find()
         self._parts.outputs.run(self._batch.forward)
 
     def follow(self) -> None:
         parts, chain = self._parts, self.verified
         parts.chains.kernels.accept(parts.chains.tables, chain, parts.rule)
+        if self._states is not None:
+            self._states.keep(chain.result[:, -1])
         hidden, _ = parts.outputs.of(chain.ids.numel(), chain.ids.numel())
         self._drafts.follow(hidden, self._batch.forward)
 

@@ -40,10 +40,10 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     if isinstance(drafter, MTPDrafter | StandaloneDrafter):
         if drafter.attention.capabilities.plan_in_place is None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
-    elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:
-        return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
         if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and any(runner.windows.windows):
             return "MTP layers of a model with sliding windows: their queries are planned by the model"
+    elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:
+        return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
     elif not isinstance(drafter, NgramDrafter):
         return f"drafts of {type(drafter).__name__} need the lengths on the host"
     if runner.rows.images is not None and runner.rows.images.has_axes:
@@ -100,6 +100,7 @@ def draft_parts(
         outputs=outputs,
         rule=_rule(step.config),
         catch_up=drafter.catch_up if isinstance(drafter, StandaloneDrafter) else None,
+        states=rows.states,
         trees=trees,
         trees_of=None if trees is None else _trees_of(runner, drafter, chains, trees, plan_in_place),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.delta import triton_delta
+from moe_engine.kernels.delta import triton_chunks, triton_delta
 from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
-from tests.kernels.reference.test_delta import compare
+from tests.kernels.reference.test_delta import compare, draw, kernel, recurrence, wide
 
 SHAPES = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 1, 20, 40, 2))
 
@@ -15,17 +15,34 @@ SHAPES = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 1, 20, 40, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decodes_drafts_and_prompts(shape: DeltaShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long and a short prompt with stored intermediate states, a decode, and drafts that all store their states."""
+    """Prompts of several chunks and of one, with stored intermediate states, a decode, and drafts that all store."""
     monkeypatch.setattr(triton_delta, "SHORT", 8)
-    long = 14
-    lens, reads = [1, 3, 5, long], [3, 0, 5, 1]
-    stored = [(1,), (1, 2, 3), (2, 5), (6, long)]
+    monkeypatch.setitem(triton_chunks.CHUNKS, dtype, 16 if dtype == torch.float32 else 32)
+    lens, reads = [1, 3, 50, 5, 14], [3, 0, 2, 5, 1]
+    stored = [(1,), (1, 2, 3), (20, 50), (2, 5), (6, 14)]
     rows = torch.full((sum(lens),), -1, dtype=torch.int64)
-    for token, row in ((0, 3), (1, 9), (2, 10), (3, 11), (5, 7), (8, 5), (9 + 5, 8), (9 + long - 1, 1)):
-        rows[token] = row
     starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    targets = ((3,), (9, 10, 11), (12, 2), (7, 5), (8, 1))
+    for begin, places, found in zip(starts.tolist(), stored, targets):
+        rows[[begin + place - 1 for place in places]] = torch.tensor(found)
     runs = StateRuns(lens, starts, torch.tensor(reads), stored, rows)
-    compare("triton", shape, runs, 12, dtype, 3e-5 if dtype == torch.float32 else 2e-2)
+    compare("triton", shape, runs, 13, dtype, 3e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_chunks_of_keys_that_are_alike(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of nearly the same direction, beta near 1 and little decay: the powers of A would exceed float32."""
+    shape, count = DeltaShape(1, 1, 16, 16, 2), 80
+    monkeypatch.setitem(triton_chunks.CHUNKS, torch.float32, size)
+    inputs, weights, states = draw(shape, count, 1, torch.float32)
+    inputs.qkvz[:, :32] = 1 + 0.01 * torch.randn(count, 32)
+    inputs.ba[:] = torch.tensor([6.0, -6.0])
+    weights.conv[:, :, :32].abs_()
+    expected, runs = wide(states), StateRuns.plain([count], torch.tensor([0]))
+    wanted = recurrence(wide(inputs), weights, expected, runs, shape)
+    got = kernel("triton").run(inputs, weights, states, runs, shape)
+    for found, right in ((got, wanted), (states.memory, expected.memory)):
+        assert torch.linalg.vector_norm(found.double() - right) <= 1e-4 * torch.linalg.vector_norm(right)
 
 
 def test_decodes() -> None:

@@ -17,6 +17,7 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.kernels.delta import triton_delta
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker import worker
@@ -159,6 +160,34 @@ def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert min(lens) <= 8 < max(lens)
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
+
+
+DELTA: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "num_mtp_layers": 1}
+
+
+@pytest.mark.parametrize("drafts", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "drafts"])
+def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-Next: captured decodes and captured steps with drafts read and store the states of their requests by rows
+    on the device. Steps with padding, prompts in chunks of the delta rule, cached prefixes."""
+    monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(triton_delta, "SHORT", 3)
+    path = agreeing_checkpoint("qwen3_next", tmp_path / "model", 5, **DELTA)
+    requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
+    flags = CHAIN | {"page_size": 1} if drafts else {}
+    both = {
+        "max_mamba_cache_size": 8,
+        "max_running_requests": 3,
+        "context_length": 24,
+        "chunked_prefill_size": 4,
+    } | flags
+    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and {len(step.plan.rows) for step in replayed} >= {1}
+    if drafts:
+        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
+    assert [wait for step in (replayed if drafts else found.steps) for wait in step.waits] == []
+    launched = set(kernels.launches)
+    assert launched >= {"conv_update_kernel", "delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
 
 
 def check_one_wait_a_step(run: Run) -> None:
