@@ -57,10 +57,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 gc.disable()  # during the collection of tests: there is no garbage, but a million objects to scan
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Objects of all test modules exist until the end: later collections skip them."""
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # with the interpreter's values collections take 6 % of the processor time
+    if several(session.config):  # with the interpreter's values collections take 6 % of the processor time
+        gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 

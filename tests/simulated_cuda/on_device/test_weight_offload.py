@@ -5,6 +5,7 @@ The simulated device finds a layer that reads its buffer before its copy, and a 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def test_a_mixture_has_the_tokens_and_the_memory_of_the_plan(tmp_path: Path) -> 
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=5, first_k_dense_replace=2)
     used, found = [], []
     for offload in (0.0, gb_of(path, 4)):
+        gc.collect()  # engines of earlier tests, and the one before
         MEMORY.collect()
         before = MEMORY.used[0]
         served = engine(path, tmp_path, cpu_offload_gb=offload, **NONE)
