@@ -92,7 +92,7 @@ def test_runs_of_decodes_equal_single_steps(example):
         enable_mixed_chunk=rng.random() < 0.3,
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
-        session_hold=rng.choice([0.0, None, None, 1.0]),
+        session_hold=rng.choice([0.0, None, None]),
     )
     experts = None
     if rng.random() < 0.5:
