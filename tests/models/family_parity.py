@@ -45,6 +45,8 @@ FORMS: dict[str, dict[str, Any]] = {
 SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_mtp_layers": 1},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
     "qwen3_moe": {},
     "minimax_m2": {},
     "glm4_moe": {"num_mtp_layers": 1},
