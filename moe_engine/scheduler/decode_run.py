@@ -37,8 +37,10 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         or kv_cache.window_room is not None
     ):
         return 0
-    if record.sampled != decodes or (waits and kv_cache.slots.num_pending):
+    if record.sampled != decodes:
         return 0
+    if kv_cache.slots.num_pending and (waits or kv_cache.slots.num_free < kv_cache.page_size * len(decodes)):
+        return 0  # the next step cannot use these slots yet, and would evict others
     limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
     if table.queue and not hold_prefill:
         limit = min(limit, scheduler.backoff.steps_left(table.num_released))
