@@ -69,12 +69,12 @@ class ChatApi:
         """Like `read`. `messages`, `offered`: with the fields that the types lack."""
         model = self._state.response_model(req.model)
         self._state.tokenizer()
-        offered = [_with_parameters(tool) for tool in offered]
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
         messages, images = take_images(self._state, messages)
         if req.input_ids is None:
-            prompt = render_prompt(self._state, messages, req, tools.offered, effort)
+            shown = [_with_parameters(tool) for tool in tools.offered]
+            prompt = render_prompt(self._state, messages, req, shown, effort)
         else:
             prompt = self._given_prompt(req.input_ids, images)
         inp = self._input(req, prompt)
@@ -172,7 +172,7 @@ class ChatApi:
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function without parameters may leave them out, but templates read them."""
+    """The tool as a template reads it: a function without parameters may leave them out in a request."""
     function = tool["function"]
     if function.get("parameters") is not None:
         return tool
