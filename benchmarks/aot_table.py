@@ -64,8 +64,7 @@ def run(
     if quick:  # large tiles run out of registers and shared memory first
         largest = {id(case.kernel): case for case in cases}
         cases = [case for case in cases if case is largest[id(case.kernel)]]
-    begin, end = (len(cases) * place // part[1] for place in (part[0], part[0] + 1))
-    jobs = jobs_of(cases[begin:end], archs, quick)
+    jobs = jobs_of(cases[part[0] :: part[1]], archs, quick)
     results = []
     for number, result in enumerate(compile_many(jobs, processes), 1):
         results.append(result)
