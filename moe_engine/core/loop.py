@@ -37,8 +37,11 @@ logger = logging.getLogger("moe_engine")
 IDLE_POLL_SECONDS = 0.2
 """Interval of an idle core's liveness updates in the shared status."""
 HANDOVER_SECONDS = 20e-6
-"""Pause of the loop after the first step of an idle engine. Without it this thread would keep the GIL while it computes
-masks and looks for another plan, and the worker's thread would start the forward only then."""
+"""Pause of the loop after the first step of an idle engine. Without it this thread would keep the GIL while it looks
+for another plan, and the worker's thread would start the forward only then."""
+MASKED_HANDOVER_SECONDS = 400e-6
+"""The same pause if the step has masks: this thread computes them while the forward runs, not while the worker's thread
+builds the batch. Without it the first token of a constrained request comes 0.2 ms later."""
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
 STORAGE_POLL_SECONDS = 0.02
@@ -253,7 +256,7 @@ class EngineCore:
             self._reporter.finished(result, self._scheduler.speculator)
             self._status.step_ended(plan.number)
         elif behind is not None and self._overlap:
-            time.sleep(HANDOVER_SECONDS)
+            time.sleep(MASKED_HANDOVER_SECONDS if behind[0].masked else HANDOVER_SECONDS)
         self._in_flight = behind
         if behind is not None and behind[0].masked:
             self._late_masks.send()
