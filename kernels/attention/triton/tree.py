@@ -21,6 +21,7 @@ from moe_engine.kernels.triton.launch import element
 
 _PART = 64
 """Channels of a part."""
+_STRIDES = [f"{x}_{y}" for x in ("q", "key", "value", "out") for y in ("stride", "head_stride")]
 
 
 @triton.jit(
@@ -34,7 +35,7 @@ def tree_kernel(
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q [T, H, W], keys [slots, G, W], values [slots, G, V]; out [T, H, V] and lse [T, H] of the context, `out` in place.
+    """q [T, H, W], keys [slots, G, W], values [slots, G, V]; out [T, H, V], in place, and lse [T, H] of the context.
 
     `scale` is the score scale times log2(e), `lse_scale` converts `lse` to base 2. Without context before the query
     tokens `out` and `lse` are not used.
@@ -128,10 +129,7 @@ def aot_cases() -> list[AotCase]:
         signature = {
             "q": kind, "keys": kind, "values": kind, "out": kind, "lse": "*fp32:1", "rows": "*i32:1",
             "starts": "*i32:1", "lens": "*i32:1", "table": "*i32", "visible": "*i64:1",
-            **{name: "i32:16" for name in (
-                "q_stride", "q_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
-                "out_stride", "out_head_stride",
-            )},
+            **dict.fromkeys(_STRIDES, "i32:16"),
             "lse_stride": "i32", "lse_head_stride": "i32", "table_stride": "i32:16", "scale": "fp32",
             "lse_scale": "fp32",
         }  # fmt: skip
