@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.layers import num_experts, num_shared
 from benchmarks.step_costs.models import draft_model, shortened
 from benchmarks.step_costs.roofline import Form
 
@@ -61,6 +62,7 @@ class Case:
         work += f"-tree{self.topk}" if self.topk > 1 else ""
         work += f"-threshold{self.threshold}" if self.threshold < 1 else ""
         rows += f"-{self.attention}" if self.attention != "auto" else ""
+        work += f"-C{self.context}" if self.prefill is None and self.context != 2048 else ""
         return f"{self.model}-{self.form.name}-{work}{rows}"
 
 
@@ -122,8 +124,8 @@ def _settings(case: Case) -> dict[str, Any]:
     from benchmarks.step_costs.costs import Routing, Setting
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
-    experts, top_k = case.config.get("n_routed_experts") or 0, case.config.get("num_experts_per_tok", 0)
-    shared = case.config.get("n_shared_experts") or 0 if case.form.ep == 1 else 0  # fused into the routed ones
+    experts, top_k = num_experts(case.config), case.config.get("num_experts_per_tok") or 0
+    shared = num_shared(case.config) if case.form.ep == 1 else 0  # fused into the routed ones
 
     def with_tokens(tokens: int) -> Setting:
         local = experts // case.form.ep
@@ -135,7 +137,7 @@ def _settings(case: Case) -> dict[str, Any]:
 
 def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
-    from benchmarks.step_costs import exchange_costs, triton_costs  # noqa: F401
+    from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
     from benchmarks.step_costs.recorder import Recorder
     from tests.simulated_cuda import install, memory, observer

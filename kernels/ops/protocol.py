@@ -93,6 +93,26 @@ class AddNormRoute(Protocol):
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm weights [Dh] float32 of each head of q and of k."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class GroupedRows(Protocol):
+    """The rows of grouped-query attention in one launch. Caches of FP8 records are not supported."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """q [T, H, Dh], and k and v [T, G, Dh], views of any row strides: `Ops.rms_norm` of q and k by `norms`,
+        `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q, contiguous; the arguments do not change."""
+
+
+@dataclass(frozen=True)
 class OpsCapabilities:
     """The optional parts of a row of ops; None: not supported."""
 
@@ -120,6 +140,8 @@ class OpsCapabilities:
     """(q, keys, kv_a, weight, eps, positions, table, slots, cache): MLA's absorbed query [T, H, C+R] in one launch with
     `Ops.write_latent` of the last seven: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated
     last R."""
+
+    grouped_rows: GroupedRows | None = None
 
 
 class Ops(Protocol):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.kernels.attention.triton.tree import add_tree
 from moe_engine.kernels.attention.vendors import trees
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
@@ -14,9 +13,10 @@ from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
-from tests.kernels.triton.launches import launches
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
+add_tree = pytest.importorskip("moe_engine.kernels.attention.triton.tree", reason="needs triton").add_tree
+launches = pytest.importorskip("tests.kernels.triton.launches", reason="needs triton").launches
 BF16 = torch.bfloat16
 LATENT, WIDTH = 512, 576
 MLA = {
