@@ -122,7 +122,7 @@ def layers_of(config: Mapping[str, Any]) -> list[tuple[int, Layer]]:
     return made
 
 
-def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, float]:
+def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, Any]:
     hidden = config["hidden_size"]
     if not moe:
         return {"dense": 3 * hidden * config["intermediate_size"], "gate": 0}

@@ -29,7 +29,8 @@ def _head_rows(
 ):  # fmt: skip
     """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, normed if NORM, the first TURNED ones rotated by
     the cosines at `table` [1, PAIRS]."""
-    kind, stored = source.dtype.element_ty, target.dtype.element_ty
+    kind: tl.constexpr = source.dtype.element_ty
+    stored: tl.constexpr = target.dtype.element_ty
     channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, PAIRS)[None, :]
     known, turned = live_row & (channel < WIDTH), live_row & (pair < TURNED // 2)
     row = tl.load(source + channel, known, 0.0)

@@ -169,12 +169,15 @@ def test_latent_attention_reads_each_record_once() -> None:
     """32 requests, 16 heads, 576 channels: 302 MB for 128 requests, and the operations of the roofline."""
     given = SimpleNamespace(
         rows=meta(128), q=meta(128, 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
-        partial=meta(64, 1, 16, 512, dtype=torch.float32), LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
+        partial=meta(64, 1, 16, 512, dtype=torch.float32), table=meta(128, 4096),
+        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
     )  # fmt: skip
     found = triton_costs.latent(given, SETTING)
     assert found.read == 128 * 16 * 576 * 2 + 128 * 2048 * (576 * 2 + 4)
     assert found.written == 128 * 16 * 512 * 2
     assert found.flops == {"bf16": 2 * 128 * 16 * 2048 * (576 + 512)}
+    given.table = meta(128, 1024)  # of a selection
+    assert triton_costs.latent(given, SETTING).flops == {"bf16": 2 * 128 * 16 * 1024 * (576 + 512)}
 
 
 def test_grouped_products_read_experts_with_tokens_and_valid_rows() -> None:
