@@ -74,17 +74,20 @@ class FileStorage:
 
     def _read(self, path: str, target: Buffer) -> bool:
         try:
-            with open(path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != len(target):
-                    return False
-                read = 0
-                while read < len(target):
-                    count = file.readinto(target[read:])
-                    if not count:
-                        return False
-                    read += count
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        try:
+            if os.fstat(file).st_size != len(target):
+                return False
+            read = 0
+            while read < len(target):
+                count = os.readv(file, [target[read:]])
+                if not count:
+                    return False
+                read += count
+        finally:
+            os.close(file)
         with contextlib.suppress(OSError):
             os.utime(path)  # used: removed last
         return True
@@ -109,16 +112,19 @@ class FileStorage:
     def _write(self, name: str, page: Buffer) -> None:
         path = self._path(name)
         temporary = f"{path}.{os.getpid()}-{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+            file = os.open(temporary, flags, 0o666)
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+            file = os.open(temporary, flags, 0o666)
         try:
-            with file:
+            try:
                 written = 0
                 while written < len(page):
-                    written += file.write(page[written:])
+                    written += os.write(file, page[written:])
+            finally:
+                os.close(file)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
