@@ -15,7 +15,6 @@ from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
 from tests.scheduler.traces import play_arrivals
 
-
 EVICTION = {"lru": "{}", "lfu": "{}", "slru": "{}", "priority": "{}", "tlru": '{"threshold": 20}'}
 
 
