@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from moe_engine.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_engine.scheduler.radix_cache import Node
-
 FLAG = "--radix-eviction-policy"
+
+
+class Leaf(Protocol):
+    """The part of a node (`radix_cache.Node`) that a policy reads."""
+
+    end: int
+    num_uses: int
+    urgency: float
+    longest: int
 
 
 class EvictionPolicy:
     """Order of eviction. A rank may fall only when a part of the node is evicted or its parent changes."""
 
-    def rank(self, node: Node) -> float:
+    def rank(self, node: Leaf) -> float:
         raise NotImplementedError
 
-    def keep(self, node: Node) -> int:
+    def keep(self, node: Leaf) -> int:
         """Length of the prefix that this rank keeps; the rest of the node is evicted with another rank."""
         return 0
 
 
 @dataclass(frozen=True)
 class LeastFrequentlyUsed(EvictionPolicy):
-    def rank(self, node: Node) -> float:
+    def rank(self, node: Leaf) -> float:
         return node.num_uses
 
 
@@ -41,7 +47,7 @@ class Segmented(EvictionPolicy):
 
     protected_threshold: int = 2
 
-    def rank(self, node: Node) -> float:
+    def rank(self, node: Leaf) -> float:
         return node.num_uses >= self.protected_threshold
 
 
@@ -49,7 +55,7 @@ class Segmented(EvictionPolicy):
 class ByPriority(EvictionPolicy):
     """Nodes of the least urgent requests first; a node has the priority of its most urgent request."""
 
-    def rank(self, node: Node) -> float:
+    def rank(self, node: Leaf) -> float:
         return node.urgency
 
 
@@ -62,14 +68,14 @@ class TailOptimized(EvictionPolicy):
     threshold: int = 0
     next_prompt_estimate: int = 0
 
-    def rank(self, node: Node) -> float:
+    def rank(self, node: Leaf) -> float:
         return -1 if node.end > self._needed(node) else 0
 
-    def keep(self, node: Node) -> int:
+    def keep(self, node: Leaf) -> int:
         needed = self._needed(node)
         return needed if node.end > needed else 0
 
-    def _needed(self, node: Node) -> int:
+    def _needed(self, node: Leaf) -> int:
         return max(0, node.longest + self.next_prompt_estimate - self.threshold)
 
 
