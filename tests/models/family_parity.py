@@ -53,8 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "minimax_m2": {},
     "glm4_moe": {"num_mtp_layers": 1},
+    "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_oss": {},
     "qwen3_next": {"num_mtp_layers": 1},
+    "qwen3_5_text": {"num_mtp_layers": 1},
+    "qwen3_5": {"num_mtp_layers": 1},
+    "qwen3_5_moe": {"num_mtp_layers": 1},
     "qwen2_vl": {},
     "qwen2_5_vl": {},
     "qwen3_vl": {},
@@ -62,8 +66,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "kimi_k25": {},
 }
 """Options of the checkpoints of the table."""
-IMAGE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+DENSE = ("qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families without experts."""
 ROW = re.compile(r"(\| (\w+) \| [^|]+ \|)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"

@@ -50,7 +50,7 @@ class Family:
 def text_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
     import transformers
 
-    make_checkpoint(kind, path, seed, **SHAPE | options)
+    make_checkpoint(kind.removesuffix("_text"), path, seed, **SHAPE | options)
     transformers.utils.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.eval()
