@@ -123,7 +123,8 @@ def plan_kernels(
     kv_dtypes: Sequence[str] = (),
     captured: bool = False,
 ) -> KernelPlan:
-    """The best plan: of all rows x page sizes x formats of the KV cache the one that can be captured, with the most preferred attention row.
+    """The best plan: of all rows, page sizes and formats of the KV cache the one that can be captured, with the most
+    preferred attention row.
 
     Args:
         asked: backend name by family; missing ones are ``auto``.

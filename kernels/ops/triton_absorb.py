@@ -109,8 +109,9 @@ def absorb(
     stored = cache if form == PLAIN else cache.view(torch.uint8)
     q, kv_a = with_contiguous_rows(q), with_contiguous_rows(kv_a)
     constants, grid = _plan(count, heads, nope, latent, table, form, q.dtype, deterministic)
+    written = out if query_dtype is None else out.view(torch.uint8)
     absorb_kernel[grid](
-        q, keys.contiguous(), out if query_dtype is None else out.view(torch.uint8), kv_a, weight, positions.reshape(-1), table.cos_sin, slots, stored, count,
+        q, keys.contiguous(), written, kv_a, weight, positions.reshape(-1), table.cos_sin, slots, stored, count,
         stride_of(q, 0), stride_of(q, 1), stride_of(kv_a, 0), stride_of(stored, 0), eps, **constants, num_warps=4,
     )  # fmt: skip
     return out

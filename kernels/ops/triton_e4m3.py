@@ -26,7 +26,7 @@ def unscaled_e4m3(values):
 @triton.jit
 def converted(values, KIND: tl.constexpr):
     """float32 values as elements of a tensor; a tensor of bytes holds e4m3."""
-    if KIND == tl.uint8:
+    if tl.uint8 == KIND:
         values = unscaled_e4m3(values)
     else:
         values = values.to(KIND)

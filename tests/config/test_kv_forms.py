@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.core.kv_transfer.schema import cache_schema, difference
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.vendors import probe
 from moe_engine.planning.prepare import prepare
@@ -64,3 +65,13 @@ def test_models_without_the_format_are_refused(tmp_path: Path) -> None:
             launch(tmp_path, 9, config, kv_cache_dtype=asked)
     assert launch(tmp_path, 9, sparse, kv_cache_dtype="fp8_ds_mla").kv_cache_dtype == "fp8_e4m3"
     assert launch(tmp_path, 9, sparse, kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
+
+
+def test_servers_of_different_forms_do_not_share_kv(tmp_path: Path) -> None:
+    prefill, decode = (
+        cache_schema(launch(tmp_path, 9, kv_cache_dtype=name)) for name in ("fp8_per_tensor", "fp8_ds_mla")
+    )
+    assert difference(prefill, prefill) is None
+    decode["cache"] = prefill["cache"]  # named before the widths
+    found = difference(prefill, decode)
+    assert found == "--kv-cache-dtype: prefill server fp8_per_tensor, decode server fp8_e4m3"

@@ -25,7 +25,10 @@ NEXTN = {
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome"}
 
 
-@pytest.mark.parametrize(("kv_dtype", "kernels"), [("fp8_e4m3", "cpu"), ("fp8_e5m2", "cpu"), ("fp8_e4m3", "torch"), ("fp8_per_tensor", "cpu")])
+@pytest.mark.parametrize(
+    ("kv_dtype", "kernels"),
+    [("fp8_e4m3", "cpu"), ("fp8_e5m2", "cpu"), ("fp8_e4m3", "torch"), ("fp8_per_tensor", "cpu")],
+)
 def test_capitals(kv_dtype: str, kernels: str, tmp_path: Path) -> None:
     engine = InProcessEngine(
         CHECKPOINT_DIR, tmp_path / "status", kv_cache_dtype=kv_dtype, max_total_tokens=4096, attention_backend=kernels

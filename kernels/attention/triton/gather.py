@@ -48,7 +48,7 @@ def gather_kernel(
     offset = tl.load(table_row + inside, whole, 0).to(tl.int64) * cache_stride
     live = whole[:, None] & (column < LATENT + ROTARY)[None, :]
     values = tl.load(cache + offset[:, None] + column[None, :], live, 0)
-    if KV_FORMAT == _RANGE or KV_FORMAT == _TENSOR:
+    if KV_FORMAT == _RANGE or KV_FORMAT == _TENSOR:  # noqa: SIM109 - constants of the compiler
         values = stored_values(values, KV_FORMAT, tl.float32)
     elif KV_FORMAT > 0:
         raw = stored_values(values, KV_FORMAT, tl.float32)
