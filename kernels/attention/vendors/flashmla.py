@@ -50,7 +50,7 @@ class _Dense:
     def of(
         cls, queries: PagedQueries, plan: StepPlan, new_schedule: Callable[[Tensor, int], tuple[Any, Any]]
     ) -> _Dense:
-        tree = None if queries.visible is None else Tree.of(queries)
+        tree = Tree.of(queries)
         paged = Paged.of(queries, PAGE, before=tree is not None)
         table, most = plan.get(queries, TABLE, lambda: paged.table), max(paged.query_lens)
         schedule = new_schedule(paged.kv_lens_device, most)
@@ -196,8 +196,7 @@ class FlashMLA(MergesChunks):
         if group.tree is None:
             return out
         keys = cache.unsqueeze(1)
-        own = group.tree.attend(q, keys, keys[..., :LATENT], scale)
-        return group.tree.merge(out, group.tokens(lse.transpose(1, 2)), *own)
+        return group.tree.add(out, group.tokens(lse.transpose(1, 2)), q, keys, keys[..., :LATENT], scale)
 
     def _descales(self, device: torch.device) -> dict[str, Tensor]:
         """Made by the first layer, before anything is captured."""
