@@ -105,9 +105,8 @@ class Probes:
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._file()
         found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
-        if found is None:
-            return file
-        return replace(file, arrival_seconds=min(found.arrival + found.end, self._most_arrival_seconds))
+        seconds = file.arrival_seconds if found is None else found.arrival + found.end
+        return replace(file, arrival_seconds=min(seconds, self._most_arrival_seconds))
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
