@@ -74,7 +74,7 @@ class FileStorage:
 
     def _read(self, path: str, target: Buffer) -> bool:
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO in its place would block
         except FileNotFoundError:
             return False
         try:
