@@ -13,7 +13,14 @@ from benchmarks.step_costs.models import shortened
 from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line
 from benchmarks.step_costs.session import Case, Recorded
 
-ATTENTION = {"latent_kernel", "expanded_kernel", "flash_attn_with_kvcache", "flash_attn_varlen", "paged_kernel"}
+ATTENTION = {
+    "latent_kernel",
+    "expanded_kernel",
+    "flash_attn_with_kvcache",
+    "flash_attn_varlen",
+    "paged_kernel",
+    "tree_kernel",
+}
 
 
 LAYER = "layer "
@@ -129,7 +136,7 @@ def times_of(section: str, repeats: Sequence[int]) -> int:
 def least_of(case: Case) -> roofline.Roofline:
     if case.prefill is not None:
         return roofline.prefill(case.config, case.form, case.hardware, case.prefill)
-    return roofline.decode(case.config, case.form, case.hardware, case.batch, case.context, case.mtp + 1)
+    return roofline.decode(case.config, case.form, case.hardware, case.batch, case.context, case.nodes)
 
 
 def time_of(lines: Iterable[Line], hardware: Hardware) -> float:

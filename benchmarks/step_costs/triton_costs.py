@@ -149,6 +149,17 @@ def merge_partials(a: Any, s: Setting) -> Cost:
     return Cost(partials * size(a.partial[:1]), size(a.out))
 
 
+@cost_of("tree_kernel")
+def tree(a: Any, s: Setting) -> Cost:
+    """Records of the tree's own tokens; the results over the context, read and written."""
+    tokens, heads = a.q.shape[:2]
+    records = tokens * a.keys.shape[1] * a.keys.element_size()
+    records *= a.WIDTH if a.values.data_ptr() == a.keys.data_ptr() else a.WIDTH + a.VALUE  # MLA: values are in the keys
+    rows = tokens * heads * a.VALUE * a.out.element_size()
+    flops = 2.0 * tokens * heads * a.BLOCK_N * (a.WIDTH + a.VALUE)
+    return Cost(size(a.q, a.lse, a.visible) + records + rows, rows, {"bf16": flops})
+
+
 @cost_of("expanded_kernel")
 def expanded(a: Any, s: Setting) -> Cost:
     """Causal: half of the pairs of query and key."""

@@ -20,6 +20,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.attention.triton.latent",
     f"{_FAMILIES}.attention.triton.merge",
     f"{_FAMILIES}.attention.triton.paged",
+    f"{_FAMILIES}.attention.triton.tree",
     f"{_FAMILIES}.delta.triton_delta",
     f"{_FAMILIES}.experts.triton_grouped_gemm",
     f"{_FAMILIES}.indexer.triton_keys",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.config.field import flag
-from moe_engine.config.values import parse_count
+from moe_engine.config.values import parse_count, parse_json_object
 
 MORE_POLICIES = "more schedule policies"
 CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
@@ -57,6 +57,20 @@ class SchedulingArgs:
         False, "Schedule a step only after the previous one has finished. Slower; for debugging."
     )
     disable_radix_cache: bool = flag(False, "Disable the radix cache (prefix cache): no prompt prefix is reused.")
+    radix_eviction_policy: str = flag(
+        "lru",
+        "KV that leaves the radix cache and the host-RAM tier first. lru: used longest ago; lfu: used least often; "
+        "slru: used once, then used longest ago; priority: of requests with the least priority; tlru: the end of long "
+        "conversations, as far as the next turn can compute it in time. Of equal ones that used longest ago.",
+        choices=("lru", "lfu", "slru", "priority", "tlru"),
+    )
+    radix_eviction_policy_config: str = flag(
+        "{}",
+        "JSON object with parameters of --radix-eviction-policy. slru: protected_threshold (2 uses). tlru: threshold "
+        "(tokens that a turn can compute in time) and next_prompt_estimate (tokens that a turn adds).",
+        metavar="JSON",
+        parse=parse_json_object,
+    )
     enable_priority_scheduling: bool = flag(
         False, "Order the waiting queue by request priority first; larger is more urgent. Works with fcfs and lof."
     )

@@ -23,6 +23,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
+from moe_engine.scheduler.eviction_policy import eviction_policy
 from moe_engine.tokenizer.chat_messages import BUILT_IN_TEMPLATES, refuse_reserved
 
 # field -> least value
@@ -123,6 +124,9 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
             f"--schedule-policy {policy} orders by cached prefixes, and --disable-radix-cache caches none; "
             "drop one of them"
         )
+    eviction_policy(scheduling.radix_eviction_policy, scheduling.radix_eviction_policy_config)
+    if scheduling.radix_eviction_policy != "lru" and scheduling.disable_radix_cache:
+        yield "--radix-eviction-policy orders the radix cache, --disable-radix-cache has none; drop one of them"
     if args.parallel.load_balance_method == "cache_aware" and scheduling.disable_radix_cache:
         yield "--load-balance-method cache_aware follows cached prefixes, --disable-radix-cache caches none; drop one"
     priorities = scheduling.enable_priority_scheduling or policy == "priority"

@@ -37,6 +37,8 @@ class SchedulerConfig:
     enable_mixed_chunk: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
+    radix_eviction_policy: str = "lru"
+    radix_eviction_policy_config: str = "{}"
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     priority_preemption_threshold: int = 10

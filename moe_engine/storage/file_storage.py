@@ -74,17 +74,20 @@ class FileStorage:
 
     def _read(self, path: str, target: Buffer) -> bool:
         try:
-            with open(path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != len(target):
-                    return False
-                read = 0
-                while read < len(target):
-                    count = file.readinto(target[read:])
-                    if not count:
-                        return False
-                    read += count
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        try:
+            if os.fstat(file).st_size != len(target):
+                return False
+            read = 0
+            while read < len(target):
+                count = os.readv(file, [target[read:]])
+                if not count:
+                    return False
+                read += count
+        finally:
+            os.close(file)
         with contextlib.suppress(OSError):
             os.utime(path)  # used: removed last
         return True
@@ -109,16 +112,19 @@ class FileStorage:
     def _write(self, name: str, page: Buffer) -> None:
         path = self._path(name)
         temporary = f"{path}.{os.getpid()}-{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+            file = os.open(temporary, flags, 0o666)
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+            file = os.open(temporary, flags, 0o666)
         try:
-            with file:
+            try:
                 written = 0
                 while written < len(page):
-                    written += file.write(page[written:])
+                    written += os.write(file, page[written:])
+            finally:
+                os.close(file)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -131,11 +137,14 @@ class FileStorage:
                 os.unlink(self._path(name))
 
     def clear(self) -> None:
-        for path, _, _ in list(self._files()):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        stuck = 0
+        for path, size, _ in list(self._files()):
+            if not _removed(path):
+                stuck += size
         with self._lock:
-            self._used = 0
+            self._used = stuck
+        if stuck:
+            raise OSError(f"{stuck / 1e9:.2f} GB of pages in {self._root} cannot be removed")
 
     def describe(self) -> dict[str, Any]:
         return {"directory": str(self._root), "used_bytes": self._used, "max_bytes": self._max_bytes}
@@ -148,14 +157,16 @@ class FileStorage:
         return f"{self._root}/{name[-2:]}/{name}{SUFFIX}"
 
     def _files(self) -> Iterator[tuple[str, int, float]]:
-        """(path, bytes, time of the last use) of all pages."""
-        for folder in os.scandir(self._root):
+        """(path, bytes, time of the last use) of all pages, incomplete ones included. Other files are not touched: the
+        folder may be one that the user has for other things too."""
+        for folder in _entries(self._root):
             if len(folder.name) != 2 or not folder.is_dir():
                 continue
-            for entry in os.scandir(folder.path):
+            for entry in _entries(folder.path):
                 with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat()
-                    yield entry.path, found.st_size, found.st_mtime
+                    if SUFFIX in entry.name and entry.is_file(follow_symlinks=False):
+                        found = entry.stat()
+                        yield entry.path, found.st_size, found.st_mtime
 
     def _make_room(self, num_bytes: int) -> bool:
         if num_bytes > self._max_bytes:
@@ -172,9 +183,27 @@ class FileStorage:
             for path, size, _ in files:
                 if used <= max(target, 0):
                     break
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                used -= size
+                if _removed(path):
+                    used -= size
             with self._lock:
                 self._used = used
             return used < before if full else used + num_bytes <= self._max_bytes
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder; none if it is gone or cannot be read."""
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def _removed(path: str) -> bool:
+    """Removes a file; False if it stays."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

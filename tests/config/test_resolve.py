@@ -141,6 +141,8 @@ def test_v3_on_a_large_machine(resolved):
         ({"schedule_policy": "dfs-weight", "disable_radix_cache": True}, ["dfs-weight", "--disable-radix-cache"]),
         ({"schedule_policy": "lpm", "enable_priority_scheduling": True}, ["--enable-priority-sched", "not with lpm"]),
         ({"schedule_low_priority_values_first": True}, ["--schedule-low-priority", "--enable-priority-scheduling"]),
+        ({"radix_eviction_policy": "lfu", "disable_radix_cache": True}, ["--radix-eviction", "--disable-radix-cache"]),
+        ({"radix_eviction_policy_config": {"threshold": 9}}, ["--radix-eviction-policy-config", "threshold", "lru"]),
         ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, ["--enable-mixed-chunk", "-size -1"]),
         ({"skip_tokenizer_init": True, "reasoning_parser": "deepseek-r1"}, ["--reasoning-parser", "--skip-tokenizer"]),
         ({"context_length": 4096}, ["--context-length 4096", "2048", "max_position_embeddings"]),

@@ -15,6 +15,8 @@ from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
 from tests.scheduler.traces import play_arrivals
 
+EVICTION = {"lru": "{}", "lfu": "{}", "slru": "{}", "priority": "{}", "tlru": '{"threshold": 20}'}
+
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
@@ -33,6 +35,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_mixed_chunk=draw(st.booleans()),
         schedule_conservativeness=draw(st.sampled_from([0.0, 0.1, 1.0, 2.0])),
         new_token_ratio_decay_steps=draw(st.sampled_from([10, 600])),
+        radix_eviction_policy=(eviction := draw(st.sampled_from(list(EVICTION)))),
+        radix_eviction_policy_config=EVICTION[eviction],
         disable_radix_cache=draw(st.sampled_from([False, False, False, True])),
         enable_priority_scheduling=policy in ("fcfs", "lof") and draw(st.booleans()),
         schedule_low_priority_values_first=draw(st.booleans()),

@@ -50,7 +50,7 @@ class _Group:
 
     @classmethod
     def of(cls, queries: PagedQueries, plan: StepPlan) -> _Group:
-        tree = None if queries.visible is None else Tree.of(queries)
+        tree = Tree.of(queries)
         paged = Paged.of(queries, before=tree is not None)
         return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree, queries.window)
 
@@ -146,7 +146,7 @@ class FA3MLA(MergesChunks, _Backend):
             return self._run(group, *parts, **options)
         out, lse = self._with_lse(group, *parts, **options)
         keys = cache.unsqueeze(1)
-        return group.tree.merge(out, lse, *group.tree.attend(q, keys, keys[..., :latent], scale))
+        return group.tree.add(out, lse, q, keys, keys[..., :latent], scale)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
@@ -203,7 +203,7 @@ class FA3GQA(_Backend):
         if group.tree is None:
             return self._run(group, q, *pages, softmax_scale=scale)
         out, lse = self._with_lse(group, q, *pages, softmax_scale=scale)
-        return group.tree.merge(out, lse, *group.tree.attend(q, k_cache, v_cache, scale))
+        return group.tree.add(out, lse, q, k_cache, v_cache, scale)
 
 
 def _refuse(reason: str | None) -> None:

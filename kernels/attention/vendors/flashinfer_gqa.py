@@ -5,7 +5,6 @@ Legend: T query tokens, H query heads, G KV heads, Dh head width.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,14 +98,13 @@ class FlashInferGQA:
         if tree is None:
             return planned.wrapper.run(q.contiguous(), pages)
         out, lse = planned.wrapper.run(q.contiguous(), pages, return_lse=True)  # lse [T, H] in base 2
-        own, own_lse = tree.attend(q, k_cache, v_cache, scale)
-        return tree.merge(out, lse * math.log(2), own, own_lse)
+        return tree.add(out, lse, q, k_cache, v_cache, scale, base_2=True)
 
     def _planned(self, plan: StepPlan, queries: PagedQueries, form: _Form) -> Planned:
         return plan.get(queries, form, lambda: self._new_plan(queries, form))
 
     def _new_plan(self, queries: PagedQueries, form: _Form) -> Planned:
-        tree = None if queries.visible is None else Tree.of(queries)
+        tree = Tree.of(queries)
         paged = Paged.of(queries, before=tree is not None)
         if self._wrappers is None:
             buffer = workspace(queries.rows.device)

@@ -138,8 +138,7 @@ class FlashInferMLA(MergesChunks):
             query=query, kv_cache=pages, out=out, return_lse=True, return_lse_base_on_e=True
         )  # [T, H]
         keys = cache.unsqueeze(1)
-        own, own_lse = tree.attend(q, keys, keys[..., :latent], scale)
-        return tree.merge(out[:, :heads], lse[:, :heads], own, own_lse)
+        return tree.add(out[:, :heads], lse[:, :heads], q, keys, keys[..., :latent], scale)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
@@ -181,7 +180,7 @@ class FlashInferMLA(MergesChunks):
         return plan.get(queries, form, lambda: self._new_absorbed(queries, form))
 
     def _new_absorbed(self, queries: PagedQueries, form: _Absorbed) -> Planned:
-        tree = None if queries.visible is None else Tree.of(queries)
+        tree = Tree.of(queries)
         paged = Paged.of(queries, before=tree is not None)
         buffer = workspace(queries.rows.device)
         make = self._lib.mla.BatchMLAPagedAttentionWrapper

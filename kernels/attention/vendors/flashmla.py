@@ -48,7 +48,7 @@ class _Dense:
     def of(
         cls, queries: PagedQueries, plan: StepPlan, new_schedule: Callable[[Tensor, int], tuple[Any, Any]]
     ) -> _Dense:
-        tree = None if queries.visible is None else Tree.of(queries)
+        tree = Tree.of(queries)
         paged = Paged.of(queries, PAGE, before=tree is not None)
         table, most = plan.get(queries, TABLE, lambda: paged.table), max(paged.query_lens)
         schedule = new_schedule(paged.kv_lens_device, most)
@@ -188,8 +188,7 @@ class FlashMLA(MergesChunks):
         if group.tree is None:
             return out
         keys = cache.unsqueeze(1)
-        own = group.tree.attend(q, keys, keys[..., :LATENT], scale)
-        return group.tree.merge(out, group.tokens(lse.transpose(1, 2)), *own)
+        return group.tree.add(out, group.tokens(lse.transpose(1, 2)), q, keys, keys[..., :LATENT], scale)
 
     def _new_group(self, queries: PagedQueries, heads: int, plan: StepPlan) -> _Dense:
         def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:

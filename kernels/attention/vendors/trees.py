@@ -1,7 +1,8 @@
 """Draft trees for libraries that support causal masks only.
 
 Context before a request's query tokens is visible to all of them: the library runs it without a mask and returns the
-log-sum-exp. Attention among the few query tokens runs here in torch, and the two results are merged.
+log-sum-exp. Attention among the few query tokens is added here, in one launch of Triton where that is installed and the
+tensors are on a GPU, else in torch.
 
 Legend: R requests, T query tokens, t most query tokens of a request, H query heads, G KV heads, W key width, V value
 width.
@@ -9,7 +10,12 @@ width.
 
 from __future__ import annotations
 
+import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,7 +25,54 @@ from moe_engine.kernels.queries import PagedQueries
 
 @dataclass(frozen=True)
 class Tree:
-    """Positions of a group's query tokens and their visibility mask; built once per step."""
+    """The query tokens of a group, which has `PagedQueries.visible`."""
+
+    queries: PagedQueries
+
+    @classmethod
+    def of(cls, queries: PagedQueries) -> Tree | None:
+        """None if the queries are causal."""
+        return None if queries.visible is None else cls(queries)
+
+    def add(
+        self, out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, *, base_2: bool = False
+    ) -> Tensor:
+        """out [T, H, V] with the attention among the query tokens merged in; `out` may be overwritten.
+
+        Args:
+            out: attention over the context before the query tokens; ignored for requests without any.
+            lse: [T, H] float32, its log-sum-exp; natural, or with `base_2` to base 2.
+            q: [T, H, W]. keys, values: [slots, G, W] and [slots, G, V].
+        """
+        if (kernel := _kernel(q.device)) is not None:
+            kernel(out, lse, q, keys, values, self.queries, scale, base_2=base_2)
+            return out
+        mask = self._mask
+        return mask.merge(out, lse * math.log(2) if base_2 else lse, *mask.attend(q, keys, values, scale))
+
+    @cached_property
+    def _mask(self) -> TreeMask:
+        return TreeMask.of(self.queries)
+
+
+def _kernel(device: torch.device) -> Callable[..., None] | None:
+    if device == torch.device("cpu"):
+        return None
+    module = _triton()
+    return None if module is None else module.add_tree
+
+
+@lru_cache
+def _triton() -> ModuleType | None:
+    try:
+        return importlib.import_module("moe_engine.kernels.attention.triton.tree")
+    except ImportError:
+        return None
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """In torch: positions of a group's query tokens and their visibility mask; built once per step."""
 
     request: Tensor  # [T] int64
     place: Tensor  # [T] int64: index of a token within its request
@@ -29,7 +82,7 @@ class Tree:
     has_context: Tensor  # [T] bool: some context precedes the query tokens
 
     @classmethod
-    def of(cls, queries: PagedQueries) -> Tree:
+    def of(cls, queries: PagedQueries) -> TreeMask:
         assert queries.visible is not None
         device, most, total = queries.visible.device, max(queries.query_lens), queries.num_tokens
         starts = queries.query_starts.long()
