@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_engine")
 
 ENGINE_DIED = 1
+SWITCH_SECONDS = 0.0005
+"""Longest time for which a thread that reads a request body keeps the interpreter from the thread that serves all
+streams. Python's default is ten times as long."""
 DEAD_ENGINE_GRACE_SECONDS = 1.0
 """Seconds for which the server still responds after the engine died, so that every client receives the error."""
 
@@ -82,6 +85,7 @@ def serve(args: EngineArgs) -> int:
         make_template(settings, tokenizer)  # a broken template fails before the weights are loaded
         info = wait_ready(cores)  # on the main thread, so that a signal interrupts it
         delete_checkpoint(config)
+        sys.setswitchinterval(SWITCH_SECONDS)
         return uvloop.run(_serve(config, cores, info, tokenizer, settings, sock, began))
     finally:
         stop_cores(cores)
