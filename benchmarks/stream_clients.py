@@ -1,7 +1,7 @@
 """Many streaming clients in one thread, with little processor time: sockets and epoll, no HTTP library, no JSON.
 
-No command; used by `benchmarks.many_streams`. A client library that parses every event takes more processor
-time for a token than the server does, and clients usually run on other machines.
+No command; used by `benchmarks.many_streams` and `benchmarks.structured_output`. A client library that parses every
+event takes more processor time for a token than the server does, and clients usually run on other machines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import select
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -48,12 +49,20 @@ class ReadStream:
         return [later - earlier for earlier, later in zip(self.moments, self.moments[1:])]
 
 
-def read_streams(port: int, requests: list[bytes], slow: bytes | None = None) -> tuple[float, list[ReadStream]]:
+def read_streams(
+    port: int,
+    requests: list[bytes],
+    slow: bytes | None = None,
+    *,
+    when_running: Callable[[], object] | None = None,
+    running_events: int = 20,
+) -> tuple[float, list[ReadStream]]:
     """Sends all requests and reads all answers; returns the total seconds, and the streams.
 
     Args:
         requests: head and body of each, with ``Connection: close``.
         slow: a further request, whose answer is read slowly and not completely.
+        when_running: called once, when every stream has `running_events` events.
     """
     poll, streams = select.epoll(), [ReadStream() for _ in requests]
     sockets: dict[int, tuple[socket.socket, ReadStream]] = {}
@@ -75,6 +84,9 @@ def read_streams(port: int, requests: list[bytes], slow: bytes | None = None) ->
                 else:
                     poll.unregister(number)
                     left -= 1
+            if when_running is not None and min(stream.num_events for stream in streams) >= running_events:
+                when_running()
+                when_running = None
             if beside is not None and time.perf_counter() > slow_at + SLOW_PAUSE:
                 slow_at = time.perf_counter()
                 _read_a_little(beside)

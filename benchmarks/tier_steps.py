@@ -5,8 +5,10 @@ write-through. Two measurements:
 
 - scheduler: the production scheduler without a model. CPU time of its thread for each step (arrivals, plan, result),
   with prompts of `--prompt-len` tokens, and steps of `--step-ms` for the ratio.
-- engine: the embedded model with a storage whose reads and writes take `--slow-ms` longer. Gaps between tokens of
-  running requests, and CPU time of the engine process for each token; one engine for each variant, measured in turn.
+- engine: the embedded model with a storage whose reads and writes take 20 ms longer. Gaps between tokens of running
+  requests, and CPU time of the engine process for each token; one engine for each variant, measured in turn. A prompt
+  arrives each time the running requests have a certain number of tokens, so that the same share of the gaps contains
+  prompts in each variant. Figures are medians over the rounds.
 
 Target: p99 of the step time within 5% of no tier. In the scheduler's part that of steps of `--step-ms`, to which the
 scheduler's time adds as without overlap.
@@ -38,6 +40,8 @@ from moe_engine.types import KVReport, Request, SamplingParams, StepPlan, StepRe
 
 WAYS = ("no tier", "host", "storage")
 TARGET = 1.05
+DECODES, PROMPTS = 3, 6
+"""Running requests, and prompts that arrive meanwhile, in a round of the engine's part."""
 SLOW_SECONDS = 0.02
 DELAY_STEPS = 3
 """Steps until the simulated storage reports."""
@@ -171,9 +175,7 @@ class Rounds:
             "storage": {**tier, **storage},
         }
         self._engines = {way: Engine(**base, **flags[way]) for way in WAYS}
-        self.gaps: dict[str, list[float]] = {way: [] for way in WAYS}
-        self.cpu = dict.fromkeys(WAYS, 0.0)
-        self.tokens = dict.fromkeys(WAYS, 0)
+        self.found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
 
     def run(self, rounds: int) -> None:
         for number in range(rounds + 1):
@@ -181,9 +183,11 @@ class Rounds:
                 before = self._cpu(engine)
                 gaps = asyncio.run(self._round(engine))
                 if number:  # the first round warms up
-                    self.cpu[way] += self._cpu(engine) - before
-                    self.gaps[way] += gaps
-                    self.tokens[way] += len(gaps)
+                    self.found[way].append({
+                        "p50_ms": median(gaps) * 1e3,
+                        "p99_ms": percentile(gaps, 99) * 1e3,
+                        "cpu_ms_per_token": (self._cpu(engine) - before) / len(gaps) * 1e3,
+                    })  # fmt: skip
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -195,20 +199,25 @@ class Rounds:
         return sum(each.user + each.system for each in times)
 
     async def _round(self, engine: Engine) -> list[float]:
-        decodes = [asyncio.create_task(self._decode(engine)) for _ in range(3)]
-        prompts = [asyncio.create_task(self._prompt(engine, delay / 4)) for delay in range(6)]
-        gaps = [gap for each in await asyncio.gather(*decodes) for gap in each]
+        total, prompts = DECODES * self._args.tokens, list[asyncio.Task[None]]()
+        due = [total * (number + 1) // (PROMPTS + 2) for number in range(PROMPTS)]
+        num_tokens = 0
+
+        async def decode() -> list[float]:
+            nonlocal num_tokens
+            arrivals = []
+            async for _ in await self._stream(engine, 16, self._args.tokens):
+                arrivals.append(time.perf_counter())
+                num_tokens += 1
+                if len(prompts) < PROMPTS and num_tokens >= due[len(prompts)]:
+                    prompts.append(asyncio.create_task(self._prompt(engine)))
+            return [after - before for before, after in pairwise(arrivals)]
+
+        gaps = [gap for each in await asyncio.gather(*(decode() for _ in range(DECODES))) for gap in each]
         await asyncio.gather(*prompts)
         return gaps
 
-    async def _decode(self, engine: Engine) -> list[float]:
-        arrivals = []
-        async for _ in await self._stream(engine, 16, self._args.tokens):
-            arrivals.append(time.perf_counter())
-        return [after - before for before, after in pairwise(arrivals)]
-
-    async def _prompt(self, engine: Engine, delay: float) -> None:
-        await asyncio.sleep(delay)
+    async def _prompt(self, engine: Engine) -> None:
         async for _ in await self._stream(engine, 512, 1):
             pass
 
@@ -225,14 +234,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
             rounds.run(args.rounds)
         finally:
             rounds.close()
-    return {
-        way: {
-            "p50_ms": median(rounds.gaps[way]) * 1e3,
-            "p99_ms": percentile(rounds.gaps[way], 99) * 1e3,
-            "cpu_ms_per_token": rounds.cpu[way] / rounds.tokens[way] * 1e3,
-        }
-        for way in WAYS
-    }
+    return {way: {key: median([run[key] for run in each]) for key in each[0]} for way, each in rounds.found.items()}
 
 
 def verdicts(scheduler: dict[str, Any], engine: dict[str, Any] | None, step_ms: float) -> dict[str, float]:

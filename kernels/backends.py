@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels import tables
@@ -119,13 +120,16 @@ def plan_kernels(
     asked: Mapping[str, str] | None = None,
     *,
     pages: Sequence[int] = (),
+    kv_dtypes: Sequence[str] = (),
     captured: bool = False,
 ) -> KernelPlan:
-    """The best plan: of all rows x page sizes the one that can be captured, with the most preferred attention row.
+    """The best plan: of all rows, page sizes and formats of the KV cache the one that can be captured, with the most
+    preferred attention row.
 
     Args:
         asked: backend name by family; missing ones are ``auto``.
         pages: page sizes to choose from, best first among equals; (): that of `need`.
+        kv_dtypes: formats to choose from, likewise.
         captured: decodes are to be captured as CUDA graphs.
 
     Raises:
@@ -133,8 +137,8 @@ def plan_kernels(
     """
     asked = dict(asked or {})
     plans, errors = [], []
-    for page in pages or (need.page_size,):
-        fitting = replace(need, page_size=page)
+    for kv_dtype, page in product(kv_dtypes or (need.kv_dtype,), pages or (need.page_size,)):
+        fitting = replace(need, page_size=page, kv_dtype=kv_dtype)
         try:
             choices = tuple(_select(family, device, fitting, asked, captured) for family in families_of(fitting))
         except ValueError as error:

@@ -70,7 +70,8 @@ class Need:
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
     attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
     it has sparse attention. `delta`: layers with a gated delta rule. `chains`: captured decodes draft chains, whose
-    lengths only the device knows. `varlen`: a vision tower. `experts` None: not known yet, or none.
+    lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known yet,
+    or none.
     """
 
     dtype: str
@@ -86,6 +87,7 @@ class Need:
     biases: bool = False
     delta: bool = False
     chains: bool = False
+    trees: bool = False
     varlen: bool = False
     experts: ExpertWidths | None = None
 

@@ -210,7 +210,8 @@ EXPERTS.append(
 INDEXER.append(Row("deep_gemm", "moe_engine.kernels.indexer.deep_gemm:DeepGemmIndexer", 40, vendors.deep_gemm_indexer))
 MLA += [
     Row(
-        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index",), workspaces.flashmla,
+        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index", "kv_dtype"),
+        workspaces.flashmla,
         vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True, sparse=True,
     ),
     Row(
@@ -218,7 +219,7 @@ MLA += [
         workspace=workspaces.trtllm_mla, pages=(64, 32),
     ),
     Row(
-        "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
+        "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla, ("kv_dtype",),
         workspace=workspaces.flashinfer, exact_lengths=True,
     ),
     Row(

@@ -26,6 +26,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "dp2": {"dp_size": 2},
 }
+COMMON = {"dtype": "float32", "cpu_threads": 1, "max_running_requests": 32}
 SUBSET = 60
 """Schemas of the forms with several ranks."""
 AT_ONCE = 128
@@ -55,9 +56,15 @@ class Outcome:
 
 @contextmanager
 def engine_of(name: str, backend: str, **flags: Any) -> Iterator[Engine]:
-    flags = {"dtype": "float32", "cpu_threads": 1, "max_running_requests": 32, **ENGINES[name], **flags}
+    flags = {**COMMON, **ENGINES[name], **flags}
     with Engine(grammar_backend=backend, **flags) as engine:
         yield engine
+
+
+def server_flags(backend: str) -> list[str]:
+    """The flags of the engine ``plain`` for a server."""
+    flags = {**COMMON, "grammar_backend": backend}
+    return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def run_form(engine: Engine, form: str, schemas: Sequence[Drawn], temperature: float, max_new_tokens: int) -> Outcome:

@@ -1,21 +1,17 @@
-"""Cost of constraints: time to first token, gaps of other streams while a grammar compiles, decode throughput."""
+"""Cost of constraints: time to first token, decode throughput. `gaps.py` has the gaps of other streams."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import json
 import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 from moe_engine.frontend.engine import Engine
-from moe_engine.tuning.stats import median, percentile
+from moe_engine.tuning.stats import median
 
 STREAMS = 32
-ENUM_SIZE = 5_000
-TARGETS = {"ttft": 1.05, "throughput": 0.95}
+TARGETS = {"ttft": 1.05, "throughput": 0.95, "gaps": 1.05}
 SCHEMA = {
     "type": "array",
     "items": {
@@ -37,10 +33,7 @@ CALLS = r"(<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>[a-z]{3}</arg
 
 def measure(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
     """Medians of interleaved runs, and their ratios."""
-    found: dict[str, Any] = {"ttft": _ttft(engine, 20 * rounds)}
-    found["throughput"] = _throughput(engine, rounds, tokens)
-    found["gaps"] = asyncio.run(_gaps(engine, rounds))
-    return found
+    return {"ttft": _ttft(engine, 20 * rounds), "throughput": _throughput(engine, rounds, tokens)}
 
 
 def _ttft(engine: Engine, repeats: int) -> dict[str, Any]:
@@ -105,47 +98,3 @@ def _interleaved(kinds: dict[str, Callable[[], float]], repeats: int, rng: rando
             if number:
                 values[name].append(value)
     return values
-
-
-async def _gaps(engine: Engine, rounds: int) -> dict[str, Any]:
-    """The largest time between two tokens of four free streams while a further request arrives: a free request, or a
-    request with a new grammar of a large enum."""
-    enums, rng = itertools.count(), random.Random(3)
-    found: dict[str, list[float]] = {"free": [], "new enum": []}
-    seconds: dict[str, list[float]] = {"free": [], "new enum": []}
-
-    async def neighbour(times: list[float]) -> None:
-        sampling = {"max_new_tokens": 400, "temperature": 1, "ignore_eos": True}
-        stream: Any = await engine.async_generate("Once upon a time", sampling, stream=True)
-        async for _ in stream:
-            times.append(time.perf_counter())
-
-    def constraint_of(name: str) -> dict[str, str]:
-        words = random.Random(next(enums))
-        enum = [f"{i}-{words.getrandbits(64):x}" for i in range(ENUM_SIZE)]
-        return {} if name == "free" else {"json_schema": json.dumps({"enum": enum})}
-
-    async def arrive(name: str, constraint: dict[str, str]) -> None:
-        began = time.perf_counter()
-        await engine.async_generate("Data: ", {**constraint, "max_new_tokens": 1})
-        seconds[name].append(time.perf_counter() - began)
-
-    for number in range(rounds + 1):
-        for name in rng.sample(sorted(found), len(found)):
-            constraint = constraint_of(name)  # before the streams: this thread reads them
-            moments: list[list[float]] = [[] for _ in range(4)]
-            running = [asyncio.ensure_future(neighbour(times)) for times in moments]
-            while min(map(len, moments)) < 20:
-                await asyncio.sleep(0.002)
-            await arrive(name, constraint)
-            await asyncio.gather(*running)
-            if number:  # the first one starts the process that checks grammars
-                found[name].append(max(b - a for times in moments for a, b in itertools.pairwise(times[10:])))
-    return {
-        "free_largest_s": median(found["free"]),
-        "compiling_largest_s": median(found["new enum"]),
-        "compiling_worst_s": percentile(found["new enum"], 100),
-        "ratio": median([new / free for new, free in zip(found["new enum"], found["free"])]),
-        "request_of_new_enum_s": median(seconds["new enum"]),
-        "enum_size": ENUM_SIZE,
-    }

@@ -72,6 +72,10 @@ class AttentionCapabilities:
     """`GQABackend.paged` with a last argument, float32 [H]: a logit of each head that takes part in the softmax of
     every query and has no value (gpt-oss). The row in `kernels.tables` has a field of this name."""
 
+    fp8_queries: bool = False
+    """`absorbed` over a cache of unscaled e4m3 numbers (`kv_format`'s `FP8_TENSOR`) multiplies e4m3 queries: it takes
+    unscaled e4m3 queries too, and returns bfloat16."""
+
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""
 

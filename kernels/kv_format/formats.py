@@ -1,12 +1,16 @@
 """KV cache row formats by dtype name: sizes and layout. Imports no torch: the memory ledger (before launch) and the
 allocation use the same rules.
 
-`fp8_e4m3` has three fraction bits and a small exponent range, so its values carry scales, in records of bytes:
+`fp8_e4m3` has three fraction bits and a small exponent range, so its values carry scales, in records of bytes
+(`E4M3`), or all rows of a layer have one (`E4M3_TENSOR`):
 - `FP8_GROUPS`, MLA where the latent allows it: C e4m3 values, C/128 float32 scales (powers of two), P bfloat16 rotary
   channels; 656 bytes for 512 + 64. FlashMLA's record. Rotary channels are few, large and sensitive: they stay bf16.
 - `FP8_TOKEN`, other latents: C + P e4m3 values, padding to 16 bytes, a float32 scale of the latent and one of the
   rotary channels, padding to 16 bytes; 592 bytes for 512 + 64.
 - a GQA head's key or value: Dh e4m3 values, padding to 4 bytes, a float32 scale; 132 bytes for 128.
+- `FP8_TENSOR`, MLA: C + P e4m3 values and nothing else, 576 bytes for 512 + 64, as trtllm-gen's, FlashInfer's and
+  FlashMLA's dense kernels read them. The scale is 1 for these kernels: a layer with another one folds it into its
+  weights. Values saturate.
 `fp8_e5m2` (`FP8_RANGE`) has two fraction bits and float16's exponents: a scale gains nothing, so values are stored
 unscaled, one byte each.
 
@@ -15,20 +19,20 @@ Legend: C kv_lora_rank, P rotary width, G KV heads, Dh head width.
 
 from __future__ import annotations
 
-PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE = 0, 1, 2, 3
+PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE, FP8_TENSOR = 0, 1, 2, 3, 4
 """Row formats; the C++ and Triton kernels use the same numbers. A head's e4m3 record is `FP8_TOKEN` there."""
 
 GROUP = 128
 """Latent channels that share a scale in `FP8_GROUPS`."""
 
-E4M3, E5M2 = "fp8_e4m3", "fp8_e5m2"
+E4M3, E5M2, E4M3_TENSOR = "fp8_e4m3", "fp8_e5m2", "fp8_per_tensor"
 STORED = {"bfloat16": ("bfloat16", 2), "float16": ("float16", 2), "float32": ("float32", 4), E4M3: ("uint8", 1)}
-STORED[E5M2] = ("float8_e5m2", 1)
+STORED |= {E5M2: ("float8_e5m2", 1), E4M3_TENSOR: ("float8_e4m3fn", 1)}
 """By dtype name: torch's dtype name of the cache tensor, and its bytes."""
 
 
 def is_fp8(kv_dtype: str) -> bool:
-    return kv_dtype in (E4M3, E5M2)
+    return kv_dtype in (E4M3, E5M2, E4M3_TENSOR)
 
 
 def scales_offset(latent: int, rotary: int) -> int:

@@ -1,5 +1,5 @@
-"""A token's latent in an MLA cache as torch tensors: unscaled values (bf16, float32, e5m2), or one of two e4m3 records
-of bytes; `kv_format` describes the layouts.
+"""A token's latent in an MLA cache as torch tensors: unscaled values (bf16, float32, e4m3, e5m2), or one of two e4m3
+records of bytes; `kv_format` describes the layouts.
 
 Legend: S slots, C kv_lora_rank, P rotary width.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_engine.kernels.kv_format.formats import (
     FP8_GROUPS,
     FP8_RANGE,
+    FP8_TENSOR,
     FP8_TOKEN,
     GROUP,
     PLAIN,
@@ -19,6 +20,8 @@ from moe_engine.kernels.kv_format.formats import (
     scales_offset,
 )
 from moe_engine.kernels.powers_of_two import power_of_two_above
+
+_UNSCALED = {torch.float8_e5m2: FP8_RANGE, torch.float8_e4m3fn: FP8_TENSOR}
 
 LARGEST_E4M3 = 448.0
 LARGEST_E5M2 = 57344.0
@@ -34,7 +37,7 @@ def form_of(cache: Tensor, latent: int, rotary: int) -> int:
     if cache.dtype != torch.uint8:
         if width != latent + rotary:
             raise ValueError(f"a cache row has {width} values, the latent has {latent} + {rotary}")
-        return FP8_RANGE if cache.dtype == torch.float8_e5m2 else PLAIN
+        return _UNSCALED.get(cache.dtype, PLAIN)
     for form in (FP8_TOKEN, FP8_GROUPS):
         if (form == FP8_TOKEN or latent % GROUP == 0) and width == record_bytes(form, latent, rotary):
             return form
@@ -42,9 +45,11 @@ def form_of(cache: Tensor, latent: int, rotary: int) -> int:
 
 
 def pack(rows: Tensor, latent: int, form: int) -> Tensor:
-    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2. Rounds to nearest even."""
+    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2 or float8_e4m3fn. Rounds to nearest even."""
     if form == FP8_RANGE:
         return to_e5m2(rows)
+    if form == FP8_TENSOR:
+        return to_e4m3(rows.float(), 1.0)
     rotary = rows.shape[1] - latent
     records = rows.new_zeros((len(rows), record_bytes(form, latent, rotary)), dtype=torch.uint8)
     values, rope = rows[:, :latent].float(), rows[:, latent:]
@@ -67,7 +72,7 @@ def pack(rows: Tensor, latent: int, form: int) -> Tensor:
 def unpack(records: Tensor, latent: int, rotary: int) -> Tensor:
     """Rows of any format, [S, .] -> [S, C+P] float32, exact."""
     form = form_of(records, latent, rotary)
-    if form in (PLAIN, FP8_RANGE):
+    if form in (PLAIN, FP8_RANGE, FP8_TENSOR):
         return records.float()
     values = as_float32(records[:, :latent], torch.float8_e4m3fn)
     if form == FP8_TOKEN:
@@ -86,8 +91,14 @@ def scale_of(values: Tensor) -> Tensor:
     return values.abs().amax(-1).clamp(min=1e-12) / LARGEST_E4M3
 
 
-def to_e4m3(values: Tensor, scale: Tensor) -> Tensor:
+def to_e4m3(values: Tensor, scale: Tensor | float) -> Tensor:
+    """values / scale [...]; saturates."""
     return (values / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+
+
+def as_queries(q: Tensor) -> Tensor:
+    """Unscaled e4m3 queries of any shape, as kernels read them that multiply in e4m3; saturates."""
+    return q if q.dtype == torch.float8_e4m3fn else q.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
 
 
 def to_e5m2(values: Tensor) -> Tensor:

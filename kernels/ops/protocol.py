@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -92,6 +93,19 @@ class AddNormRoute(Protocol):
         and ids of `Ops.route` for it, ids int64 or int32."""
 
 
+class Absorb(Protocol):
+    """MLA's absorbed query in one launch with `Ops.write_latent`."""
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable,
+        slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, H, C+R]: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated last R.
+
+        query_dtype: float8_e4m3fn for unscaled, saturated queries; None: that of q.
+        """
+
+
 @dataclass(frozen=True)
 class HeadNorms:
     """RMSNorm weights [Dh] float32 of each head of q and of k."""
@@ -136,10 +150,7 @@ class OpsCapabilities:
     routes_shared: bool = False
     """`Ops.route` supports `RouterSpec.num_shared`."""
 
-    absorb: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, RotaryTable, Tensor, Tensor], Tensor] | None = None
-    """(q, keys, kv_a, weight, eps, positions, table, slots, cache): MLA's absorbed query [T, H, C+R] in one launch with
-    `Ops.write_latent` of the last seven: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated
-    last R."""
+    absorb: Absorb | None = None
 
     grouped_rows: GroupedRows | None = None
 

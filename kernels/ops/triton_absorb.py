@@ -19,8 +19,16 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.kv_format import latent_records
-from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, PLAIN, record_bytes, scales_offset
+from moe_engine.kernels.kv_format.formats import (
+    FP8_GROUPS,
+    FP8_RANGE,
+    FP8_TENSOR,
+    PLAIN,
+    record_bytes,
+    scales_offset,
+)
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.triton_e4m3 import converted
 from moe_engine.kernels.ops.triton_fp8_cache import write_record
 from moe_engine.kernels.ops.triton_rotary import turn_rows, write_row
 from moe_engine.kernels.triton.aot import AotCase
@@ -41,7 +49,8 @@ def absorb_kernel(
     KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Grid (C / BLOCK_C + 1, HEADS, T / BLOCK_T): a tile of a head's product; the last tile rotates, and writes the
-    cache rows of every HEADS-th of its tokens. weight [H, C, N] and out [T, H, C+R] are contiguous."""
+    cache rows of every HEADS-th of its tokens. weight [H, C, N] and out [T, H, C+R] are contiguous; an `out` of
+    bytes holds e4m3."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.program_id(2) * BLOCK_T
     token = first + tl.arange(0, BLOCK_T)
@@ -57,7 +66,7 @@ def absorb_kernel(
         matrix = weight + (head * LATENT + column)[None, :] * NOPE + channel[:, None]
         b = tl.load(matrix, inside[:, None] & known, 0.0)  # [BLOCK_N, BLOCK_C]
         product = tl.dot(a, b, input_precision="ieee")
-        tl.store(target + column[None, :], product.to(out.dtype.element_ty), live & known)
+        tl.store(target + column[None, :], converted(product, out.dtype.element_ty), live & known)
     else:
         pair = tl.arange(0, BLOCK_R // 2)[None, :]
         angles = cos_sin + tl.load(positions + row)[:, None] * WIDTH + pair
@@ -78,11 +87,12 @@ def absorb_kernel(
 
 def absorb(
     q: Tensor, keys: Tensor, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable,
-    slots: Tensor, cache: Tensor, deterministic: bool = False,
+    slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """`OpsCapabilities.absorb`.
 
     Args:
+        query_dtype: of the result; only e4m3 is supported besides that of q.
         deterministic: the tiling does not depend on the number of tokens (batch-invariant results).
 
     Raises:
@@ -92,15 +102,16 @@ def absorb(
     latent, nope = keys.shape[1:]
     if keys.shape[0] != heads or width != nope + table.width or q.dtype != keys.dtype:
         raise ValueError(f"queries {list(q.shape)} {q.dtype} do not fit keys {list(keys.shape)} {keys.dtype}")
-    out = torch.empty(count, heads, latent + table.width, dtype=q.dtype, device=q.device)
+    out = torch.empty(count, heads, latent + table.width, dtype=query_dtype or q.dtype, device=q.device)
     if not count:
         return out
     form = latent_records.form_of(cache, latent, table.width)
     stored = cache if form == PLAIN else cache.view(torch.uint8)
     q, kv_a = with_contiguous_rows(q), with_contiguous_rows(kv_a)
     constants, grid = _plan(count, heads, nope, latent, table, form, q.dtype, deterministic)
+    written = out if query_dtype is None else out.view(torch.uint8)
     absorb_kernel[grid](
-        q, keys.contiguous(), out, kv_a, weight, positions.reshape(-1), table.cos_sin, slots, stored, count,
+        q, keys.contiguous(), written, kv_a, weight, positions.reshape(-1), table.cos_sin, slots, stored, count,
         stride_of(q, 0), stride_of(q, 1), stride_of(kv_a, 0), stride_of(stored, 0), eps, **constants, num_warps=4,
     )  # fmt: skip
     return out
@@ -127,22 +138,22 @@ def _plan(
 
 def absorb_case(
     label: str, heads: int, count: int, form: int, dtype: torch.dtype = torch.bfloat16,
-    slot_dtype: torch.dtype = torch.int64,
+    slot_dtype: torch.dtype = torch.int64, fp8_query: bool = False,
 ) -> AotCase:  # fmt: skip
     """The specialisation that `absorb` launches for DeepSeek's widths and `count` tokens."""
     nope, latent, rotary = 128, 512, 64
     table = RotaryTable(torch.empty(1, rotary), interleaved=True)
     constants, _ = _plan(count, heads, nope, latent, table, form, dtype)
     kind = f"*{element(dtype)}"
-    record = record_bytes(form, latent, rotary) if form not in (PLAIN, FP8_RANGE) else latent + rotary
+    record = record_bytes(form, latent, rotary) if form not in (PLAIN, FP8_RANGE, FP8_TENSOR) else latent + rotary
     signature = dict.fromkeys(("q", "weight", "out", "kv_a"), kind) | {
         "norm": "*fp32", "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(slot_dtype)}:1",
         "cache": kind if form == PLAIN else "*u8", "num_tokens": "i32", "eps": "fp32",
-        "cache_stride": "i32:16" if record % 16 == 0 else "i32",
+        "cache_stride": "i32:16" if record % 16 == 0 else "i32", **({"out": "*u8"} if fp8_query else {}),
     }  # fmt: skip
     signature |= dict.fromkeys(("q_stride", "q_head_stride", "kv_stride"), "i32:16")
     matrix = dtype != torch.float32
-    name = f"absorb_{label}_{count}_{form}_{element(dtype)}_{element(slot_dtype)}"
+    name = f"absorb_{label}_{count}_{form}_{element(dtype)}_{element(slot_dtype)}{'_e4m3' * fp8_query}"
     return AotCase(name, absorb_kernel, signature, constants, 4, 3, matrix)
 
 
@@ -151,6 +162,7 @@ def aot_cases() -> list[AotCase]:
     cases = [absorb_case(f"{heads}h", heads, count, PLAIN) for heads in (16, 128) for count in (16, 128)]
     cases += [absorb_case("128h", 128, count, FP8_GROUPS) for count in (16, 128)]
     cases.append(absorb_case("16h", 16, 128, FP8_RANGE))
+    cases += [absorb_case("128h", 128, count, FP8_TENSOR, fp8_query=True) for count in (16, 128)]
     cases.append(absorb_case("16h", 16, 128, PLAIN, slot_dtype=torch.int32))
     cases.append(absorb_case("16h", 16, 128, PLAIN, torch.float32))
     return cases

@@ -18,6 +18,7 @@ from moe_engine.kernels.kv_format.formats import (
     E4M3,
     FP8_GROUPS,
     FP8_RANGE,
+    FP8_TENSOR,
     FP8_TOKEN,
     GROUP,
     head_scale_offset,
@@ -28,12 +29,14 @@ from moe_engine.kernels.kv_format.formats import (
 from moe_engine.kernels.kv_format.head_records import form_of as head_form
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3, LARGEST_E5M2
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.triton_e4m3 import inside, unscaled_e4m3
 from moe_engine.kernels.ops.triton_rotary import normed_latent, turned_pairs
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
 
 _TOKEN, _GROUPS, _RANGE = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(FP8_RANGE)
+_TENSOR = tl.constexpr(FP8_TENSOR)
 _GROUP = tl.constexpr(GROUP)
 _LARGEST_E4M3, _LARGEST_E5M2 = tl.constexpr(LARGEST_E4M3), tl.constexpr(LARGEST_E5M2)
 _LEAST = tl.constexpr(1e-12)
@@ -55,9 +58,7 @@ def _e4m3(values, scale):
 @triton.jit
 def _e5m2(values):
     """Bytes of unscaled values; saturates, NaN stays NaN."""
-    inside = tl.where(values > _LARGEST_E5M2, _LARGEST_E5M2, values)
-    inside = tl.where(values < -_LARGEST_E5M2, -_LARGEST_E5M2, inside)
-    return inside.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return inside(values, _LARGEST_E5M2).to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -96,6 +97,8 @@ def write_record(
             tl.store(floats, scale)
             tl.store(floats + 1, of_rotary)
             numbers, first, second = _e4m3(latent, scale), _e4m3(first, of_rotary), _e4m3(second, of_rotary)
+        elif KV_FORMAT == _TENSOR:
+            numbers, first, second = unscaled_e4m3(latent), unscaled_e4m3(first), unscaled_e4m3(second)
         else:
             numbers, first, second = _e5m2(latent), _e5m2(first), _e5m2(second)
         tl.store(target + column, numbers, column < LATENT)
@@ -220,12 +223,12 @@ def _kv_warps(heads: int, width: int) -> int:
     return warps_for(constants["BLOCK_H"] * constants["BLOCK"])
 
 
-_NAMES = {FP8_TOKEN: "token", FP8_GROUPS: "groups", FP8_RANGE: "e5m2"}
+_NAMES = {FP8_TOKEN: "token", FP8_GROUPS: "groups", FP8_RANGE: "e5m2", FP8_TENSOR: "e4m3"}
 
 
 def _latent_case(form: int, slot_dtype: torch.dtype) -> AotCase:
     """DeepSeek's latent in bf16."""
-    row = 576 if form == FP8_RANGE else record_bytes(form, 512, 64)
+    row = 576 if form in (FP8_RANGE, FP8_TENSOR) else record_bytes(form, 512, 64)
     signature = {
         "kv_a": "*bf16", "weight": "*fp32", "positions": "*i64:1", "cos_sin": "*fp32",
         "slots": f"*{element(slot_dtype)}:1", "cache": "*u8", "kv_stride": "i32:16",
@@ -249,6 +252,6 @@ def _kv_case(form: int) -> AotCase:
 
 
 def aot_cases() -> list[AotCase]:
-    cases = [_latent_case(form, torch.int64) for form in (FP8_TOKEN, FP8_GROUPS, FP8_RANGE)]
+    cases = [_latent_case(form, torch.int64) for form in (FP8_TOKEN, FP8_GROUPS, FP8_RANGE, FP8_TENSOR)]
     cases.append(_latent_case(FP8_GROUPS, torch.int32))
     return cases + [_kv_case(form) for form in (FP8_TOKEN, FP8_RANGE)]

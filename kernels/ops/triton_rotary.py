@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.triton_e4m3 import converted
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
 
@@ -43,13 +44,13 @@ def turn_rows(
         first, second = tl.split(tl.reshape(value, [value.shape[0], BLOCK_R // 2, 2]))
         first, second = _turn(first, second, cos, sin)
         value = tl.reshape(tl.join(first, second), [value.shape[0], BLOCK_R])
-        tl.store(target + channel * CHANNEL, value.to(kind), live)
+        tl.store(target + channel * CHANNEL, converted(value, kind), live)
     else:
         live = live_row & (pair < WIDTH // 2)
         lower, upper = pair * CHANNEL, (pair + WIDTH // 2) * CHANNEL
         first, second = _turn(tl.load(source + lower, live, 0.0), tl.load(source + upper, live, 0.0), cos, sin)
-        tl.store(target + lower, first.to(kind), live)
-        tl.store(target + upper, second.to(kind), live)
+        tl.store(target + lower, converted(first, kind), live)
+        tl.store(target + upper, converted(second, kind), live)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)

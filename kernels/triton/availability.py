@@ -7,7 +7,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from moe_engine.kernels.device import Device
-from moe_engine.kernels.kv_format.formats import E4M3
+from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR
 
 DTYPES = ("bfloat16", "float16", "float32")
 OLDEST = (8, 0)
@@ -61,6 +61,6 @@ def why_not_latent(device: Device) -> str | None:
 def why_not_cache(device: Device, kv_dtype: str) -> str | None:
     """The reason Triton rows do not support this KV cache dtype, or None."""
     capability = device.capability
-    if kv_dtype == E4M3 and capability is not None and capability < OLDEST_WITH_E4M3:
+    if kv_dtype in (E4M3, E4M3_TENSOR) and capability is not None and capability < OLDEST_WITH_E4M3:
         return f"converts e4m3 from compute capability 8.9 on, this device has {capability[0]}.{capability[1]}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.kernels.device import Device, Need
-from moe_engine.kernels.kv_format.formats import E4M3, E5M2, is_fp8
+from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
 from moe_engine.kernels.vendors import limits, probe
 
 
@@ -53,12 +53,20 @@ def deep_gemm_indexer(device: Device, need: Need) -> str | None:
 
 
 def flashinfer_mla(device: Device, need: Need) -> str | None:
-    return _flashinfer(device, need) or _too_wide(limits.flashinfer_mla, need)
+    name = "FlashInfer"
+    reason = _promises(name, need) or probe.FLASHINFER.why_not(device, need) or _unscaled_cache(name, need)
+    if reason or need.kv_dtype != E4M3_TENSOR:
+        return reason or _too_wide(limits.flashinfer_mla, need)
+    if device.capability and device.capability[0] != 9:
+        return f"FlashInfer's MLA wrapper reads {E4M3_TENSOR} on Hopper (sm_90) only"
+    return _too_wide(limits.flashinfer_fp8, need)
 
 
 def trtllm_mla(device: Device, need: Need) -> str | None:
     name = "trtllm-gen's MLA"
-    reason = _promises(name, need) or probe.TRTLLM_MLA.why_not(device, need) or _plain_cache(name, need)
+    reason = _promises(name, need) or probe.TRTLLM_MLA.why_not(device, need) or _unscaled_cache(name, need)
+    if reason is None and need.kv_dtype == E4M3_TENSOR and need.trees:
+        return f"{name} runs draft trees on FlashInfer's wrapper, which reads {E4M3_TENSOR} on Hopper only"
     return reason or _too_wide(limits.trtllm_mla, need) or limits.trtllm_page(need.page_size)
 
 
@@ -75,20 +83,29 @@ def fa3_gqa(device: Device, need: Need) -> str | None:
 
 
 def flash_mla(device: Device, need: Need) -> str | None:
-    """bf16 and fp16 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also Blackwell, any
-    page, up to 128 query heads."""
+    """bf16, fp16 and unscaled e4m3 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also
+    Blackwell, any page, up to 128 query heads."""
     reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need) or _too_wide(limits.flashmla, need)
     if reason is None and need.kv_dtype == E4M3 and need.widths is not None:
         reason = limits.flashmla_records(need.widths.heads)
+    if reason is None and need.kv_dtype == E4M3_TENSOR:
+        reason = _unscaled_cache("FlashMLA", need) or _flash_mla_dense_fp8()
     if reason is None and need.kv_dtype == E5M2:
         return f"FlashMLA reads FP8 records with scales (fp8_e4m3), not {need.kv_dtype}"
-    if reason or _has_fp8_cache(need):
+    if reason or need.kv_dtype == E4M3:
         return reason
     if device.capability and device.capability[0] != 9:
-        return "FlashMLA reads bf16 caches on Hopper (sm_90) only; FP8 caches also on Blackwell"
+        return f"FlashMLA reads caches without scales on Hopper (sm_90) only; those of {E4M3} also on Blackwell"
     if need.page_size % 64:
         return f"FlashMLA reads pages of 64 tokens, --page-size is {need.page_size}"
     return None
+
+
+def _flash_mla_dense_fp8() -> str | None:
+    name = probe.FLASH_MLA.installed()
+    if name is None or name.startswith("sgl_kernel"):
+        return None
+    return f"{name} has no dense kernel for FP8; sgl_kernel's build has one, and is used where {name} is not installed"
 
 
 def flash_mla_uncaptured(device: Device, need: Need) -> str | None:
@@ -123,6 +140,14 @@ def _too_wide(limit: limits.Limit, need: Need) -> str | None:
 
 def _has_fp8_cache(need: Need) -> bool:
     return is_fp8(need.kv_dtype)
+
+
+def _unscaled_cache(name: str, need: Need) -> str | None:
+    """Also takes unscaled e4m3 numbers; results, and the queries of some kernels, are bfloat16 then."""
+    if need.kv_dtype != E4M3_TENSOR:
+        return _plain_cache(name, need)
+    wrong = need.dtype != "bfloat16"
+    return f"{name} reads a KV cache in {E4M3_TENSOR} for bfloat16 activations, not {need.dtype}" if wrong else None
 
 
 def _plain_cache(name: str, need: Need) -> str | None:

@@ -120,6 +120,13 @@ def flashinfer_mla(widths: HeadWidths) -> str | None:
     return flashinfer_absorbed(widths.latent, widths.rotary) or flashinfer_expanded(widths.key, widths.value)
 
 
+def flashinfer_fp8(widths: HeadWidths) -> str | None:
+    """Latents of unscaled e4m3 numbers. Source: flashinfer/mla/_batch_mla/_backends/_fa_common.py, 0.7.2."""
+    if (widths.latent, widths.rotary) != (512, 64):
+        return f"FlashInfer reads FP8 latents of 512+64 channels, not {widths.latent}+{widths.rotary}"
+    return flashinfer_mla(widths)
+
+
 def flashinfer_gqa(widths: HeadWidths) -> str | None:
     return flashinfer_paged(widths.key)
 

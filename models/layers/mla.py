@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import MLABackend
@@ -233,7 +234,12 @@ class MLAAttention:
             return self._absorb(self._enter(hidden, positions, slots, cache))
         q, kv_a = self._project(hidden)
         norm = self._kv_norm
-        return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
+        where = positions, self._rotary, slots, cache
+        return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, *where, self._query_dtype(cache))
+
+    def _query_dtype(self, cache: Tensor) -> torch.dtype | None:
+        """Type of absorbed queries, if it is not that of the activations."""
+        return cache.dtype if self._capabilities.fp8_queries and cache.dtype == torch.float8_e4m3fn else None
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
         """This layer's latent cache, [num_slots, C+R]; with index keys it is the first of two tensors."""

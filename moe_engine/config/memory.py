@@ -67,8 +67,9 @@ class MemoryArgs:
     kv_cache_dtype: str = flag(
         "auto",
         "Data type of the KV cache. auto: that of the activations. fp8_e4m3 holds nearly twice the tokens of bfloat16 "
-        "(each row stores its scales), fp8_e5m2 exactly twice, less accurately.",
-        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
+        "(each row stores its scales), fp8_e5m2 exactly twice, less accurately. For MLA fp8_e4m3 is fp8_ds_mla (rows "
+        "with scales), or fp8_per_tensor (one byte a channel, one scale for a layer) where a GPU library reads it.",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "fp8_per_tensor"),
         synonyms={"bf16": "bfloat16"},
         unsupported=dict.fromkeys(("mxfp8", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), OTHER_KV),
     )

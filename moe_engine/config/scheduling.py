@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.config.field import flag
-from moe_engine.config.values import parse_count
+from moe_engine.config.values import parse_count, parse_json_object
 
 MORE_POLICIES = "more schedule policies"
 CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
@@ -57,6 +57,20 @@ class SchedulingArgs:
         False, "Schedule a step only after the previous one has finished. Slower; for debugging."
     )
     disable_radix_cache: bool = flag(False, "Disable the radix cache (prefix cache): no prompt prefix is reused.")
+    radix_eviction_policy: str = flag(
+        "lru",
+        "KV that leaves the radix cache and the host-RAM tier first. lru: used longest ago; lfu: used least often; "
+        "slru: used once, then used longest ago; priority: of requests with the least priority; tlru: the end of long "
+        "conversations, as far as the next turn can compute it in time. Of equal ones that used longest ago.",
+        choices=("lru", "lfu", "slru", "priority", "tlru"),
+    )
+    radix_eviction_policy_config: str = flag(
+        "{}",
+        "JSON object with parameters of --radix-eviction-policy. slru: protected_threshold (2 uses). tlru: threshold "
+        "(tokens that a turn can compute in time) and next_prompt_estimate (tokens that a turn adds).",
+        metavar="JSON",
+        parse=parse_json_object,
+    )
     enable_priority_scheduling: bool = flag(
         False, "Order the waiting queue by request priority first; larger is more urgent. Works with fcfs and lof."
     )
@@ -91,7 +105,54 @@ class SchedulingArgs:
         metavar="SECONDS",
     )
     prefill_max_requests: int | None = flag(None, "Max prompts started in one step. Left out: no limit.", metavar="N")
+    prefill_decode_interval: int = flag(
+        0, "Decode steps of running requests after each step with prompts, before the next one; 0: no fixed number.",
+        metavar="STEPS",
+    )  # fmt: skip
+    prefill_decode_interval_min_bs: int = flag(
+        0, "--prefill-decode-interval applies only while at least so many requests decode.", metavar="N"
+    )
+    enable_prefill_delayer: bool = flag(
+        False,
+        "Let prompts wait until they can share a step: until all attention groups have prompts, and until a prefill "
+        "batch of the usual size has free rows. Fewer steps delay the running requests, first tokens come later.",
+    )
+    prefill_delayer_max_delay_passes: int = flag(
+        30, "Longest wait by --enable-prefill-delayer, in steps, plus one.", metavar="STEPS"
+    )
+    prefill_delayer_token_usage_low_watermark: float | None = flag(
+        None,
+        "--enable-prefill-delayer lets no prompt wait while a group with prompts uses less of its KV pool. Left out: "
+        "no such limit.",
+        metavar="SHARE",
+    )
+    prefill_delayer_queue_min_ratio: float | None = flag(
+        None,
+        "With --enable-prefill-delayer prompts also wait until they are as many as this share of the running requests, "
+        "but at most as a usual prefill batch has (--prefill-max-requests). Left out: no such wait.",
+        metavar="SHARE",
+    )
+    prefill_delayer_max_delay_ms: float | None = flag(
+        None, "Longest wait by --prefill-delayer-queue-min-ratio, in milliseconds. Left out: 5000.", metavar="MS"
+    )
+    prefill_delayer_forward_passes_buckets: str | None = flag(
+        None,
+        "Upper bounds of the buckets of waits by --enable-prefill-delayer, in steps, rising. Left out: SGLang's.",
+        many=True,
+        metavar="STEPS",
+    )
+    prefill_delayer_wait_seconds_buckets: str | None = flag(
+        None,
+        "Upper bounds of the buckets of these waits in seconds, rising. Left out: SGLang's.",
+        many=True,
+        metavar="SECONDS",
+    )
     stream_interval: int = flag(
         1, "Tokens per chunk of a streamed answer. Larger values save host work.", metavar="TOKENS",
         parse=parse_count,
     )  # fmt: skip
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether the priority of requests has an effect."""
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"

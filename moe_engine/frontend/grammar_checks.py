@@ -10,7 +10,7 @@ import pickle
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from hashlib import blake2b
+from hashlib import sha256
 
 import msgspec
 
@@ -19,6 +19,7 @@ from moe_engine.processes.background import yield_session_to_steps
 from moe_engine.processes.frame_child import FrameChild, FrameChildren
 from moe_engine.structured_output.check_process import CheckSpec, Verdict
 from moe_engine.structured_output.constraint import Constraint
+from moe_engine.structured_output.request import read_constraint
 
 COMPILE_SECONDS = 10.0
 START_SECONDS = 120.0
@@ -50,8 +51,8 @@ class GrammarChecks:
             InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`.
         """
         if self._children is None:
-            return constraint
-        key = blake2b("\0".join(constraint.key).encode(), digest_size=16).digest()
+            return await asyncio.to_thread(read_constraint, constraint) if constraint.unread else constraint
+        key = sha256("\0".join(constraint.key).encode()).digest()
         if key not in self._verdicts:
             verdict = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
         else:

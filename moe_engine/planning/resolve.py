@@ -89,7 +89,7 @@ def resolve(
         served_model_name=args.model.served_model_name or resolve_served_name(args, path, record),
         device=device,
         dtype=dtype,
-        kv_cache_dtype=kv_dtype,
+        kv_cache_dtype=steps.kernels.model.need.kv_dtype,
         context_len=context_len,
         kernels=steps.kernels,
         chunked_prefill_size=steps.limits.chunk,

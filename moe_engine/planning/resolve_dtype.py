@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.kv_format.formats import E4M3, E5M2, is_fp8
-from moe_engine.models.config import ModelConfig, activation_dtype
+from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
+from moe_engine.models.config import MLAConfig, ModelConfig, activation_dtype
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 
@@ -29,6 +29,8 @@ def resolve_kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
     asked = args.memory.kv_cache_dtype
     if asked == "auto":
         return record.note("kv_cache_dtype", dtype, "that of the activations")
+    if asked == RECORDS:
+        return E4M3
     if is_fp8(asked):
         if asked == E5M2:
             record.remark(f"--kv-cache-dtype {asked} has two mantissa bits; {E4M3} has three")
@@ -39,6 +41,35 @@ def resolve_kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
             f"same type for both; drop --kv-cache-dtype, or use --dtype {asked}"
         )
     return asked
+
+
+RECORDS = "fp8_ds_mla"
+"""vLLM's name of MLA's e4m3 rows with scales."""
+
+
+def kv_forms(
+    args: EngineArgs, kv_dtype: str, model: ModelConfig, draft: ModelConfig | None, deterministic: bool
+) -> tuple[str, ...]:
+    """Formats of the KV cache to choose from by the attention row, the most accurate first.
+
+    Args:
+        kv_dtype: the resolved type.
+        draft: the draft model or EAGLE head, whose KV has the same type.
+
+    Raises:
+        ConfigError: a format that the model does not have.
+    """
+    asked = args.memory.kv_cache_dtype
+    for part in (model, draft):
+        if part is None or (isinstance(part.attention, MLAConfig) and not part.attention.index_width):
+            continue
+        if asked not in (RECORDS, E4M3_TENSOR):
+            return (kv_dtype,)
+        if isinstance(part.attention, MLAConfig) and asked == RECORDS:
+            continue
+        what = "has sparse attention" if isinstance(part.attention, MLAConfig) else "has no latent attention (MLA)"
+        raise ConfigError(f"--kv-cache-dtype {asked}: {part.source} {what}; use {E4M3}")
+    return (E4M3, E4M3_TENSOR) if asked == E4M3 and not deterministic else (kv_dtype,)
 
 
 def _note_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:

@@ -14,6 +14,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import expert_widths, need_of_model
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_dtype import kv_forms
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.validate import attention_groups
 
@@ -37,6 +38,7 @@ def resolve_kernels(
     kv_dtype: str,
     uncaptured: str | None,
     chains: bool,
+    trees: bool,
     parallel: ParallelPlan,
     record: Record,
 ) -> LaunchKernels:
@@ -47,6 +49,7 @@ def resolve_kernels(
         model, draft: with the heads of one rank.
         uncaptured: the reason why decodes are not captured as CUDA graphs whatever the rows are, or None.
         chains: decodes draft chains.
+        trees: drafts are trees.
 
     Raises:
         ConfigError: a requested backend cannot run on this machine.
@@ -58,10 +61,14 @@ def resolve_kernels(
     chains = chains and captured
     dispatch = parallel.dispatch
     placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
-    need = replace(need, chains=chains, experts=expert_widths(model, *placed))
+    need = replace(need, chains=chains, trees=trees, experts=expert_widths(model, *placed))
     pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
-    plan = _plan(machine, need, asked, pages, captured)
-    page = plan.need.page_size
+    forms = kv_forms(args, kv_dtype, model, draft, deterministic)
+    plan = _plan(machine, need, asked, pages, captured, forms)
+    page, kv_dtype = plan.need.page_size, plan.need.kv_dtype
+    if len(forms) > 1 and kv_dtype != forms[0]:
+        name = plan.row("attention").name
+        record.note("kv_cache_dtype", kv_dtype, f"{name} attention reads e4m3 rows without scales of their own")
     if given is None:
         row = plan.row("attention").name
         reason = f"{row} attention runs on single tokens" if page == 1 else f"{row} attention reads pages of {page}"
@@ -69,7 +76,7 @@ def resolve_kernels(
     drafts = None
     if draft is not None:
         need = need_of_model(draft, dtype, kv_dtype, page, deterministic)
-        need = replace(need, chains=chains, experts=expert_widths(draft, *placed))
+        need = replace(need, chains=chains, trees=trees, experts=expert_widths(draft, *placed))
         drafts = _plan(machine, need, asked, (page,), captured)
     return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
 
@@ -88,9 +95,12 @@ def _fits(args: EngineArgs, page: int) -> bool:
     return page == 1 or (whole and prefill >= page and (pool is None or pool >= max(page, requests)))
 
 
-def _plan(machine: Machine, need: Need, asked: Mapping[str, str], pages: tuple[int, ...], captured: bool) -> KernelPlan:
+def _plan(
+    machine: Machine, need: Need, asked: Mapping[str, str], pages: tuple[int, ...], captured: bool,
+    kv_dtypes: tuple[str, ...] = (),
+) -> KernelPlan:  # fmt: skip
     try:
-        return plan_kernels(machine.kernel_device, need, asked, pages=pages, captured=captured)
+        return plan_kernels(machine.kernel_device, need, asked, pages=pages, kv_dtypes=kv_dtypes, captured=captured)
     except ValueError as error:
         flags = ", ".join(f"{option_of(FLAGS[family])} {name}" for family, name in asked.items() if name != "auto")
         raise ConfigError(f"{flags or 'kernels'}: {error}") from None

@@ -72,7 +72,8 @@ def resolve_steps(
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
     trees = captures_trees(speculation, model)
     chains = speculation is not None and (speculation.topk == 1 or trees)
-    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, chains, parallel, record)
+    drafts = chains, speculation is not None and speculation.topk > 1
+    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, *drafts, parallel, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)

@@ -23,6 +23,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
+from moe_engine.scheduler.eviction_policy import eviction_policy
 from moe_engine.tokenizer.chat_messages import BUILT_IN_TEMPLATES, refuse_reserved
 
 # field -> least value
@@ -34,6 +35,12 @@ LEAST = {
     "page_size": 1,
     "max_queued_requests": 1,
     "prefill_max_requests": 1,
+    "prefill_decode_interval": 0,
+    "prefill_decode_interval_min_bs": 0,
+    "prefill_delayer_max_delay_passes": 1,
+    "prefill_delayer_token_usage_low_watermark": 0,
+    "prefill_delayer_queue_min_ratio": 0,
+    "prefill_delayer_max_delay_ms": 0,
     "stream_interval": 1,
     "priority_scheduling_preemption_threshold": 0,
     "cpu_threads": 1,
@@ -78,13 +85,28 @@ METRIC_LABELS = frozenset({
 })  # fmt: skip
 """Labels that metrics have already."""
 
+BUCKETS = (
+    "bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency",
+    "prefill_delayer_forward_passes_buckets", "prefill_delayer_wait_seconds_buckets",
+)  # fmt: skip
+
 HIDDEN = "***"
 """Placeholder of keys in /server_info."""
 
 
 def check(args: EngineArgs) -> None:
     """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
-    checks = (_ranges, _scheduling, _memory, _host_tier, _transfers, _kv_events, _front_end, _hidden_states)
+    checks = (
+        _ranges,
+        _scheduling,
+        _prefill_delays,
+        _memory,
+        _host_tier,
+        _transfers,
+        _kv_events,
+        _front_end,
+        _hidden_states,
+    )
     for complaint in chain.from_iterable(part(args) for part in checks):
         raise ConfigError(complaint)
 
@@ -123,18 +145,29 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
             f"--schedule-policy {policy} orders by cached prefixes, and --disable-radix-cache caches none; "
             "drop one of them"
         )
+    eviction_policy(scheduling.radix_eviction_policy, scheduling.radix_eviction_policy_config)
+    if scheduling.radix_eviction_policy != "lru" and scheduling.disable_radix_cache:
+        yield "--radix-eviction-policy orders the radix cache, --disable-radix-cache has none; drop one of them"
     if args.parallel.load_balance_method == "cache_aware" and scheduling.disable_radix_cache:
         yield "--load-balance-method cache_aware follows cached prefixes, --disable-radix-cache caches none; drop one"
-    priorities = scheduling.enable_priority_scheduling or policy == "priority"
     if scheduling.enable_priority_scheduling and policy not in ("fcfs", "lof", "priority"):
         yield f"--enable-priority-scheduling works with --schedule-policy fcfs, lof or priority, not with {policy}"
-    if scheduling.schedule_low_priority_values_first and not priorities:
+    if scheduling.schedule_low_priority_values_first and not scheduling.uses_priority:
         yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
     parse_slo(scheduling.slo)
     if scheduling.slo is not None and not scheduling.autopilot:
         yield "--slo is the target of --autopilot while serving; give both or none of them"
     if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
         yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
+
+
+def _prefill_delays(args: EngineArgs) -> Iterator[str]:
+    scheduling = args.scheduling
+    share = scheduling.prefill_delayer_token_usage_low_watermark
+    if share is not None and share > 1:
+        yield f"--prefill-delayer-token-usage-low-watermark {share:g}: must be a share of the KV pool, from 0 to 1"
+    if scheduling.enable_prefill_delayer and args.disaggregation.disaggregation_mode == "decode":
+        yield "--enable-prefill-delayer delays prompts, which a decode server does not compute; drop it"
 
 
 def _host_tier(args: EngineArgs) -> Iterator[str]:
@@ -226,8 +259,8 @@ def _hidden_states(args: EngineArgs) -> Iterator[str]:
 
 
 def _buckets(args: EngineArgs) -> Iterator[str]:
-    for name in ("bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency"):
-        given = getattr(args.logging, name)
+    for name in BUCKETS:
+        given = args.flat()[name]
         if given is None:
             continue
         option = option_of(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
+from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.step_settings import StorageSettings
 from moe_engine.types import SpeculationConfig
 
@@ -37,7 +38,10 @@ class SchedulerConfig:
     enable_mixed_chunk: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
-    enable_priority_scheduling: bool = False
+    radix_eviction_policy: str = "lru"
+    radix_eviction_policy_config: str = "{}"
+    uses_priority: bool = False
+    """Whether the priority of requests has an effect; so it has with the policy ``priority``."""
     schedule_low_priority_values_first: bool = False
     priority_preemption_threshold: int = 10
     disable_priority_preemption: bool = False
@@ -89,6 +93,11 @@ class SchedulerConfig:
     """Max prompt tokens of a prefill-only step times the requests whose next token waits for it; `least_chunk` tokens
     are always allowed, as smaller steps cost much more for each token. None: no limit."""
     least_chunk: int = 256
+    prefill_decode_interval: int = 0
+    prefill_decode_interval_min_bs: int = 0
+    """Decode steps behind each step with prompts, and the running requests from which on they are kept; 0: none."""
+    delayer: DelayerSettings | None = None
+    """``--enable-prefill-delayer``; None: off."""
 
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14
@@ -126,10 +135,12 @@ class SchedulerConfig:
                 f"{self.page_size}) and for the {self.decode_tokens} decode tokens of --max-running-requests "
                 f"{self.max_rows}; lower these"
             )
-        if self.enable_priority_scheduling and self.policy not in ("fcfs", "lof", "priority"):
+        if self.uses_priority and self.policy not in ("fcfs", "lof", "priority"):
             raise ConfigError(
                 f"--enable-priority-scheduling needs --schedule-policy fcfs, lof or priority, not {self.policy}"
             )
+        if self.policy == "priority" and not self.uses_priority:
+            raise ConfigError("--schedule-policy priority is an order by priority")
         if self.host_tier_tokens and self.disable_radix_cache:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
         if self.window and (self.host_tier_tokens or self.num_window_slots % self.page_size):
@@ -169,13 +180,14 @@ class SchedulerConfig:
         return self.speculation is not None and self.speculation.follows
 
     @property
-    def uses_priority(self) -> bool:
-        return self.enable_priority_scheduling or self.policy == "priority"
-
-    @property
     def preempts(self) -> bool:
         """Whether a waiting request may preempt a running one."""
         return self.uses_priority and not self.disable_priority_preemption
+
+    @property
+    def delays_prefills(self) -> bool:
+        """Whether prompts may have to wait for a step (`prefill_delays.py`)."""
+        return self.prefill_decode_interval > 0 or self.delayer is not None
 
     @property
     def effective_policy(self) -> str:

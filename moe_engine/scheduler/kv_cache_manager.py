@@ -12,6 +12,7 @@ from typing import Any
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_tier import DecodeTier
+from moe_engine.scheduler.eviction_policy import eviction_policy
 from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.kv_events import KVEventLog
 from moe_engine.scheduler.prefill_tier import PrefillTier
@@ -57,6 +58,8 @@ class KVCacheManager:
         self.storage: StorageTier | None = getattr(self.connector, "storage", None)
         """Storage below the connector's memory, if there is any."""
         self.tree: RadixCache = self._new_tree(config) if self.connector is None else self.connector.tree
+        self.tree.policy = eviction_policy(config.radix_eviction_policy, config.radix_eviction_policy_config)
+        self._priority_key = config.priority_key
         if config.kv_events:
             self.tree.events = KVEventLog(config.page_size, config.bigram_prefixes)
         self.step = 0
@@ -229,6 +232,7 @@ class KVCacheManager:
             self._replaced(request, start, present)
             self.slots.free(request.slots[start : start + len(present)], self.step)
         self.slots.free(request.slots[node.end :], self.step)
+        self.tree.count_use(node, -self._priority_key(request.priority))
         self.tree.unlock(request.tree_node, self.step)
         self.rows.give([request.row], self.step)
         request.tree_node = None

@@ -1,7 +1,8 @@
 """Radix cache (prefix cache): a prefix tree from token ids to KV slots.
 
 A node holds a run of tokens and their slots; a path from the root is a prefix whose KV is in the pool. Requests lock
-the node where their prefix ends, and thereby the whole path; unlocked leaves are evicted least recently used first.
+the node where their prefix ends, and thereby the whole path; unlocked leaves are evicted least recently used first, or
+in the order of a policy (`eviction_policy`).
 Runs are compared by slices, so a match costs a memory scan, not a loop. Only whole pages are cached.
 
 A node keeps its identity when it is split (the new node is the upper part) and never grows. A fully matched node can
@@ -11,9 +12,11 @@ therefore be stored, and a later match can start from it instead of from the roo
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from moe_engine.scheduler.eviction_policy import EvictionPolicy
 from moe_engine.scheduler.kv_events import KVEventLog
 
 ChildKey = int | tuple[int, ...]
@@ -30,10 +33,13 @@ class Node:
         "in_heap",
         "last_access",
         "lock",
+        "longest",
+        "num_uses",
         "parent",
         "serial",
         "slots",
         "tokens",
+        "urgency",
     )
 
     def __init__(self, parent: Node | None, tokens: list[int], slots: list[int], serial: int) -> None:
@@ -49,6 +55,12 @@ class Node:
         self.serial = serial
         self.in_heap = False
         self.alive = True
+        self.num_uses = 0
+        """Requests that ended with it in their prefix."""
+        self.urgency = -math.inf
+        """Of the most urgent of them."""
+        self.longest = self.end
+        """Length of the longest prefix through it, evicted ones included."""
 
 
 class Match(NamedTuple):
@@ -77,6 +89,8 @@ class RadixCache:
     make_node = Node
     events: KVEventLog | None = None
     """Listener of insertions and evictions, or None."""
+    policy: EvictionPolicy | None = None
+    """None: least recently used first."""
 
     def __init__(self, page_size: int, free: Callable[[list[int], int], None]) -> None:
         self.page_size = page_size
@@ -89,7 +103,8 @@ class RadixCache:
     def _clear(self) -> None:
         self.roots: dict[Hashable, Node] = {}
         self._root_keys: dict[int, Hashable] = {}
-        self.heap: list[tuple[int, int, Node]] = []
+        self.heap: list[tuple[Any, int, Node]] = []
+        """(`_stamp` when it was added, serial, leaf)"""
         self.num_evictable = 0
         self.num_protected = 0
         self.version += 1
@@ -133,6 +148,16 @@ class RadixCache:
     def refresh(self, node: Node) -> None:
         """Marks the path to `node` as used."""
         self._touch(node)
+
+    def count_use(self, node: Node, urgency: float) -> None:
+        """Counts a request that ended with this prefix, if the policy may depend on it."""
+        if self.policy is None:
+            return
+        walk: Node | None = node
+        while walk is not None:
+            walk.num_uses += 1
+            walk.urgency = max(walk.urgency, urgency)
+            walk = walk.parent
 
     def prefix_slots(self, node: Node) -> list[int]:
         """The slots of the whole prefix that ends with `node`."""
@@ -233,8 +258,7 @@ class RadixCache:
         """
         freed = 0
         while freed < num_tokens and (node := self._next_leaf()) is not None:
-            keep = max(0, len(node.tokens) - (num_tokens - freed))
-            keep -= keep % self.page_size
+            keep = self._kept(node, num_tokens - freed)
             tail = node.slots[keep:]
             if self.events is not None:
                 self.events.removed(node, keep)
@@ -253,6 +277,13 @@ class RadixCache:
             self.version += 1
         return freed
 
+    def _kept(self, node: Node, count: int) -> int:
+        """Number of the node's leading tokens that stay if about `count` tokens are evicted."""
+        keep = len(node.tokens) - count
+        if self.policy is not None:
+            keep = max(keep, self.policy.keep(node) - node.end + len(node.tokens))
+        return max(0, keep - keep % self.page_size)
+
     def _namespace(self, node: Node) -> Hashable:
         """The namespace of a node."""
         while node.parent is not None:
@@ -260,13 +291,13 @@ class RadixCache:
         return self._root_keys[node.serial]
 
     def _next_leaf(self) -> Node | None:
-        """Takes the least recently used unlocked leaf from the heap."""
+        """Takes the unlocked leaf that leaves first from the heap."""
         while self.heap:
             stamp, _, node = heapq.heappop(self.heap)
             node.in_heap = False
             if not node.alive or node.lock or node.children:
                 continue  # added again when it becomes an unlocked leaf
-            if node.last_access == stamp:
+            if self._stamp(node) == stamp:
                 return node
             self._offer(node)
         return None
@@ -348,7 +379,11 @@ class RadixCache:
             self._drop_root(node)
         elif not node.in_heap:
             node.in_heap = True
-            heapq.heappush(self.heap, (node.last_access, node.serial, node))
+            heapq.heappush(self.heap, (self._stamp(node), node.serial, node))
+
+    def _stamp(self, node: Node) -> Any:
+        """The node's place in the order of eviction."""
+        return node.last_access if self.policy is None else (self.policy.rank(node), node.last_access)
 
     def _shortened(self, node: Node) -> None:
         """The run of a node lost its end."""
@@ -383,6 +418,7 @@ class RadixCache:
         node.alive = False
         parent = node.parent
         assert parent is not None
+        parent.longest = max(parent.longest, node.longest)
         del parent.children[self.child_key(node.tokens, 0)]
         self._offer(parent)
 
@@ -393,8 +429,8 @@ class RadixCache:
         assert parent is not None
         upper = self.make_node(parent, node.tokens[:count], node.slots[:count], self._serial)
         upper.lock = node.lock
-        upper.last_access = node.last_access
         upper.free_after = node.free_after
+        copy_use(node, upper)
         parent.children[self.child_key(node.tokens, 0)] = upper
         node.tokens = node.tokens[count:]
         node.slots = node.slots[count:]
@@ -403,6 +439,12 @@ class RadixCache:
         if self.events is not None:
             self.events.split(node, upper)
         return upper
+
+
+def copy_use(node: Node, upper: Node) -> None:
+    """Copies everything that decides on the order of eviction to a node above, which was part of `node`."""
+    upper.last_access, upper.num_uses, upper.urgency = node.last_access, node.num_uses, node.urgency
+    upper.longest = node.longest
 
 
 class DisabledCache(RadixCache):

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
-from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache
+from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache, copy_use
 from moe_engine.scheduler.state_snapshots import SnapshotNode
 
 
@@ -68,7 +69,7 @@ class TieredCache(RadixCache):
 
     def _clear(self) -> None:
         super()._clear()
-        self._tier_heap: list[tuple[int, int, TierNode]] = []
+        self._tier_heap: list[tuple[Any, int, TierNode]] = []
         self.due: list[TierNode] = []
 
     # -- absent nodes
@@ -265,9 +266,7 @@ class TieredCache(RadixCache):
         freed = 0
         while freed < num_tokens and (node := self._next_leaf()) is not None:
             assert isinstance(node, TierNode)
-            keep = max(0, len(node.tokens) - (num_tokens - freed))
-            keep -= keep % self.page_size
-            if keep:
+            if keep := self._kept(node, num_tokens - freed):
                 self._split(node, keep)
             slots = node.slots
             self._leave_device(node)
@@ -283,6 +282,7 @@ class TieredCache(RadixCache):
         key, parent = self.child_key(node.tokens, 0), _parent(node)
         if node.places is None:
             self._store_node(node)
+        parent.longest = max(parent.longest, node.longest)
         del parent.children[key]
         if self.events is not None:
             self.events.removed(node)
@@ -295,18 +295,17 @@ class TieredCache(RadixCache):
         self._offer(parent)
 
     def drop_oldest(self, count: int) -> int:
-        """Frees at least `count` places, least recently used first, if there are enough; returns the number freed."""
+        """Frees at least `count` places, in the order of eviction, if there are enough; returns the number freed."""
         freed = 0
         while freed < count and self._tier_heap:
             stamp, _, node = heapq.heappop(self._tier_heap)
             node.in_tier_heap = False
             if not self._may_drop(node):
                 continue
-            if node.last_access != stamp:
+            if self._stamp(node) != stamp:
                 self._offer_tier(node)
                 continue
-            keep = max(0, len(node.tokens) - (count - freed))
-            keep -= keep % self.page_size
+            keep = self._kept(node, count - freed)
             if keep and not node.slots:
                 self._split_absent(node, keep)
             freed += len(node.tokens)
@@ -338,7 +337,7 @@ class TieredCache(RadixCache):
         assert isinstance(node, TierNode)
         if not node.in_tier_heap and self._may_drop(node):
             node.in_tier_heap = True
-            heapq.heappush(self._tier_heap, (node.last_access, node.serial, node))
+            heapq.heappush(self._tier_heap, (self._stamp(node), node.serial, node))
 
     def _drop_places(self, node: TierNode) -> None:
         """Frees the places of a node; without slots it leaves the tree."""
@@ -348,6 +347,7 @@ class TieredCache(RadixCache):
             node.places = None
             return
         parent = _parent(node)
+        parent.longest = max(parent.longest, node.longest)
         del parent.absent[self.child_key(node.tokens, 0)]
         self._release(node.places)
         node.places = None
@@ -442,7 +442,8 @@ class TieredCache(RadixCache):
         assert node.places is not None and not node.load
         parent = _parent(node)
         upper = self._make(parent, node.tokens[:count])
-        upper.alive, upper.last_access, upper.from_storage = False, node.last_access, node.from_storage
+        upper.alive, upper.from_storage = False, node.from_storage
+        copy_use(node, upper)
         upper.places, node.places = node.places[:count], node.places[count:]
         parent.absent[self.child_key(node.tokens, 0)] = upper
         node.tokens = node.tokens[count:]

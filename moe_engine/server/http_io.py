@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from moe_engine.errors import InputError
 from moe_engine.server.errors import ClientDisconnectedError
 from moe_engine.server.http_protocol import EXCHANGE, Exchange
+from moe_engine.server.large_schemas import cut_schema
 from moe_engine.validation import check_unicode_within, checked
 
 T = TypeVar("T")
@@ -135,21 +136,28 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     Raises:
         InputError: not JSON, not an object, or not of the type; names the field.
     """
+    body, schema = cut_schema(body, kind)
     try:
         decoded: T = _decoder(kind).decode(body)  # type: ignore[arg-type]  # types are hashable
-        return decoded
     except _REFUSALS:
-        return checked(_decode_leniently(body), kind)
+        decoded = checked(_decode_leniently(body), kind)
+    if schema is not None:
+        schema.put_back(decoded)
+    return decoded
 
 
 def decode_body_and_rest(body: bytes | bytearray, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """Like `decode_body`, with the whole object, whose parts may have fields that the type lacks."""
+    body, schema = cut_schema(body, kind)
     try:
         value = msgspec.json.decode(body)
-        return msgspec.convert(value, kind, str_keys=True), value
+        decoded = msgspec.convert(value, kind, str_keys=True)
     except _REFUSALS:
         value = _decode_leniently(body)
-        return checked(value, kind), value
+        decoded = checked(value, kind)
+    if schema is not None:
+        schema.put_back(decoded)
+    return decoded, value
 
 
 def _decode_leniently(body: bytes | bytearray) -> dict[str, Any]:

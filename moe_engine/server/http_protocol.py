@@ -1,4 +1,5 @@
-"""uvicorn's HTTP/1.1 connection, plus support for bodies of requests with ``Upgrade``, and limits on request headers.
+"""uvicorn's HTTP/1.1 connection, plus support for bodies of requests with ``Upgrade``, streams for clients of HTTP/1.0,
+and limits on request headers.
 
 Clients such as Java's HttpClient and ``curl --http2`` send ``Upgrade: h2c`` with the first request of every plain
 connection. A server that does not upgrade must respond in HTTP/1.1 as if the header were absent (RFC 9110, 7.8);
@@ -46,7 +47,7 @@ PRIVATE = frozenset(
 """Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`."""
 CYCLE = frozenset(
     {"body", "chunked_encoding", "disconnected", "flow", "more_body", "response_complete", "response_started"}
-    | {"transport", "waiting_for_100_continue"}
+    | {"expected_content_length", "transport", "waiting_for_100_continue"}
 )
 """Attributes of its `cycle` used here; of the cycle's `flow`: `write_paused`."""
 EXCHANGE = "moe_engine.exchange"
@@ -140,6 +141,19 @@ class PartWriter:
             self._write(b"%b%b%b" % (before, data, after))
 
 
+class _AnyLength(int):
+    """Unknown rest of the length of a response. uvicorn compares it with the length of each part and, at the end, 0."""
+
+    def __sub__(self, other: int) -> _AnyLength:
+        return self
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
 class Connection(HttpToolsProtocol):
     """Ignores ``Upgrade``: the data after such a head is parsed as its body. Refuses oversized or slow heads."""
 
@@ -177,6 +191,11 @@ class Connection(HttpToolsProtocol):
             self.url = b"/" + self.url.lstrip(b"/")
         super().on_headers_complete()
         scope: Any = self.scope
+        if (
+            scope["http_version"] == "1.0"
+        ):  # such a client does not know chunks: the end of the connection ends the body
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _AnyLength()
         scope[EXCHANGE] = Exchange(self)
 
     def data_received(self, data: bytes) -> None:

@@ -2,7 +2,8 @@
 
 A page is a file, written under another name and then renamed, so that no reader sees a partial page. The folder has a
 limit in bytes: the process that exceeds it removes the pages used longest ago, of all models. Each process counts the
-bytes that it has written since its last scan of the folder.
+bytes that it has written since its last scan of the folder, and scans again after a share of the limit, so that
+processes which share a folder do not each fill it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_engine.errors import ConfigError
 from moe_engine.storage.protocol import Buffer
 
@@ -25,6 +28,8 @@ logger = logging.getLogger("moe_engine")
 SUFFIX = ".kvpage"
 KEEP = 0.9
 """Share of the limit that remains after pages were removed."""
+RESCAN = 1 / 8
+"""Share of the limit that a process writes before it scans the folder again."""
 FREE_SHARE = 0.9
 """Share of the free disk that the storage may take without a given limit."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,7 +57,7 @@ class FileStorage:
                 f"--hicache-storage-dir {directory}: cannot be written: {error.strerror or error}; give a folder that "
                 "this user may write to"
             ) from error
-        self._used = sum(size for _, size, _ in self._files())
+        self._used, self._unseen = sum(size for _, size, _ in self._files()), 0
         free = shutil.disk_usage(self._root).free
         if max_bytes > self._used + free:
             raise ConfigError(
@@ -74,17 +79,20 @@ class FileStorage:
 
     def _read(self, path: str, target: Buffer) -> bool:
         try:
-            with open(path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != len(target):
-                    return False
-                read = 0
-                while read < len(target):
-                    count = file.readinto(target[read:])
-                    if not count:
-                        return False
-                    read += count
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO in its place would block
         except FileNotFoundError:
             return False
+        try:
+            if os.fstat(file).st_size != len(target):
+                return False
+            read = 0
+            while read < len(target):
+                count = os.readv(file, [target[read:]])
+                if not count:
+                    return False
+                read += count
+        finally:
+            os.close(file)
         with contextlib.suppress(OSError):
             os.utime(path)  # used: removed last
         return True
@@ -101,29 +109,36 @@ class FileStorage:
                 if error.errno not in _FULL or not self._evict(len(page), full=True):
                     raise
                 self._write(name, page)
-            with self._lock:
-                self._used += len(page)
+            self._wrote(len(page))
             stored.append(True)
         return stored
 
     def _write(self, name: str, page: Buffer) -> None:
         path = self._path(name)
         temporary = f"{path}.{os.getpid()}-{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+            file = os.open(temporary, flags, 0o666)
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+            file = os.open(temporary, flags, 0o666)
         try:
-            with file:
+            try:
                 written = 0
                 while written < len(page):
-                    written += file.write(page[written:])
+                    written += os.write(file, page[written:])
+            finally:
+                os.close(file)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+    def _wrote(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used += num_bytes
+            self._unseen += num_bytes
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -131,11 +146,14 @@ class FileStorage:
                 os.unlink(self._path(name))
 
     def clear(self) -> None:
-        for path, _, _ in list(self._files()):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        stuck = 0
+        for path, size, _ in list(self._files()):
+            if not _removed(path):
+                stuck += size
         with self._lock:
-            self._used = 0
+            self._used = stuck
+        if stuck:
+            raise OSError(f"{stuck / 1e9:.2f} GB of pages in {self._root} cannot be removed")
 
     def describe(self) -> dict[str, Any]:
         return {"directory": str(self._root), "used_bytes": self._used, "max_bytes": self._max_bytes}
@@ -148,33 +166,59 @@ class FileStorage:
         return f"{self._root}/{name[-2:]}/{name}{SUFFIX}"
 
     def _files(self) -> Iterator[tuple[str, int, float]]:
-        """(path, bytes, time of the last use) of all pages."""
-        for folder in os.scandir(self._root):
+        """(path, bytes, time of the last use) of all pages, incomplete ones included. Other files are not touched: the
+        folder may be one that the user has for other things too."""
+        for folder in _entries(self._root):
             if len(folder.name) != 2 or not folder.is_dir():
                 continue
-            for entry in os.scandir(folder.path):
+            for entry in _entries(folder.path):
                 with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat()
-                    yield entry.path, found.st_size, found.st_mtime
+                    if SUFFIX in entry.name and entry.is_file(follow_symlinks=False):
+                        found = entry.stat()
+                        yield entry.path, found.st_size, found.st_mtime
 
     def _make_room(self, num_bytes: int) -> bool:
         if num_bytes > self._max_bytes:
             return False
+        if self._unseen > RESCAN * self._max_bytes:
+            used = sum(size for _, size, _ in self._files())
+            with self._lock:
+                self._used, self._unseen = used, 0
         return self._used + num_bytes <= self._max_bytes or self._evict(num_bytes)
 
     def _evict(self, num_bytes: int, full: bool = False) -> bool:
-        """Removes pages until the folder is below `REMAINING` of its limit. `full`: the disk is full, so at least a
+        """Removes pages until the folder is below `KEEP` of its limit. `full`: the disk is full, so at least a
         tenth of the pages is removed. False if no space was gained."""
         with self._evicting:
-            files = sorted(self._files(), key=lambda file: file[2])
+            files = list(self._files())
             used = before = sum(size for _, size, _ in files)
             target = int(KEEP * (min(before, self._max_bytes) if full else self._max_bytes)) - num_bytes
-            for path, size, _ in files:
+            order = np.argsort(np.array([file[2] for file in files]))  # sorts without the interpreter's lock
+            for index in order:
+                path, size, _ = files[index]
                 if used <= max(target, 0):
                     break
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                used -= size
+                if _removed(path):
+                    used -= size
             with self._lock:
-                self._used = used
+                self._used, self._unseen = used, 0
             return used < before if full else used + num_bytes <= self._max_bytes
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder; none if it is gone or cannot be read."""
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def _removed(path: str) -> bool:
+    """Removes a file; False if it stays."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

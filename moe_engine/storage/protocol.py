@@ -25,7 +25,8 @@ class PageStorage(Protocol):
         """Reads pages into buffers of their exact sizes; whether each page existed with that size."""
 
     def put(self, names: Sequence[str], pages: Sequence[Buffer]) -> list[bool]:
-        """Stores pages; whether each is stored now. A page that is stored already may be kept as it is."""
+        """Stores pages; whether each is stored now. A page that is stored already may be kept as it is. The buffers are
+        valid during the call only."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Removes pages; unknown names are ignored."""

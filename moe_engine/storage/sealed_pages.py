@@ -28,12 +28,10 @@ RETRY_SECONDS = 30.0
 """Pause of reads or writes after an error of the backend."""
 
 
-def seal(name: str, page: Buffer) -> bytearray:
-    """A page with its header."""
-    sealed = bytearray(HEADER.size + len(page))
-    _copy(page, memoryview(sealed)[HEADER.size :])
+def seal(name: str, page: Buffer, sealed: Buffer) -> None:
+    """Writes a page with its header to `sealed`."""
+    copy_bytes(page, sealed[HEADER.size :])
     HEADER.pack_into(sealed, 0, MAGIC, len(page), _checksum(name, page))
-    return sealed
 
 
 def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
@@ -43,11 +41,11 @@ def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
     magic, length, checksum = HEADER.unpack_from(sealed)
     if magic != MAGIC or length != len(target):
         return False
-    _copy(sealed[HEADER.size :], target)  # checked after the copy: these are the bytes that are used
+    copy_bytes(sealed[HEADER.size :], target)  # checked after the copy: these are the bytes that are used
     return checksum == _checksum(name, target)
 
 
-def _copy(source: Buffer, target: Buffer) -> None:
+def copy_bytes(source: Buffer, target: Buffer) -> None:
     """Copies bytes without the interpreter's lock: a copy of megabytes would delay the thread of the steps."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
@@ -74,6 +72,7 @@ class SealedPages:
         self._paused = {"reads": 0.0, "writes": 0.0}
         self._reported: set[str] = set()
         self._lock = threading.Lock()
+        self._threads = threading.local()
         self.num_errors = 0
         self.num_corrupt = 0
         """Number of pages that differed from the stored ones."""
@@ -100,9 +99,7 @@ class SealedPages:
         if not keys or self._pauses("reads"):
             return 0
         names = [self.name_of(key) for key in keys]
-        size = HEADER.size + self.page_bytes
-        memory = memoryview(bytearray(size * len(names)))
-        sealed = [memory[i * size : (i + 1) * size] for i in range(len(names))]
+        sealed = self._memory(len(names))
         try:
             found = self._storage.get(names, sealed)
         except Exception as error:  # of any backend
@@ -117,18 +114,32 @@ class SealedPages:
         return len(names)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[Buffer]) -> int:
-        """Stores pages that are not stored yet; number of pages that are stored now."""
-        stored = 0
-        for key, page in zip(keys, pages):
-            if self._pauses("writes"):
-                break
-            name = self.name_of(key)
-            try:
-                if self._storage.exists([name]) or self._storage.put([name], [memoryview(seal(name, page))])[0]:
-                    stored += 1
-            except Exception as error:  # of any backend
-                self._failed("writes", error)
-        return stored
+        """Stores pages that are not stored yet, in one call of the backend; number of pages that are stored now. After
+        an error none counts."""
+        if not keys or self._pauses("writes"):
+            return 0
+        names = [self.name_of(key) for key in keys]
+        try:
+            new = [(name, page) for name, page in zip(names, pages) if not self._storage.exists([name])]
+            if not new:
+                return len(names)
+            sealed = self._memory(len(new))
+            for (name, page), target in zip(new, sealed):
+                seal(name, page, target)
+            return len(names) - len(new) + sum(self._storage.put([name for name, _ in new], sealed))
+        except Exception as error:  # of any backend
+            self._failed("writes", error)
+            return 0
+
+    def _memory(self, count: int) -> list[Buffer]:
+        """Memory of this thread for sealed pages, valid until its next call: fresh memory of a page costs more time
+        than its copy."""
+        size = HEADER.size + self.page_bytes
+        memory: list[Buffer] = getattr(self._threads, "memory", [])
+        if len(memory) < count:
+            whole = memoryview(bytearray(size * count))
+            memory = self._threads.memory = [whole[i * size : (i + 1) * size] for i in range(count)]
+        return memory[:count]
 
     def clear(self) -> None:
         """Removes all pages of the storage."""

@@ -18,12 +18,14 @@ from typing import IO
 
 import msgspec
 
+from moe_engine.errors import InputError
 from moe_engine.processes.background import yield_session_to_steps, yield_to_steps
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
+from moe_engine.structured_output.request import read_constraint
 from moe_engine.tokenizer.tokenizer import TokenizerSource
 
 MAX_MEMORY_BYTES = 4 << 30
@@ -73,6 +75,10 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def verdict_of(backend: GrammarBackend, constraint: Constraint) -> Verdict:
     """Compiles a constraint in the form that the engine will compile."""
+    try:
+        constraint = read_constraint(constraint)
+    except InputError as error:
+        return Verdict(error.message.removeprefix(f"{constraint.where}: "))
     try:
         try:
             prepared = backend.prepare(constraint)

@@ -21,13 +21,14 @@ class Constraint:
 
     `kind`: ``json_schema``, ``regex``, ``grammar`` (Lark or GBNF), ``choice`` (a JSON list of texts),
     ``structural_tag`` or ``tool_calls``. `source` is JSON for all of them but regex and grammar. `where`: its field,
-    for messages.
+    for messages. `unread`: a JSON schema as the client sent it, not checked yet (`request.read_constraint`).
     """
 
     kind: str
     source: str
     where: str = field(default="", compare=False)
     reasoning: FreeReasoning | None = field(default=None, compare=False)
+    unread: bool = field(default=False, compare=False)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +45,8 @@ ANY_OBJECT = '{"type":"object"}'
 
 MAX_KEPT, MAX_KEPT_BYTES = 256, 64 << 10
 """Number of values whose JSON is kept, and the largest one: requests repeat their schemas."""
+UNREAD_CHARS = 8 << 10
+"""JSON schemas of at least this length are read by the process that compiles grammars."""
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -110,18 +113,17 @@ def _of_response_format(form: Mapping[str, Any] | None) -> Iterator[Found]:
 
 
 def _constraint(field: str, kind: str, value: Any) -> Constraint:
+    unread = False
     if kind == "json_object":
         if value is not True:
             raise InputError(f"{field}: expected true or false, got {value!r:.80}", field=field)
         kind, source = "json_schema", ANY_OBJECT
+    elif kind == "json_schema" and (text := _large_text(value, field)) is not None:
+        source, unread = text, True
     elif kind in ("json_schema", "structural_tag"):
         source = json_source(field, value, (dict, bool) if kind == "json_schema" else (dict,))
     elif kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-            raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
-        for i, one in enumerate(value):
-            check_unicode(one, f"{field}[{i}]")
-        source = json.dumps(value)
+        source = _choices(field, value)
     else:
         if not isinstance(value, str) or not value:
             raise InputError(f"{field}: expected a string, got {value!r:.80}", field=field)
@@ -129,7 +131,39 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
         source = value
     if len(source) > MAX_CHARS:
         raise InputError(f"{field}: {len(source)} characters; at most {MAX_CHARS} are allowed", field=field)
-    return Constraint(kind, source, field)
+    return Constraint(kind, source, field, unread=unread)
+
+
+def _choices(field: str, value: Any) -> str:
+    if not isinstance(value, list) or not value or {*map(type, value)} != {str} or "" in value:
+        raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError:
+        for i, one in enumerate(value):
+            check_unicode(one, f"{field}[{i}]")
+    return json.dumps(value)
+
+
+def _large_text(value: Any, field: str) -> str | None:
+    """The text of a schema that is not read here; None: it is."""
+    if isinstance(value, msgspec.Raw):
+        return bytes(value).decode()
+    if not isinstance(value, str) or len(value) < UNREAD_CHARS:
+        return None
+    check_unicode(value, field)
+    return value
+
+
+def read_constraint(constraint: Constraint) -> Constraint:
+    """The constraint with its JSON checked, in compact form. Takes milliseconds for 100 KB.
+
+    Raises:
+        InputError: as `find_constraint`, for a constraint that is `unread`.
+    """
+    if not constraint.unread:
+        return constraint
+    return replace(constraint, source=json_source(constraint.where, constraint.source, (dict, bool)), unread=False)
 
 
 def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:

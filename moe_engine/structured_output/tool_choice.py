@@ -11,7 +11,7 @@ from typing import Any, NotRequired, TypedDict
 
 from moe_engine.errors import InputError
 from moe_engine.structured_output.constraint import Constraint
-from moe_engine.structured_output.request import json_source
+from moe_engine.structured_output.request import json_source, read_constraint
 from moe_engine.structured_output.tool_parameters import OneParameter, parameters_of_call
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallParser
 
@@ -88,7 +88,7 @@ def tool_constraint(
     if syntax.parameters is not None:
         found["form"] = form
     if content is not None:
-        found["content"] = json.loads(content.source)
+        found["content"] = json.loads(read_constraint(content).source)
     return Constraint("tool_calls", json.dumps(found, ensure_ascii=False, separators=(",", ":")), where)
 
 

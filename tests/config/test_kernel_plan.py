@@ -57,12 +57,12 @@ def reason_of(config: ResolvedConfig, name: str) -> str:
 
 def test_auto_prefers_rows_that_can_be_captured(launch: Callable[..., ResolvedConfig]) -> None:
     """FlashMLA's kernel over FP8 records cannot be captured on Hopper; Triton's can."""
-    fp8 = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3")
+    fp8 = launch(*LIBRARIES, kv_cache_dtype="fp8_ds_mla")
     assert attention(fp8) == "triton" and fp8.graphs.sizes
     assert "take no list lengths" in fp8.kernels.model.choices[3].refused["flashmla"].replace("takes", "take")
-    eager = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3", disable_cuda_graph=True)
+    eager = launch(*LIBRARIES, kv_cache_dtype="fp8_ds_mla", disable_cuda_graph=True)
     assert attention(eager) == "flashmla" and not eager.graphs.sizes
-    named = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3", attention_backend="flashmla")
+    named = launch(*LIBRARIES, kv_cache_dtype="fp8_ds_mla", attention_backend="flashmla")
     assert attention(named) == "flashmla" and not named.graphs.sizes
     assert any(note.startswith("no CUDA graphs: FlashMLA's kernel") for note in named.notes)
 

@@ -54,7 +54,10 @@ def test_nothing_stays_auto(resolved):
                 "hicache_storage_backend", "hicache_storage_dir", "hicache_storage_backend_extra_config",
                 "request_waiting_timeout", "request_running_timeout", "max_mamba_cache_size",
                 "session_hold", "allowed_local_media_path", "default_priority_value",
-                    "otlp_service_name", "ssl_keyfile_password"}  # fmt: skip
+                    "otlp_service_name", "ssl_keyfile_password",
+                "prefill_delayer_token_usage_low_watermark", "prefill_delayer_queue_min_ratio",
+                "prefill_delayer_max_delay_ms", "prefill_delayer_forward_passes_buckets",
+                "prefill_delayer_wait_seconds_buckets"}  # fmt: skip
     for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs, LoraArgs):  # they request nothing
         may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():
@@ -141,6 +144,8 @@ def test_v3_on_a_large_machine(resolved):
         ({"schedule_policy": "dfs-weight", "disable_radix_cache": True}, ["dfs-weight", "--disable-radix-cache"]),
         ({"schedule_policy": "lpm", "enable_priority_scheduling": True}, ["--enable-priority-sched", "not with lpm"]),
         ({"schedule_low_priority_values_first": True}, ["--schedule-low-priority", "--enable-priority-scheduling"]),
+        ({"radix_eviction_policy": "lfu", "disable_radix_cache": True}, ["--radix-eviction", "--disable-radix-cache"]),
+        ({"radix_eviction_policy_config": {"threshold": 9}}, ["--radix-eviction-policy-config", "threshold", "lru"]),
         ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, ["--enable-mixed-chunk", "-size -1"]),
         ({"skip_tokenizer_init": True, "reasoning_parser": "deepseek-r1"}, ["--reasoning-parser", "--skip-tokenizer"]),
         ({"context_length": 4096}, ["--context-length 4096", "2048", "max_position_embeddings"]),

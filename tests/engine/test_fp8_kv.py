@@ -14,7 +14,8 @@ from moe_engine.demo import CHECKPOINT_DIR
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
-FORMATS = ("fp8_e4m3", "fp8_e5m2")
+FORMATS = [(model, kv_dtype) for model in ("deepseek_v3", "qwen3") for kv_dtype in ("fp8_e4m3", "fp8_e5m2")]
+FORMATS.append(("deepseek_v3", "fp8_per_tensor"))
 NEXTN = {
     "speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2,
     "speculative_num_draft_tokens": 5,
@@ -24,7 +25,10 @@ NEXTN = {
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome"}
 
 
-@pytest.mark.parametrize(("kv_dtype", "kernels"), [("fp8_e4m3", "cpu"), ("fp8_e5m2", "cpu"), ("fp8_e4m3", "torch")])
+@pytest.mark.parametrize(
+    ("kv_dtype", "kernels"),
+    [("fp8_e4m3", "cpu"), ("fp8_e5m2", "cpu"), ("fp8_e4m3", "torch"), ("fp8_per_tensor", "cpu")],
+)
 def test_capitals(kv_dtype: str, kernels: str, tmp_path: Path) -> None:
     engine = InProcessEngine(
         CHECKPOINT_DIR, tmp_path / "status", kv_cache_dtype=kv_dtype, max_total_tokens=4096, attention_backend=kernels
@@ -45,7 +49,7 @@ def test_capitals(kv_dtype: str, kernels: str, tmp_path: Path) -> None:
         assert capital in text, text
 
 
-@pytest.fixture(params=["deepseek_v3", "qwen3"], scope="module")
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield make_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model", seed=random.randrange(2**31))
 
@@ -65,7 +69,7 @@ def _script(rng: random.Random) -> list[Scripted]:
     ]
 
 
-@pytest.mark.parametrize("kv_dtype", FORMATS)
+@pytest.mark.parametrize(("checkpoint", "kv_dtype"), FORMATS, indirect=["checkpoint"])
 def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
     """Bit for bit, in float32 with one form of attention: a different last bit may change the rounding of a row to
     eight bits."""

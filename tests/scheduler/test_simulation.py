@@ -9,11 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler import POLICIES, SchedulerConfig
 from moe_engine.types import Request
 from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
 from tests.scheduler.traces import play_arrivals
+
+EVICTION = {"lru": "{}", "lfu": "{}", "slru": "{}", "priority": "{}", "tlru": '{"threshold": 20}'}
 
 
 @st.composite
@@ -33,8 +36,10 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_mixed_chunk=draw(st.booleans()),
         schedule_conservativeness=draw(st.sampled_from([0.0, 0.1, 1.0, 2.0])),
         new_token_ratio_decay_steps=draw(st.sampled_from([10, 600])),
+        radix_eviction_policy=(eviction := draw(st.sampled_from(list(EVICTION)))),
+        radix_eviction_policy_config=EVICTION[eviction],
         disable_radix_cache=draw(st.sampled_from([False, False, False, True])),
-        enable_priority_scheduling=policy in ("fcfs", "lof") and draw(st.booleans()),
+        uses_priority=policy == "priority" or (policy in ("fcfs", "lof") and draw(st.booleans())),
         schedule_low_priority_values_first=draw(st.booleans()),
         max_queued_requests=draw(st.sampled_from([None, None, 3])),
         prefill_max_requests=draw(st.sampled_from([None, None, 1, 2])),
@@ -43,6 +48,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_consecutive_prefills=draw(st.sampled_from([1, 4, 32])),
         max_delayed_tokens=draw(st.sampled_from([None, 1, 60])),
         least_chunk=16,
+        prefill_decode_interval=draw(st.sampled_from([0, 0, 1, 5])),
+        prefill_decode_interval_min_bs=draw(st.sampled_from([0, 3])),
+        delayer=draw(st.sampled_from([None, None, DelayerSettings(), DelayerSettings(3, 0.2, 0.5, 5.0)])),
         max_overtakes=draw(st.sampled_from([0, 4, 512])),
         random_seed=draw(st.integers(0, 5)),
         retract_decode_steps=draw(st.sampled_from([1, 5, 20])),
@@ -114,6 +122,7 @@ def test_long_run_with_preemption(mixed: bool) -> None:
         context_len=200,
         max_rows=4,
         policy="priority",
+        uses_priority=True,
         chunked_prefill_size=48,
         enable_mixed_chunk=mixed,
     )

@@ -88,6 +88,26 @@ def test_a_base_url_that_ends_with_a_slash():
         assert "/a//b: no such" in httpx.get(address + "///a//b").text
 
 
+def test_http_1_0_answers_end_with_the_connection():
+    body = json.dumps({"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 40}}).encode()
+    whole = json.dumps({"text": "hi"}).encode()
+    received = {}
+    with real_server(FakeClient()) as address:
+        host, port = address.removeprefix("http://").split(":")
+        for sent in (body, whole):
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(request(sent).replace(b"HTTP/1.1", b"HTTP/1.0"))
+                received[sent] = b""
+                while data := connection.recv(65536):
+                    received[sent] += data
+    head, _, events = received[body].partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    *parts, end = events.removesuffix(b"\n\n").split(b"\n\n")
+    assert end == b"data: [DONE]" and parts and all(json.loads(part.removeprefix(b"data: ")) for part in parts)
+    head, _, answer = received[whole].partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(answer) in head and json.loads(answer)["text"]
+
+
 def test_upgrade_header_without_a_body():
     with real_server(FakeClient()) as address:
         answers = exchange(address, b"GET /model_info HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n", CLOSE)

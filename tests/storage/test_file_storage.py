@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,64 @@ def test_the_pages_used_longest_ago_leave(tmp_path: Path) -> None:
     assert storage.describe()["used_bytes"] == len(kept) * SEALED <= storage.describe()["max_bytes"]
 
 
-def test_two_processes_keep_one_limit(tmp_path: Path) -> None:
-    stores = [SealedPages(FileStorage(str(tmp_path), 10 * SEALED), "a", PAGE) for _ in range(2)]
+def test_only_pages_are_removed(tmp_path: Path) -> None:
+    """The folder may have other files, also in folders named like those of pages."""
+    own = [tmp_path / "notes.txt", tmp_path / "go" / "main.go", tmp_path / "ab" / "thesis.tex"]
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x" * 5000)
+    storage = FileStorage(str(tmp_path), 10 * SEALED)
+    pages = SealedPages(storage, "a", PAGE)
+    for i in range(30):
+        pages.put([key(i)], [page(i)])
+    assert 8 <= sum(pages.exists([key(i)]) for i in range(30)) <= 10 and all(path.exists() for path in own)
+    storage.clear()
+    assert not any(pages.exists([key(i)]) for i in range(30)) and all(path.exists() for path in own)
+
+
+def test_a_page_that_cannot_be_removed_stops_no_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FileStorage(str(tmp_path), 10 * SEALED)
+    pages = SealedPages(storage, "a", PAGE)
+    unlink, stuck = os.unlink, pages.name_of(key(0))
+
+    def refuses(path: Any, **more: Any) -> None:
+        if stuck in str(path):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", refuses)
     for i in range(40):
-        stores[i % 2].put([key(i)], [page(i)])
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kvpage")) <= 20 * SEALED
+        assert pages.put([key(i)], [page(i)]) == 1
+        os.utime(next(tmp_path.rglob(f"{pages.name_of(key(i))}*")), (i, i))
+    assert pages.num_errors == 0 and storage.describe()["used_bytes"] <= 10 * SEALED
+    pages.clear()  # the rest leaves all the same
+    assert [i for i in range(40) if pages.exists([key(i)])] == [0] and pages.num_errors == 1
+
+
+def test_a_folder_removed_or_replaced_while_serving(tmp_path: Path) -> None:
+    now, folder = 0.0, tmp_path / "pages"
+    pages = SealedPages(FileStorage(str(folder), 20 * SEALED), "a", PAGE, lambda: now)
+    assert pages.put([key(1)], [page(1)]) == 1
+    shutil.rmtree(folder)
+    assert read(pages, 1) == [] and pages.put([key(1)], [page(1)]) == 1 and read(pages, 1) == [page(1)]
+    shutil.rmtree(folder)
+    folder.write_text("")  # in the place of the folder
+    assert read(pages, 1) == [] and pages.put([key(1)], [page(1)]) == 0
+    assert pages.exists([key(1)]) == 0
+    folder.unlink()
+    now += sealed_pages.RETRY_SECONDS + 1
+    assert pages.put([key(2)], [page(2)]) == 1 and read(pages, 2) == [page(2)]
+    path = next(folder.rglob(f"{pages.name_of(key(2))}*"))
+    path.unlink()
+    path.mkdir()  # in the place of a page
+    assert read(pages, 2) == [] and pages.put([key(3)], [page(3)]) == 1 and read(pages, 3) == [page(3)]
+
+
+def test_two_processes_keep_one_limit(tmp_path: Path) -> None:
+    stores = [SealedPages(FileStorage(str(tmp_path), 40 * SEALED), "a", PAGE) for _ in range(4)]
+    for i in range(200):
+        stores[i % 4].put([key(i)], [page(i)])
+        assert sum(1 for _ in tmp_path.rglob("*.kvpage")) <= (40 + 4 * 6)  # an eighth of the limit for each process
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from moe_engine.kernels.attention.triton.tiles import stored_values
 from moe_engine.kernels.kv_format.latent_records import (
     FP8_GROUPS,
     FP8_RANGE,
+    FP8_TENSOR,
     FP8_TOKEN,
     GROUP,
     PLAIN,
@@ -28,7 +29,7 @@ GATHER_ROWS = 32
 """Tokens per program; a record is (request, first token in the context, tokens, first row of the output)."""
 
 _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)
-_RANGE = tl.constexpr(FP8_RANGE)
+_RANGE, _TENSOR = tl.constexpr(FP8_RANGE), tl.constexpr(FP8_TENSOR)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "records"])
@@ -47,7 +48,7 @@ def gather_kernel(
     offset = tl.load(table_row + inside, whole, 0).to(tl.int64) * cache_stride
     live = whole[:, None] & (column < LATENT + ROTARY)[None, :]
     values = tl.load(cache + offset[:, None] + column[None, :], live, 0)
-    if KV_FORMAT == _RANGE:
+    if KV_FORMAT == _RANGE or KV_FORMAT == _TENSOR:  # noqa: SIM109 - constants of the compiler
         values = stored_values(values, KV_FORMAT, tl.float32)
     elif KV_FORMAT > 0:
         raw = stored_values(values, KV_FORMAT, tl.float32)
@@ -85,7 +86,7 @@ def gather(cache: Tensor, queries: PagedQueries, records: Tensor, out: Tensor, l
 
 def aot_cases() -> list[AotCase]:
     cases = []
-    plain, records = (torch.bfloat16, torch.float32), (FP8_TOKEN, FP8_GROUPS, FP8_RANGE)
+    plain, records = (torch.bfloat16, torch.float32), (FP8_TOKEN, FP8_GROUPS, FP8_RANGE, FP8_TENSOR)
     for form, dtype in [*((PLAIN, dtype) for dtype in plain), *((form, None) for form in records)]:
         kind = "bf16" if dtype is None else element(dtype)
         signature = {
@@ -96,6 +97,6 @@ def aot_cases() -> list[AotCase]:
             "LATENT": 512, "ROTARY": 64, "BLOCK": 1024, "ROWS": GATHER_ROWS, "KV_FORMAT": form,
             "SCALES": scales_offset(512, 64),
         }  # fmt: skip
-        name = f"latent gather, {(kind, 'fp8 token records', 'fp8 group records', 'e5m2')[form]}"
+        name = f"latent gather, {(kind, 'fp8 token records', 'fp8 group records', 'e5m2', 'e4m3')[form]}"
         cases.append(AotCase(name, gather_kernel, signature, constants, 8, 3, False))
     return cases

@@ -34,6 +34,7 @@ from moe_engine.kernels.attention.triton.tiles import (
 from moe_engine.kernels.kv_format.latent_records import (
     FP8_GROUPS,
     FP8_RANGE,
+    FP8_TENSOR,
     FP8_TOKEN,
     GROUP,
     PLAIN,
@@ -283,7 +284,8 @@ def aot_cases() -> list[AotCase]:
         (16, 2, bf16, PLAIN, False), (16, 4, bf16, PLAIN, False), (16, 8, bf16, PLAIN, True),
         (128, 1, bf16, FP8_TOKEN, False), (128, 1, bf16, FP8_GROUPS, False), (16, 1, bf16, FP8_TOKEN, False),
         (16, 1, bf16, FP8_GROUPS, False), (16, 2, bf16, FP8_TOKEN, False), (16, 2, bf16, FP8_GROUPS, False),
-        (16, 1, bf16, FP8_RANGE, False), (16, 1, fp32, PLAIN, False),
+        (16, 1, bf16, FP8_RANGE, False), (16, 1, bf16, FP8_TENSOR, False), (16, 2, bf16, FP8_TENSOR, False),
+        (128, 1, bf16, FP8_TENSOR, False), (16, 1, fp32, PLAIN, False),
     ):  # fmt: skip
         tile = latent_tile(heads * tokens, dtype, form)
         kind, stored = f"*{element(dtype)}", "*u8" if form != PLAIN else f"*{element(dtype)}"
@@ -300,7 +302,7 @@ def aot_cases() -> list[AotCase]:
         if not tree:
             del signature["visible"]
             constants["visible"] = None
-        form_name = (element(dtype), "fp8 token records", "fp8 group records", "e5m2")[form]
+        form_name = (element(dtype), "fp8 token records", "fp8 group records", "e5m2", "e4m3")[form]
         name = f"latent attention, {heads} heads, {tokens} tokens, {form_name}{', tree' if tree else ''}"
         cases.append(AotCase(name, latent_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     large = [case for case in cases if "group records" in case.name]  # whose pools reach 2^31 bytes on one GPU

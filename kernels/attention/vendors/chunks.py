@@ -33,7 +33,12 @@ class MergesChunks:
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
+        """See the protocol; `cache` may hold unscaled e4m3 numbers."""
+        slots = gathered_slots(plan, queries)
+        if cache.dtype != torch.float8_e4m3fn:
+            return torch.index_select(cache, 0, slots, out=out)
+        rows = cache.view(torch.uint8).index_select(0, slots).view(cache.dtype)
+        return rows.to(torch.bfloat16) if out is None else out.copy_(rows)
 
     def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
         """See the protocol. Raises ValueError for chunks that need more than one causal mask, or none."""

@@ -31,9 +31,10 @@ from moe_engine.kernels.attention.vendors.paging import (
 )
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import probe
+from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.vendors import limits
-from moe_engine.kernels.vendors.probe import FLASHINFER
+from moe_engine.kernels.vendors.probe import FLASHINFER, accepts
 from moe_engine.kernels.workspaces import FLASHINFER_SMALL_PLAN_BYTES, flashinfer_ragged_plan_bytes
 
 HOPPER = 9
@@ -66,6 +67,7 @@ class FlashInferMLA(MergesChunks):
     Args:
         module: the library; default: the installed one.
         major: compute capability of the GPU; default: of the current GPU.
+        kv_dtype: of the cache. Unscaled e4m3 numbers are read on Hopper, with queries in bf16.
 
     Raises:
         ImportError: the library is missing or lacks a required function.
@@ -73,8 +75,11 @@ class FlashInferMLA(MergesChunks):
 
     name = "flashinfer"
 
-    def __init__(self, module: Any | None = None, major: int | None = None) -> None:
+    def __init__(self, module: Any | None = None, major: int | None = None, kv_dtype: str = "auto") -> None:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
+        run = self._lib.mla.BatchMLAPagedAttentionWrapper.run
+        if kv_dtype == E4M3_TENSOR and not accepts(run, "kpe_scale"):
+            raise ImportError(f"this FlashInfer reads no FP8 latents ({FLASHINFER.install})")
         self._major = major
         self._buffer = PageBuffer()
         self._wrappers: dict[Any, Wrappers] = {}
@@ -130,12 +135,13 @@ class FlashInferMLA(MergesChunks):
         query = query.contiguous()
         pages = as_pages(cache, queries.page_size)
         out = q.new_empty(tokens, padded, latent)
+        scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if cache.dtype == torch.float8_e4m3fn else {}
         tree: Tree | None = planned.detail
         if tree is None:
-            planned.wrapper.run(query=query, kv_cache=pages, out=out)
+            planned.wrapper.run(query=query, kv_cache=pages, out=out, **scales)
             return out[:, :heads]
         _, lse = planned.wrapper.run(
-            query=query, kv_cache=pages, out=out, return_lse=True, return_lse_base_on_e=True
+            query=query, kv_cache=pages, out=out, return_lse=True, return_lse_base_on_e=True, **scales
         )  # [T, H]
         keys = cache.unsqueeze(1)
         return tree.add(out[:, :heads], lse[:, :heads], q, keys, keys[..., :latent], scale)

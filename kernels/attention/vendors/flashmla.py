@@ -1,4 +1,5 @@
-"""FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
+"""FlashMLA: the absorbed form over pages of 64 tokens (Hopper) of bf16 numbers, or in sgl_kernel's build of unscaled
+e4m3 numbers, which are multiplied with e4m3 queries; or over FP8 records of 656 bytes.
 
 The library has no dense prefill for Hopper: the expanded form runs on the most preferred other row.
 Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
@@ -21,7 +22,8 @@ from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPla
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import IndexWidths, probe
-from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
+from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TENSOR, PLAIN, as_queries, form_of, unpack
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
@@ -81,6 +83,7 @@ class FlashMLA(MergesChunks):
         expanded: backend of the expanded form (`Row.lacks_expanded`).
         major: compute capability of the GPU; default: of the current GPU.
         index: the model's indexer: attention over selected tokens is needed.
+        kv_dtype: of the cache; unscaled e4m3 numbers need sgl_kernel's build.
 
     Raises:
         ImportError: the library is missing or lacks a required function.
@@ -90,11 +93,14 @@ class FlashMLA(MergesChunks):
 
     def __init__(
         self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None,
-        index: IndexWidths | None = None,
+        index: IndexWidths | None = None, kv_dtype: str = "auto",
     ) -> None:  # fmt: skip
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
         if index is not None and not hasattr(self._lib, "flash_mla_sparse_fwd"):
             raise ImportError(f"{self._lib.__name__} lacks flash_mla_sparse_fwd: too old ({FLASH_MLA.install})")
+        if kv_dtype == E4M3_TENSOR and not accepts(self._lib.flash_mla_with_kvcache, "descale_q"):
+            raise ImportError(f"{self._lib.__name__} has no dense kernel for FP8 ({FLASH_MLA.install})")
+        self._ones: Tensor | None = None  # scales of e4m3 queries and cache
         self._sparse = None if index is None else sparse_attention(self._lib)
         self._plans_itself = needs_no_arguments(self._lib.get_mla_metadata)
         self._prefill = expanded
@@ -106,7 +112,7 @@ class FlashMLA(MergesChunks):
     @property
     def capabilities(self) -> AttentionCapabilities:
         chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
-        return AttentionCapabilities(self.plan_in_place, chunks, sparse=self._sparse)
+        return AttentionCapabilities(self.plan_in_place, chunks, sparse=self._sparse, fp8_queries=True)
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         return StepPlan(batch)  # the library builds schedules on the device, at a step's first layer
@@ -132,16 +138,16 @@ class FlashMLA(MergesChunks):
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """See the protocol; C = 512, P = 64; `cache` holds bf16 values or `FP8_GROUPS` records."""
+        """See the protocol; C = 512, P = 64; `cache` holds bf16 or unscaled e4m3 values, or `FP8_GROUPS` records."""
         latent = q.shape[2] - ROTARY if value_width is None else value_width
         reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
         if reason:
             raise ValueError(reason)
         if not q.shape[0]:
-            return q.new_empty(0, q.shape[1], LATENT)
+            return q.new_empty(0, q.shape[1], LATENT, dtype=torch.bfloat16 if q.element_size() == 1 else q.dtype)
         form = form_of(cache, LATENT, ROTARY)
-        self._reads_records = form != PLAIN
-        if form == PLAIN:
+        self._reads_records = form not in (PLAIN, FP8_TENSOR)
+        if not self._reads_records:
             return self._dense(q, cache, queries, scale, plan_of(plan))
         if form != FP8_GROUPS or not self._plans_itself:
             raise ValueError("this FlashMLA does not support this FP8 record format")
@@ -150,9 +156,9 @@ class FlashMLA(MergesChunks):
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
+        if cache.dtype != torch.uint8:
+            return super().gather_latent(cache, queries, plan, out)
         rows = cache.index_select(0, gathered_slots(plan, queries))
-        if out is None and form_of(cache, LATENT, ROTARY) == PLAIN:
-            return rows
         values = unpack(rows, LATENT, ROTARY)
         return values.to(torch.bfloat16) if out is None else out.copy_(values)
 
@@ -179,10 +185,12 @@ class FlashMLA(MergesChunks):
 
     def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
         heads = q.shape[1]  # a schedule depends on the head count and the step's lengths
-        group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads, plan))
+        fp8 = cache.dtype == torch.float8_e4m3fn
+        group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads, fp8, plan))
         out, lse = self._lib.flash_mla_with_kvcache(
-            group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.table, group.paged.kv_lens_device,
-            LATENT, *group.schedule, softmax_scale=scale, causal=group.tree is None,
+            group.rectangle(as_queries(q) if fp8 else q), as_pages(cache, PAGE).unsqueeze(2), group.table,
+            group.paged.kv_lens_device, LATENT, *group.schedule, softmax_scale=scale, causal=group.tree is None,
+            **(self._descales(q.device) if fp8 else {}),
         )  # fmt: skip
         out = group.tokens(out)
         if group.tree is None:
@@ -190,10 +198,19 @@ class FlashMLA(MergesChunks):
         keys = cache.unsqueeze(1)
         return group.tree.add(out, group.tokens(lse.transpose(1, 2)), q, keys, keys[..., :LATENT], scale)
 
-    def _new_group(self, queries: PagedQueries, heads: int, plan: StepPlan) -> _Dense:
+    def _descales(self, device: torch.device) -> dict[str, Tensor]:
+        """Made by the first layer, before anything is captured."""
+        if self._ones is None:
+            self._ones = torch.ones(1, dtype=torch.float32, device=device)
+        return {"descale_q": self._ones, "descale_k": self._ones}
+
+    def _new_group(self, queries: PagedQueries, heads: int, fp8: bool, plan: StepPlan) -> _Dense:
         def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:
-            """Assignment of requests to SMs, and split counts; newer library versions compute it themselves."""
+            """Assignment of requests to SMs, and split counts; newer library versions compute it themselves, but not
+            for the FP8 kernel."""
             get = self._lib.get_mla_metadata
+            if fp8:
+                return get(lens, most * heads, 1, is_fp8_kvcache=True)
             return get() if self._plans_itself else get(lens, most * heads, 1)
 
         return _Dense.of(queries, plan, schedule)

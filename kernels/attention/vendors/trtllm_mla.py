@@ -2,6 +2,8 @@
 
 The kernels read lengths and the page table on the device and partition work there, so captured steps renew both in
 place and nothing is planned on the host. The expanded form and draft trees run on FlashInfer's wrappers.
+A cache of unscaled e4m3 numbers is multiplied with e4m3 queries; its scales would be factors of bmm1_scale and
+bmm2_scale and are 1 (`kv_format`).
 
 Source: `trtllm_batch_decode_with_kv_cache_mla` of flashinfer/mla/_core.py, 0.7.2.
 Legend: T query tokens, H query heads, C kv_lora_rank, P rotary width.
@@ -20,6 +22,7 @@ from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of
+from moe_engine.kernels.kv_format.latent_records import as_queries
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import TRTLLM_MLA
@@ -71,7 +74,7 @@ class TrtllmMLA(FlashInferMLA):
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self._table_in_place, super().capabilities.chunks)
+        return AttentionCapabilities(self._table_in_place, super().capabilities.chunks, fp8_queries=True)
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         tree = batch.decode if batch.decode is not None and batch.decode.visible is not None else None
@@ -95,12 +98,15 @@ class TrtllmMLA(FlashInferMLA):
         reason = limits.trtllm_absorbed(latent, width - latent, heads) or limits.trtllm_page(queries.page_size)
         if reason:
             raise ValueError(reason)
+        fp8 = cache.dtype == torch.float8_e4m3fn
         if not tokens:
-            return q.new_empty(0, heads, latent)
+            return q.new_empty(0, heads, latent, dtype=torch.bfloat16 if fp8 else q.dtype)
+        if fp8:
+            q = as_queries(q).view(torch.uint8)  # padding of bytes works for every type
         padded = limits.trtllm_heads(heads)
         group = self._group(plan_of(plan), queries)
         query = q if heads == padded else F.pad(q, (0, 0, 0, padded - heads))  # F.pad copies even without padding
-        query = query.contiguous()
+        query = query.contiguous().view(cache.dtype)
         if group.is_even:
             query = query.unflatten(0, (len(group.paged.query_lens), -1))
         out = self._lib.mla.trtllm_batch_decode_with_kv_cache_mla(
@@ -108,7 +114,8 @@ class TrtllmMLA(FlashInferMLA):
             qk_nope_head_dim=_QK_NOPE, kv_lora_rank=latent, qk_rope_head_dim=width - latent, bmm1_scale=scale,
             bmm2_scale=1.0, backend="trtllm-gen", **group.arguments,
         )  # fmt: skip
-        return out.reshape(tokens, padded, latent)[:, :heads]
+        out = out.reshape(tokens, padded, latent)[:, :heads]  # in bf16, whatever the queries are
+        return out if fp8 else out.to(q.dtype)
 
     def _group(self, plan: StepPlan, queries: PagedQueries) -> _Group:
         return plan.get(queries, "trtllm", lambda: _Group.of(queries, plan))

@@ -8,7 +8,7 @@
 
 namespace moe {
 
-enum Form { PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE };  // a head's e4m3 record is also FP8_TOKEN
+enum Form { PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE, FP8_TENSOR };  // a head's e4m3 record is also FP8_TOKEN
 
 constexpr int64_t GROUP = 128;
 
@@ -140,12 +140,24 @@ INLINE float float_at(const uint8_t* p) {
 }
 INLINE void float_to(uint8_t* p, float x) { std::memcpy(p, &x, sizeof x); }
 
+// Unscaled e4m3 values, where NaN has bits of its own.
+template <class T>
+INLINE void read_unscaled(const uint8_t* from, T* to, int64_t n) {
+  read_numbers<E4M3>(from, 1.f, to, n);
+  int found = 0;
+  for (int64_t i = 0; i < n; i++) found |= (from[i] & 0x7f) == 0x7f;
+  if (!found) return;
+  for (int64_t i = 0; i < n; i++)
+    if ((from[i] & 0x7f) == 0x7f) assign(to[i], std::nanf(""));
+}
+
 // ---- rows ----
 
 // An MLA row of C + P values.
 template <class T>
 static void read_latent(int form, const uint8_t* row, int64_t latent, int64_t rotary, T* to) {
   if (form == FP8_RANGE) return read_numbers<E5M2>(row, 1.f, to, latent + rotary);
+  if (form == FP8_TENSOR) return read_unscaled(row, to, latent + rotary);
   if (form == FP8_TOKEN) {
     const uint8_t* scales = row + ceil_div(latent + rotary, 16) * 16;
     read_numbers<E4M3>(row, float_at(scales), to, latent);
@@ -161,6 +173,7 @@ static void read_latent(int form, const uint8_t* row, int64_t latent, int64_t ro
 template <class T>
 static void write_latent_row(int form, const T* from, int64_t latent, int64_t rotary, uint8_t* row) {
   if (form == FP8_RANGE) return write_numbers<E5M2>(from, 1.f, row, latent + rotary);
+  if (form == FP8_TENSOR) return write_numbers<E4M3>(from, 1.f, row, latent + rotary);
   if (form == FP8_TOKEN) {
     uint8_t* scales = row + ceil_div(latent + rotary, 16) * 16;
     const float whole = scale_of(from, latent), turned = scale_of(from + latent, rotary);

@@ -26,7 +26,7 @@ logger = logging.getLogger("moe_engine")
 
 READERS = 4
 PAGES_AT_ONCE = 4
-"""Pages of one read."""
+"""Pages of one read or write."""
 
 Reporter = Callable[[KVReport], None]
 
@@ -205,10 +205,11 @@ class StorageIO:
             stopped = op.id in self._stopped or self._closed
             self._report(op.id, 0 if stopped else states.put(op.keys, [host.page(op.state)]), True)
             return
-        for key, page in zip(op.keys, op.pages):
+        for begin in range(0, len(op.keys), PAGES_AT_ONCE):
             if op.id in self._stopped or self._closed:
                 break
-            stored += self.pages.put([key], [self._host.read_page(page * size, size)])
+            part = slice(begin, begin + PAGES_AT_ONCE)
+            stored += self.pages.put(op.keys[part], [self._host.read_page(p * size, size) for p in op.pages[part]])
         self._report(op.id, stored, True)
 
     def _report(self, number: int, pages: int, ended: bool) -> None:

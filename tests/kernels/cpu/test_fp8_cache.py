@@ -12,14 +12,23 @@ from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.kv_format import head_records, latent_records
-from moe_engine.kernels.kv_format.formats import E4M3, E5M2, FP8_GROUPS, FP8_RANGE, FP8_TOKEN, STORED
+from moe_engine.kernels.kv_format.formats import (
+    E4M3,
+    E4M3_TENSOR,
+    E5M2,
+    FP8_GROUPS,
+    FP8_RANGE,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    STORED,
+)
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.formulas import close, normal, only, paged_queries, random_trees, rotary_table, slots_of
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (16, 1100)]
-LATENTS = [(FP8_GROUPS, 512, 64), (FP8_TOKEN, 40, 6), (FP8_RANGE, 72, 16)]
+LATENTS = [(FP8_GROUPS, 512, 64), (FP8_TOKEN, 40, 6), (FP8_RANGE, 72, 16), (FP8_TENSOR, 72, 16)]
 HEADS = [(FP8_TOKEN, 64), (FP8_TOKEN, 33), (FP8_RANGE, 80)]
 EXTREMES = torch.tensor([0.0, -0.0, 1e-30, 448.0, 464.0, 1e9, -3e4, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 2.0**-17, 57344.0])
 
@@ -44,7 +53,7 @@ def test_latent_rows_are_the_reference_rows(
     kv_a[4] = 0
     table, positions, slots = rotary_table(50, rotary, interleaved), torch.randint(50, (9,)), torch.randperm(30)[:9]
     width = latent_records.pack(torch.zeros(1, latent + rotary), latent, form).shape[1]
-    stored = torch.float8_e5m2 if form == FP8_RANGE else torch.uint8
+    stored = {FP8_RANGE: torch.float8_e5m2, FP8_TENSOR: torch.float8_e4m3fn}.get(form, torch.uint8)
     got, want = (torch.zeros(30, width, dtype=stored) for _ in range(2))
     CpuOps(any_library).write_latent(kv_a, weight, 1e-6, positions, table, slots, got)
     TorchOps().write_latent(kv_a, weight, 1e-6, positions, table, slots, want)
@@ -124,4 +133,4 @@ def test_rows_of_other_widths_are_refused(library: Library) -> None:
         CpuGQA(library).paged(torch.zeros(1, 2, 16), *caches, queries, 1.0, None)
     with pytest.raises(ValueError, match="float64"):
         CpuMLA(library).absorbed(torch.zeros(1, 2, 80), torch.zeros(size, 80).double(), queries, 1.0, None)
-    assert {STORED[name][1] for name in (E4M3, E5M2)} == {1}
+    assert {STORED[name][1] for name in (E4M3, E5M2, E4M3_TENSOR)} == {1}

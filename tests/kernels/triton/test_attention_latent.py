@@ -12,7 +12,7 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.attention.schedule import ScheduleBuffers
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format import latent_records
-from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, FP8_TOKEN
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, FP8_TENSOR, FP8_TOKEN
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import select
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
@@ -92,8 +92,12 @@ def test_fp8_records(form: int, limit: float, latent: int, heads: int) -> None:
     assert torch.equal(context, numbers[mine].to(BF16))
 
 
-@pytest.mark.parametrize(("form", "latent", "rotary"), [(FP8_RANGE, 128, 64), (FP8_RANGE, 40, 12), (FP8_TOKEN, 40, 12)])
-def test_fp8_rows_of_other_widths(form: int, latent: int, rotary: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "latent", "rotary", "heads"),
+    [(FP8_RANGE, 128, 64, 5), (FP8_RANGE, 40, 12, 5), (FP8_TOKEN, 40, 12, 5), (FP8_TENSOR, 40, 12, 5),
+     (FP8_TENSOR, 512, 64, 40)],
+)  # fmt: skip
+def test_fp8_rows_of_other_widths(form: int, latent: int, rotary: int, heads: int) -> None:
     mla = TritonMLA(num_programs=3)
     queries, size = paged_queries([(1, 130), (2, 40)], 4)
     rows = latent_records.pack(normal(size, latent + rotary, dtype=FP32), latent, form)
@@ -101,7 +105,7 @@ def test_fp8_rows_of_other_widths(form: int, latent: int, rotary: int) -> None:
     mine = torch.cat([slots_of(queries, r) for r in range(2)])
     raw = torch.full_like(rows.view(torch.uint8), 0xFF)
     raw[mine] = rows.view(torch.uint8)[mine]
-    cache, q = raw.view(rows.dtype), normal(3, 5, latent + rotary, dtype=BF16)
+    cache, q = raw.view(rows.dtype), normal(3, heads, latent + rotary, dtype=BF16)
     close(mla.absorbed(q, cache, queries, 0.1, None, latent), want(q, numbers, queries, 0.1, latent), 2)
     out = torch.empty(len(mine), latent + rotary)
     assert torch.equal(mla.gather_latent(cache, queries, None, out, latent), numbers[mine])

@@ -89,3 +89,14 @@ def test_the_kernel_equals_torch() -> None:
     want = mask.merge(out, lse * torch.log(torch.tensor(2.0)), *own)
     add_tree(out, lse, q, cache, cache[..., :24], queries, 0.3, base_2=True)
     assert (out - want).abs().max() < 1e-5
+
+
+def test_unscaled_e4m3_queries_and_keys_become_the_results_type() -> None:
+    queries, size = paged_queries([(4, 9), (3, 30)], 1)
+    queries, _ = random_trees(queries)
+    cache, q = (torch.randn(n, h, 48).to(torch.float8_e4m3fn) for n, h in ((size, 1), (queries.num_tokens, 3)))
+    out, lse = normal(queries.num_tokens, 3, 32, dtype=BF16), normal(queries.num_tokens, 3, dtype=torch.float32)
+    mask = trees.TreeMask.of(queries)
+    want = mask.merge(out, lse, *mask.attend(q, cache, cache[..., :32], 0.3))
+    add_tree(out, lse, q, cache, cache[..., :32], queries, 0.3)
+    assert (out - want).abs().max() < 0.05

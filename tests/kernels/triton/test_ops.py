@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe_engine.kernels.kv_format import latent_records
-from moe_engine.kernels.kv_format.formats import E4M3, E5M2, STORED, head_width, latent_width
+from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, STORED, head_width, latent_width
+from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -146,7 +147,7 @@ def test_write_latent(ops, dtype, slot_dtype):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("latent", "rotary", "interleaved"), [(512, 64, True), (128, 8, False), (40, 12, False)])
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, E4M3_TENSOR])
 def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent, rotary, interleaved):
     """Bit for bit, compared with the rows that the same operations write to a cache in the activation dtype."""
     table, slots = rotary_table(90, rotary, interleaved), torch.randperm(50)[:7]
@@ -198,7 +199,7 @@ def test_write_kv(ops, dtype, width):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("kv_dtype", ["plain", E4M3, E5M2])
+@pytest.mark.parametrize("kv_dtype", ["plain", E4M3, E5M2, E4M3_TENSOR])
 @pytest.mark.parametrize(
     ("tokens", "heads", "nope", "latent", "rotary", "interleaved"),
     [(1, 3, 32, 128, 8, True), (5, 2, 128, 512, 64, True), (70, 3, 24, 40, 12, False)],
@@ -224,6 +225,14 @@ def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv
     close(got[..., :latent], torch.einsum("thn,hcn->thc", q[..., :nope].double(), keys.double()), nope**0.5)
     close(got[..., latent:], rotated(before[:, 1:, nope:], positions, table))
     assert torch.equal(whole, before)
+    if kv_dtype == E4M3_TENSOR:  # queries of the cache's type, rounded once
+        keys[0, 0] *= 1e4
+        args = q, keys, kv_a, weight, EPS, positions, table, slots, other
+        exact, small = ops.capabilities.absorb(*args), ops.capabilities.absorb(*args, torch.float8_e4m3fn)
+        want = exact.float().clamp(-LARGEST_E4M3, LARGEST_E4M3)
+        assert small.dtype == torch.float8_e4m3fn and (small.float().abs() == LARGEST_E4M3).any()
+        assert ((small.float() - want).abs() <= want.abs() / 15 + 2.0**-10).all()
+        assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
     with pytest.raises(ValueError, match="do not fit keys"):
         ops.capabilities.absorb(q[..., 1:], keys, kv_a, weight, EPS, positions, table, slots, cache)
 

@@ -47,6 +47,8 @@ def unpack(records: Tensor) -> Tensor:
 def _module(arch: int, wheel: bool) -> Any:
     """The library, or sgl_kernel 0.4.10, which still accepts the arguments of 2025."""
 
+    schedules: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept, so that their ids stay unique
+
     def get_mla_metadata(*args, **kwargs):
         return FlashMLASchedMeta(), None
 
@@ -54,8 +56,14 @@ def _module(arch: int, wheel: bool) -> Any:
         cache_seqlens=None, num_q_tokens_per_head_k=None, num_heads_k=None, num_heads_q=None, is_fp8_kvcache=False,
         topk=None,
     ):  # fmt: skip
-        must(cache_seqlens is None, "schedules of 2025 read no records; not emulated here")
-        return FlashMLASchedMeta(), None
+        if cache_seqlens is None:
+            return FlashMLASchedMeta(), None
+        must(is_fp8_kvcache and topk is None and num_heads_k == 1, "schedules of 2025: emulated for dense FP8 only")
+        check_index(cache_seqlens, "cache_seqlens")
+        must(cache_seqlens.is_contiguous(), "cache_seqlens must be contiguous")
+        made = _older_schedule(cache_seqlens)
+        schedules[id(made)] = made, num_q_tokens_per_head_k
+        return made, cache_seqlens.new_zeros(len(cache_seqlens) + 1)
 
     def wheel_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
@@ -63,7 +71,17 @@ def _module(arch: int, wheel: bool) -> Any:
         attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
         kv_format=None,
     ):  # fmt: skip
-        must(descale_q is None and descale_k is None and kv_format is None, "not emulated")
+        must(kv_format is None and (descale_q is None) == (descale_k is None), "both scales, or none")
+        if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+            must(indices is None and q.element_size() == 1, "schedules of 2025: emulated for dense FP8 only")
+            must(arch == 9, "dense FP8 MLA is only supported on Hopper")
+            must(id(tile_scheduler_metadata) in schedules, "a schedule of get_mla_metadata's")
+            made, tokens = schedules[id(tile_scheduler_metadata)]
+            _check_older(made, cache_seqlens)
+            must(tokens == q.shape[1] * q.shape[2], f"the schedule is for {tokens} queries")
+            must(len(num_splits) == len(q) + 1 and head_dim_v == LATENT, "num_splits or head_dim_v")
+            return _dense_fp8(q, k_cache, block_table, cache_seqlens, softmax_scale, causal, descale_q, descale_k)
+        must(descale_q is None, "FlashMLASchedMeta has no scales")
         return flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale,
             causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
@@ -110,15 +128,32 @@ def _module(arch: int, wheel: bool) -> Any:
 
 
 @launched
+def _dense_fp8(q, k_cache, block_table, cache_seqlens, scale, causal, descale_q, descale_k):
+    """csrc of the dense FP8 kernel: scales of one element, results in bf16."""
+    must(q.dtype == k_cache.dtype == torch.float8_e4m3fn, f"{q.dtype} and {k_cache.dtype}")
+    must(q.stride(-1) == k_cache.stride(-1) == 1, "the last dimensions must be contiguous")
+    for factor in (descale_q, descale_k):
+        must(factor is not None and factor.dtype == torch.float32 and factor.shape == (1,), "scales of one float32")
+    out, lse = _attend(
+        q.double() * descale_q, k_cache.double() * descale_k, block_table, cache_seqlens, scale, causal, torch.bfloat16
+    )
+    return out, lse
+
+
+@launched
 def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
     must(q.dtype in (torch.bfloat16, torch.float16) and k_cache.dtype == q.dtype, f"{q.dtype} and {k_cache.dtype}")
+    return _attend(q, k_cache, block_table, cache_seqlens, scale, causal, q.dtype)
+
+
+def _attend(q, k_cache, block_table, cache_seqlens, scale, causal, dtype):
     must(k_cache.shape[1:] == (PAGE, 1, WIDTH), f"pages are {list(k_cache.shape[1:])}, not [64, 1, 576]")
     check_index(block_table, "block_table", 2)
     check_index(cache_seqlens, "cache_seqlens")
     must(len(block_table) == len(cache_seqlens) == len(q), "batch sizes differ")
     batch, count, heads = q.shape[:3]
     q.view(batch, count, 1, heads, WIDTH)  # as in the library
-    out, lse = poison(batch, count, heads, LATENT, dtype=q.dtype), poison(batch, heads, count, dtype=torch.float32)
+    out, lse = poison(batch, count, heads, LATENT, dtype=dtype), poison(batch, heads, count, dtype=torch.float32)
     for i, length in enumerate(cache_seqlens.tolist()):
         must(length > 0, "a length of 0")
         num_pages = -(-length // PAGE)
@@ -128,7 +163,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
         keys = k_cache[pages].flatten(0, 1)[:length]
         seen = (causal_mask if causal else everything)(count, length)
         result, sums = softmax_rows(q[i], keys, keys[..., :LATENT], scale, seen)
-        out[i] = result.to(q.dtype)
+        out[i] = result.to(dtype)
         lse[i] = torch.where(sums.isinf(), math.inf, sums).float().T  # a row without visible keys: +inf
     return out, lse
 

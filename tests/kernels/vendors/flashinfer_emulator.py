@@ -26,7 +26,7 @@ from tests.kernels.vendors.contract import (
 )
 from tests.kernels.vendors.library_calls import launched, recording
 
-HALF = (torch.bfloat16, torch.float16)
+HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 MIN_WORKSPACE = 128 << 20
 PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 MAX_WORK_ITEMS = 16384
@@ -121,7 +121,14 @@ class BatchMLAPagedAttentionWrapper:
         must(kv_starts[-1] <= metadata.kv_indices.numel(), "kv_indices end before kv_indptr")
         pages = [b - a for a, b in itertools.pairwise(kv_starts)]
         must(pages == [-(-n // page_size) for n in lens], "page counts must equal ceil(kv_len / page_size)")
-        must(q_data_type in HALF and kv_data_type == q_data_type, f"no kernels for {q_data_type}, {kv_data_type}")
+        fp8 = kv_data_type == E4M3
+        must(q_data_type in HALF and (fp8 or kv_data_type == q_data_type), f"{q_data_type}, {kv_data_type}")
+        if fp8:
+            must(type(self).arch == 9, "FP8 kv_data_type for MLA requires Hopper")
+            must(q_data_type == torch.bfloat16 and head_dim_ckv == 512 and head_dim_kpe in (0, 64), "FP8: bf16, 512+64")
+            must(scale_mode in ("default", "kv-per-tensor"), "FP8 plans have scale_mode kv-per-tensor")
+        else:
+            must(scale_mode == "default", "only FP8 plans have scales")
         must(head_dim_ckv % 128 == 0 and head_dim_kpe % 64 == 0, f"no kernels for {head_dim_ckv}+{head_dim_kpe}")
         counts = [b - a for a, b in itertools.pairwise(q_starts)]
         tile = 128 if sum(counts) * num_heads // len(counts) > 64 else 64
@@ -140,12 +147,13 @@ class BatchMLAPagedAttentionWrapper:
             causal,
             sm_scale,
             q_data_type,
+            kv_data_type,
             lse_mode,
         )
         self._lists.fill(facts, metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
         self._plan = SimpleNamespace(
             tokens=q_starts[-1], heads=num_heads, ckv=head_dim_ckv, kpe=head_dim_kpe, page=page_size, causal=causal,
-            scale=sm_scale, dtype=q_data_type, lse=lse_mode,
+            scale=sm_scale, dtype=q_data_type, kv_dtype=kv_data_type, lse=lse_mode,
         )  # fmt: skip
 
     def run(
@@ -161,16 +169,23 @@ class BatchMLAPagedAttentionWrapper:
         must(wanted == p.lse, f"planned with LSE {p.lse}, run with {wanted}")
         check_shape(query, (p.tokens, p.heads, p.ckv + p.kpe), "query")
         must(kv_cache.dim() == 3 and kv_cache.shape[1:] == (p.page, p.ckv + p.kpe), f"kv_cache {list(kv_cache.shape)}")
-        must(query.dtype == p.dtype and kv_cache.dtype == p.dtype, "dtypes differ from the plan's")
+        must(query.dtype == p.dtype and kv_cache.dtype == p.kv_dtype, "dtypes differ from the plan's")
+        factor = 1.0
+        if p.kv_dtype == E4M3:
+            must((ckv_scale is None) != (ckv_scale_arr is None) and kpe_scale is not None, "FP8 runs need scales")
+            must(ckv_scale == kpe_scale and 0 < ckv_scale < math.inf, "not emulated")
+            factor = ckv_scale
+        else:
+            must(ckv_scale is ckv_scale_arr is kpe_scale is None, "scales are only valid with FP8")
         must(query.stride(-1) == 1 and kv_cache.stride(-1) == 1, "the last dimensions must be contiguous")
         check_shape(out, (*query.shape[:2], p.ckv), "out")
         must(out.dtype == p.dtype, "out differs from the planned dtype")
-        sums = _mla(p, *self._lists.read(), query, kv_cache, out)
+        sums = _mla(p, *self._lists.read(), query, kv_cache, out, factor)
         return (out, sums) if return_lse else out
 
 
 @launched
-def _mla(p: Any, q_starts, kv_starts, indices, lens, query, kv_cache, out) -> Tensor:
+def _mla(p: Any, q_starts, kv_starts, indices, lens, query, kv_cache, out, factor) -> Tensor:
     """Writes `out`; returns log-sum-exps [T, H] to base e."""
     out.fill_(math.nan)
     lse = poison(*query.shape[:2], dtype=torch.float32)
@@ -179,7 +194,7 @@ def _mla(p: Any, q_starts, kv_starts, indices, lens, query, kv_cache, out) -> Te
         rows = slice(q_starts[i], q_starts[i + 1])
         pages = indices[kv_starts[i] : kv_starts[i + 1]].long()
         must(bool(((pages >= 0) & (pages < len(kv_cache))).all()), "a page number is out of range")
-        keys = kv_cache[pages].flatten(0, 1)[:length, None]
+        keys = kv_cache[pages].flatten(0, 1)[:length, None].double() * factor
         seen = (causal if p.causal else everything)(len(query[rows]), length)
         result, sums = softmax_rows(query[rows], keys, keys[..., : p.ckv], p.scale, seen)
         out[rows], lse[rows] = result.to(out.dtype), sums.float()
@@ -208,7 +223,8 @@ def trtllm_decode(arch: int) -> Any:
         must(not 64 < heads < 128 and heads <= 128, f"no kernels for {heads} heads")
         must(kv_cache.dim() == 3 and page in (32, 64), f"pages of 32 or 64 tokens, kv_cache is {list(kv_cache.shape)}")
         must(width == kv_cache.shape[-1] == kv_lora_rank + qk_rope_head_dim, "head widths differ")
-        must(query.dtype in HALF and kv_cache.dtype == query.dtype and query.is_contiguous(), "contiguous, one dtype")
+        must(query.dtype in (*HALF, E4M3) and query.is_contiguous(), f"contiguous queries, not {query.dtype}")
+        must(kv_cache.dtype == query.dtype, f"no kernels for queries in {query.dtype} and a cache in {kv_cache.dtype}")
         must(isinstance(bmm1_scale, float) and bmm2_scale == 1.0, "scales are floats in captured steps")
         check_index(block_tables, "block_tables", 2)
         check_index(seq_lens, "seq_lens")
@@ -230,7 +246,7 @@ def trtllm_decode(arch: int) -> Any:
 
 @launched
 def _trtllm(starts, most, tables, lens, longest, query, kv_cache, latent, scale) -> Tensor:
-    out = poison(*query.shape[:-1], latent, dtype=query.dtype)
+    out = poison(*query.shape[:-1], latent, dtype=torch.bfloat16)  # whatever the queries are
     flat, results = query.flatten(0, -3), out.flatten(0, -3)
     bounds = starts.tolist()
     must(bounds[0] == 0 and bounds[-1] == len(flat), "cum_seq_lens_q must cover the query tokens")

@@ -1,0 +1,121 @@
+"""Gaps of running streams while a request with a large grammar arrives at a server.
+
+The client of the arriving request is in another process than the reader of the streams, and its body is made before:
+the 120 KB of a schema otherwise occupy the thread that takes the times. Until 2026-11-27 both were one process, which
+also was the front end of an offline engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.server_process import ServerProcess
+from benchmarks.stream_clients import read_streams
+from moe_engine.tuning.stats import median, percentile
+
+ENUM_SIZE = 5_000
+NEIGHBOURS = 4
+NEIGHBOUR_TOKENS = 400
+SKIPPED = 10
+"""Events of a stream before its gaps count."""
+KINDS = ("free", "free again", "cached enum", "new enum")
+"""Arriving requests: two kinds without a constraint, whose difference is the noise; a grammar that the server has
+compiled; a new one."""
+
+
+def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]:
+    """The largest gap of four free streams while a request of each kind arrives, in random order within a round.
+
+    `ratio`: to the mean of the two kinds without a constraint, of the same round.
+    """
+    rng = random.Random(seed)
+    numbers = itertools.count()
+    kept = _enum(next(numbers))
+    largest: dict[str, list[float]] = {name: [] for name in KINDS}
+    seconds: dict[str, list[float]] = {name: [] for name in KINDS}
+    with ServerProcess(flags) as server, _other_process() as sender:
+        server.wait_ready()
+        streams = [_request(server.port, "/v1/completions", _neighbour(rng)) for _ in range(NEIGHBOURS)]
+        for number in range(rounds + 1):
+            for name in rng.sample(KINDS, len(KINDS)):
+                enum = {"cached enum": kept, "new enum": _enum(next(numbers))}.get(name)
+                sender.send_bytes(_request(server.port, "/v1/chat/completions", _arriving(enum)))
+                _, read = read_streams(server.port, streams, when_running=lambda: sender.send_bytes(b"now"))
+                took = json.loads(sender.recv_bytes())
+                if number:  # the first round starts the process that checks grammars
+                    largest[name].append(max(max(stream.gaps[SKIPPED:]) for stream in read))
+                    seconds[name].append(took)
+    free = [(one + other) / 2 for one, other in zip(largest["free"], largest["free again"])]
+    return {
+        "largest_s": {name: median(values) for name, values in largest.items()},
+        "worst_s": {name: percentile(values, 100) for name, values in largest.items()},
+        "request_s": {name: median(values) for name, values in seconds.items()},
+        "ratio": {name: median([one / base for one, base in zip(values, free)]) for name, values in largest.items()},
+        "enum_size": ENUM_SIZE,
+    }
+
+
+def _enum(number: int) -> list[str]:
+    words = random.Random(number)
+    return [f"{i}-{words.getrandbits(64):x}" for i in range(ENUM_SIZE)]
+
+
+def _neighbour(rng: random.Random) -> dict[str, Any]:
+    prompt = rng.choices(range(300, 1200), k=16)
+    return {"model": "default", "prompt": prompt, "max_tokens": NEIGHBOUR_TOKENS, "temperature": 1, "stream": True,
+            "ignore_eos": True}  # fmt: skip
+
+
+def _arriving(enum: list[str] | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "Data: "}], "max_tokens": 1}
+    if enum is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "data", "schema": {"enum": enum}}}
+    return body
+
+
+def _request(port: int, path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+
+
+@contextmanager
+def _other_process() -> Iterator[Connection]:
+    """A process that gets a request, sends it when it gets any further message, and answers the seconds it took."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_requests, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join()
+
+
+def _send_requests(commands: Connection) -> None:
+    while True:
+        try:
+            request = commands.recv_bytes()
+            commands.recv_bytes()
+        except EOFError:
+            return
+        port = int(request.split(b"\r\n", 2)[1].rpartition(b":")[2])
+        began, answer = time.perf_counter(), b""
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(request)
+            while part := connection.recv(65536):
+                answer += part
+        took = time.perf_counter() - began
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:500]
+        commands.send_bytes(json.dumps(took).encode())
