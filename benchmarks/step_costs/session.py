@@ -97,6 +97,10 @@ class Session:
         recorder = self._recorder
         recorder.settings = _settings(case)
         recorder.forget_graphs()
+        if config.kernels.model.need.index is not None:  # graphs of a selection need a step with one before them
+            before = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
+            before.enter()
+            before.leave()
         _capture(self._worker, config, batch, case)
         steps = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
         if case.prefill is not None:
@@ -222,7 +226,14 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     counts = (case.nodes,) if case.mtp else (1,)
     settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1)
     runner.graphs = None
-    worker.call(lambda: capture_graphs(runner, settings)).result()
+    planner, index = None, config.kernels.model.need.index
+    if index is not None:
+        from moe_engine.kernels.indexer.in_place import decode_planner
+
+        backends = runner.model.backends
+        planner = decode_planner(backends.attention, backends.indexer, index)
+    if not worker.call(lambda: capture_graphs(runner, settings, planner)).result():
+        raise RuntimeError("the decode step was not captured")
 
 
 def _without_compiling() -> None:
