@@ -108,13 +108,15 @@ class Router:
 
     def _with_prefix(self, able: Sequence[int], least: int, prompt: PromptBlocks) -> int:
         """The scheduler with the longest known prefix that may serve the prompt, else the least loaded."""
-        matched = {endpoint: self._known[endpoint].match(prompt.keys) for endpoint in able}
-        homes = [endpoint for endpoint in able if matched[endpoint] > matched[least]]
+        known, first = self._known, prompt.keys[0]
+        matched = {endpoint: known[endpoint].match(prompt.keys) for endpoint in able if first in known[endpoint].blocks}
+        at_least = matched.get(least, 0)
+        homes = [endpoint for endpoint, tokens in matched.items() if tokens > at_least]
         for home in sorted(homes, key=lambda endpoint: (-matched[endpoint], self.loads[endpoint].num_tokens)):
-            saved = matched[home] - matched[least]
+            saved = matched[home] - at_least
             ahead = MAX_AHEAD * saved
-            if self._known[least].has_room(prompt.num_tokens):
-                ahead //= 1 + self._known[home].num_continued(prompt.keys, matched[home])
+            if known[least].has_room(prompt.num_tokens):
+                ahead //= 1 + known[home].num_continued(prompt.keys, matched[home])
             if self._may_follow(home, least, saved, ahead, prompt.num_tokens):
                 return home
         return least

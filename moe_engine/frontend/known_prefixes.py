@@ -57,33 +57,34 @@ class KnownPrefixes:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max_tokens // BLOCK
-        self._blocks: OrderedDict[int, int] = OrderedDict()
-        """Key -> number of prompts that were known up to this block."""
+        self.blocks: OrderedDict[int, int] = OrderedDict()
+        """Key -> number of prompts that were known up to this block. Only to be read: without its first block a prompt
+        has no known prefix."""
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def match(self, keys: Sequence[int]) -> int:
         """Number of tokens of the known prefix."""
-        blocks = self._blocks
+        blocks = self.blocks
         return BLOCK * bisect_left(range(len(keys)), True, key=lambda index: keys[index] not in blocks)
 
     def count(self, keys: Sequence[int], matched: int) -> None:
         """Counts a prompt that is known up to `matched` tokens."""
         if matched:
-            self._blocks[keys[matched // BLOCK - 1]] += 1
+            self.blocks[keys[matched // BLOCK - 1]] += 1
 
     def num_continued(self, keys: Sequence[int], matched: int) -> int:
         """Number of prompts so far that were known up to this block: few for a session, many for a shared prompt."""
-        return self._blocks[keys[matched // BLOCK - 1]] if matched else 0
+        return self.blocks[keys[matched // BLOCK - 1]] if matched else 0
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether so many more tokens drop no block."""
-        return len(self._blocks) + num_tokens // BLOCK <= self._max_blocks
+        return len(self.blocks) + num_tokens // BLOCK <= self._max_blocks
 
     def use(self, keys: Sequence[int]) -> None:
         """Adds a prompt: its last block becomes the first to drop, its first block the last."""
-        blocks = self._blocks
+        blocks = self.blocks
         for key in reversed(keys):
             blocks.setdefault(key, 0)
             blocks.move_to_end(key)
@@ -91,4 +92,4 @@ class KnownPrefixes:
             blocks.popitem(last=False)
 
     def clear(self) -> None:
-        self._blocks.clear()
+        self.blocks.clear()
