@@ -375,10 +375,7 @@ def mixed_script(seed: int) -> list[Scripted]:
     ]  # fmt: skip
 
 
-QUICK = (
-    "flashinfer", "fa3, drafts", "flashinfer, some windows", "fa3, some windows", "trtllm_mla, fp8",
-    "flashmla, fp8, drafts",
-)  # fmt: skip
+QUICK = ("flashinfer", "fa3, drafts", "flashinfer, some windows", "fa3, some windows", "trtllm_mla, fp8")
 """One library each for windows, a latent cache, drafts, e4m3 queries. `test_plans.py` has the plans of all."""
 
 
