@@ -163,7 +163,7 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "MLA, sparse", ("mla", "indexer"), "sparse"
     if "deepseek:" in target:
         return "MLA", ("mla",), ""
-    if "parse_qwen3_next" in parser:
+    if "config_hybrid" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""
     if "parse_gpt_oss" in parser:
         return "GQA, windows, sinks", ("gqa",), "sinks"

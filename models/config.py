@@ -185,13 +185,15 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution."""
+    """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution. `joined`: the
+    checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5)."""
 
     key_heads: int
     value_heads: int
     key: int
     value: int
     taps: int
+    joined: bool = True
 
     @property
     def shared(self) -> int:

@@ -16,7 +16,7 @@ from moe_engine.models.formats.table import parse_format
 
 
 def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """DeepSeek V2, V2-Lite, V3, R1, V3.1, and models of the same shape (Kimi K2, Moonlight)."""
+    """DeepSeek V2, V2-Lite, V3, R1, V3.1, and models of the same shape (Kimi K2, Moonlight, GLM-4.7-Flash)."""
     attention = MLAConfig(
         num_heads=fields.integer("num_attention_heads"),
         q_lora_rank=fields.integer("q_lora_rank", None),
@@ -43,15 +43,7 @@ def parse_sparse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> Mode
     """DeepSeek V3.2 and GLM-5: DeepSeek V3 with an indexer."""
     config = parse_deepseek(fields, generation)
     assert isinstance(config.attention, MLAConfig)
-    attention = parse_indexer(fields, config.attention)
-    kinds = fields.raw.get("mlp_layer_types")
-    if kinds is None:
-        return dataclasses.replace(config, attention=attention)
-    layers, known = config.num_layers, {"dense": False, "sparse": config.moe is not None}
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
-        fields.fail("mlp_layer_types", f"needs {layers} of dense, sparse, not {kinds!r}")
-    moe_layers = tuple(known[kind] for kind in kinds[:layers])
-    return dataclasses.replace(config, attention=attention, moe_layers=moe_layers)
+    return dataclasses.replace(config, attention=parse_indexer(fields, config.attention))
 
 
 def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
@@ -91,9 +83,14 @@ def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
 
 
 def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ...]:
-    """Which layers are mixtures, in the fields of DeepSeek."""
+    """Which layers are mixtures: in the fields of DeepSeek, or `mlp_layer_types`."""
+    layers, kinds = fields.integer("num_hidden_layers"), fields.raw.get("mlp_layer_types")
+    if kinds is not None:
+        known = {"dense": False, "sparse": moe is not None}
+        if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
+            fields.fail("mlp_layer_types", f"needs {layers} of dense, sparse, not {kinds!r}")
+        return tuple(known[kind] for kind in kinds[:layers])
     first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
-    layers = fields.integer("num_hidden_layers")
     return tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
 
 

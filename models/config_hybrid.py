@@ -12,6 +12,8 @@ from typing import Any
 from moe_engine.models.config import DeltaConfig, ModelConfig, MoEConfig, StateGroup
 from moe_engine.models.config_families import check_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_vision import with_qwen3_tower
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -19,6 +21,43 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3-Next: three gated delta nets for each layer of gated attention, a shared expert with a gate, norms whose
     weights are stored minus 1, an MTP layer."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+    layers = range(fields.integer("num_hidden_layers"))
+    moe_layers = tuple(i not in dense and (i + 1) % step == 0 for i in layers)
+    mtp = fields.integer("num_nextn_predict_layers", 1, minimum=0)
+    return _hybrid(fields, generation, _experts(fields), moe_layers, _delta(fields, joined=True), mtp)
+
+
+def parse_qwen3_5(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3.5: Qwen3-Next's layers with dense MLPs, input projections of delta nets in four tensors, and Qwen3-VL's
+    tower without deepstack; without `vision_config` the text model alone."""
+    layers = fields.integer("num_hidden_layers")
+    return _qwen3_5(fields, generation, None, (False,) * layers)
+
+
+def parse_qwen3_5_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3.5-MoE: the same with experts in every layer, in common tensors or one by one."""
+    moe, layers = _experts(fields), fields.integer("num_hidden_layers")
+    raw = {"intermediate_size": moe.width} | dict(fields.raw)  # no layer is dense
+    config = _qwen3_5(Fields(raw, fields.source), generation, moe, (True,) * layers)
+    if config.weight_format.name:
+        return replace(config, raw=fields.raw)
+    fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
+    return replace(config, weight_format=fused, raw=fields.raw)
+
+
+def _qwen3_5(
+    fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | None, moe_layers: tuple[bool, ...]
+) -> ModelConfig:
+    mtp = fields.integer("mtp_num_hidden_layers", None, minimum=0)
+    if mtp is None:
+        mtp = fields.integer("num_nextn_predict_layers", 1, minimum=0)
+    config = _hybrid(fields, generation, moe, moe_layers, _delta(fields, joined=False), mtp)
+    has_tower = fields.has("vision_config") and config.architecture.endswith("ForConditionalGeneration")
+    return with_qwen3_tower(fields, config, sections=(11, 11, 10), deepstack=()) if has_tower else config
+
+
+def _experts(fields: Fields) -> MoEConfig:
     moe = MoEConfig(
         num_experts=fields.integer("num_experts"),
         top_k=fields.integer("num_experts_per_tok"),
@@ -29,19 +68,27 @@ def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
         shared_gate=True,
     )
     check_moe(fields, moe)
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
-    layers = fields.integer("num_hidden_layers")
-    moe_layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    return moe
+
+
+def _hybrid(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    moe: MoEConfig | None,
+    moe_layers: tuple[bool, ...],
+    delta: DeltaConfig,
+    num_mtp_layers: int,
+) -> ModelConfig:
     raw = {"head_dim": 256} | {key: value for key, value in fields.raw.items() if value is not None}
     read = Fields(raw, fields.source)
     config = parse_gqa(read, generation, moe, moe_layers, partial_rotary=0.25, qk_norm="head", output_gate=True)
-    delta, states = _delta(fields), tuple(i for i, kind in enumerate(_kinds(fields, layers)) if kind == _LINEAR)
+    states = tuple(i for i, kind in enumerate(_kinds(fields, config.num_layers)) if kind == _LINEAR)
     return replace(
         config,
         delta=delta,
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         norm_plus=1.0,
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 1, minimum=0),
+        num_nextn_predict_layers=num_mtp_layers,
         raw=fields.raw,
     )
 
@@ -57,13 +104,14 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
     return kinds[:layers]
 
 
-def _delta(fields: Fields) -> DeltaConfig:
+def _delta(fields: Fields, joined: bool) -> DeltaConfig:
     delta = DeltaConfig(
         key_heads=fields.integer("linear_num_key_heads"),
         value_heads=fields.integer("linear_num_value_heads"),
         key=fields.integer("linear_key_head_dim"),
         value=fields.integer("linear_value_head_dim"),
         taps=fields.integer("linear_conv_kernel_dim", minimum=2),
+        joined=joined,
     )
     if delta.value_heads % delta.key_heads:
         fields.fail(

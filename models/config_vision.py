@@ -57,7 +57,8 @@ def _qwen2_text(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 
 def parse_qwen3_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3-VL: a Qwen3 text model whose rotary pairs take turns between frame, row and column."""
-    return _qwen3(fields, parse_gqa(Fields({**fields.raw, "model_type": "qwen3"}, fields.source), generation, None, ()))
+    config = parse_gqa(Fields({**fields.raw, "model_type": "qwen3"}, fields.source), generation, None, ())
+    return with_qwen3_tower(fields, config)
 
 
 def parse_qwen3_vl_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -67,19 +68,25 @@ def parse_qwen3_vl_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
     config = parse_qwen3_moe(Fields(raw, fields.source), generation)
     if not config.weight_format.name and config.moe is not None:
         config = replace(config, weight_format=FusedExpertsFormat(config.moe.num_experts, alternating=False))
-    return _qwen3(fields, config)
+    return with_qwen3_tower(fields, config)
 
 
-def _qwen3(fields: Fields, config: ModelConfig) -> ModelConfig:
+def with_qwen3_tower(
+    fields: Fields,
+    config: ModelConfig,
+    sections: tuple[int, int, int] = QWEN3_VL_SECTIONS,
+    deepstack: tuple[int, ...] = (8, 16, 24),
+) -> ModelConfig:
+    """A text model with the tower of Qwen3-VL. `sections`, `deepstack`: values of absent fields."""
     section, half = _vision(fields), config.rope.width // 2
-    sections, layers = _sections(fields, half, QWEN3_VL_SECTIONS), section.integer("depth")
+    sections, layers = _sections(fields, half, sections), section.integer("depth")
     axes = [0] * half
     for axis in (1, 2):
         for pair in range(axis, 3 * sections[axis], 3):
             if pair >= half:
                 fields.fail("mrope_section", f"{list(sections)} leaves no pairs for axis {axis} of {half} in turns")
             axes[pair] = axis
-    deepstack = _layers(section, "deepstack_visual_indexes", (8, 16, 24), layers)
+    deepstack = _layers(section, "deepstack_visual_indexes", deepstack, layers)
     if len(deepstack) > config.num_layers or sorted(set(deepstack)) != list(deepstack):
         section.fail("deepstack_visual_indexes", f"{list(deepstack)} must ascend, at most {config.num_layers} layers")
     positions = section.integer("num_position_embeddings", 2304)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, and gated attention in every fourth layer, with mixtures of experts."""
+"""Qwen3-Next and the text model of Qwen3.5: gated delta nets, and gated attention in every fourth layer."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
+_QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ for _name, _target, _parser in (
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
+    ("Glm4MoeLiteForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
@@ -101,6 +103,10 @@ for _name, _target, _parser in (
     ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl"),
     ("Qwen3VLMoeForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl_moe"),
     ("Qwen3NextForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_next"),
+    ("Qwen3_5ForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5"),
+    ("Qwen3_5MoeForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
+    ("Qwen3_5ForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_5"),
+    ("Qwen3_5MoeForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
     ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen3ForSequenceClassification", _DENSE, "parse_dense"),
@@ -118,6 +124,7 @@ _BY_MODEL_TYPE = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "llama": "LlamaForCausalLM",
@@ -130,6 +137,10 @@ _BY_MODEL_TYPE = {
     "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",

@@ -28,9 +28,11 @@ KV_SCALES = tuple(
 """Ends of the names of a layer's KV cache scales. MLA's e4m3 rows have scales of their own, or the scale 1."""
 
 
-_MTP_ON_GQA = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
+QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
+_MTP_ON_GQA = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5)
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
-renames those of Qwen3-Next)."""
+renames those of Qwen3-Next and Qwen3.5)."""
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -91,7 +93,7 @@ _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
-    "Qwen3NextForCausalLM": ExpertNames(shared="shared_expert"),
+    **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE), ExpertNames(shared="shared_expert")),
 }
 """By architecture; others use the default."""
 
@@ -165,8 +167,10 @@ def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
 
 def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     keys, values = d.key_heads * d.key, d.value_heads * d.value
-    yield from _linear("in_proj_qkvz", 2 * (keys + values), hidden)
-    yield from _linear("in_proj_ba", 2 * d.value_heads, hidden)
+    joined = (("qkvz", 2 * (keys + values)), ("ba", 2 * d.value_heads))
+    apart = (("qkv", 2 * keys + values), ("z", values), ("b", d.value_heads), ("a", d.value_heads))
+    for name, rows in joined if d.joined else apart:
+        yield from _linear(f"in_proj_{name}", rows, hidden)
     yield TensorSpec("conv1d.weight", (2 * keys + values, 1, d.taps), Kind.WIDE)
     for name in ("A_log", "dt_bias"):
         yield TensorSpec(name, (d.value_heads,), Kind.WIDE)
@@ -238,7 +242,7 @@ def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[T
 
 def added(config: ModelConfig, name: str) -> float:
     """What is added to a stored tensor before it is used (`ModelConfig.norm_plus`)."""
-    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name and not name.startswith(PREFIX)
     return config.norm_plus if is_norm else 0.0
 
 

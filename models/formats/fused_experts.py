@@ -1,9 +1,10 @@
-"""Experts of a layer in common tensors, as gpt-oss stores them (unquantized, or in MXFP4), and Qwen3-VL-MoE. Imports no
-torch.
+"""Experts of a layer in common tensors, as gpt-oss stores them (unquantized, or in MXFP4), Qwen3-VL-MoE and Qwen3.5.
+Imports no torch.
 
 Legend: E experts, D hidden, I expert width, G groups of 32 numbers, N rows and K columns of a matrix.
 
-Unquantized, `gate_up_proj` is [E, D, 2I] and `down_proj` [E, I, D]: transposed. In MXFP4 a matrix [N, K] of each expert
+Unquantized, `gate_up_proj` is [E, D, 2I] and `down_proj` [E, I, D]: transposed; of Qwen3.5 they are [E, 2I, D] and
+[E, D, I]. In MXFP4 a matrix [N, K] of each expert
 is `_blocks` uint8 [E, N, G, 16] with two numbers a byte, the first in the low bits, and `_scales` uint8 [E, N, G]: a
 value is number * 2^(scale - 127). Gate and up alternate: rows 0, 2, 4 ... and 1, 3, 5 ... of `gate_up_proj`. Sources:
 the OCP Microscaling specification 1.0; names and layout of the published checkpoints.
@@ -45,11 +46,15 @@ class FusedExpertsFormat:
         num_experts: E.
         method: `quant_method` in config.json, empty if there is none.
         alternating: rows of gate and up alternate; else the gate's come first (Qwen3-VL-MoE).
+        transposed: unquantized matrices are [K, N].
+        optional: a checkpoint may have a matrix for each expert instead.
     """
 
     num_experts: int
     method: str = ""
     alternating: bool = True
+    transposed: bool = True
+    optional: bool = False
 
     @property
     def name(self) -> str:
@@ -62,8 +67,11 @@ class FusedExpertsFormat:
         rows, cols = shape
         rows *= 1 if match[3] == "down" else 2
         name = f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj"
+        if self.optional and name not in names:
+            return PLAIN.tensors(prefix, shape, names)
         if f"{name}_blocks" not in names and self.method != MXFP4:
-            return (plain_tensor(name, (self.num_experts, cols, rows)),)
+            matrix = (cols, rows) if self.transposed else (rows, cols)
+            return (plain_tensor(name, (self.num_experts, *matrix)),)
         groups = (self.num_experts, rows, cols // GROUP)
         blocks = StoredTensor(f"{name}_blocks", (*groups, GROUP // 2), ("U8",))
         return blocks, StoredTensor(f"{name}_scales", groups, ("U8",))
@@ -102,6 +110,9 @@ class FusedExpertsFormat:
             PLAIN.load(source, prefix, shape, cut, out)
             return
         stored = self.tensors(prefix, shape, source.names)
+        if self.optional and stored[0].name == f"{prefix}.weight":
+            PLAIN.load(source, prefix, shape, cut, out)
+            return
         expert = Cut(slice(int(match[2]), int(match[2]) + 1))
         first = _FIRST.get(match[3], 0)
         own = slice(first, None, 1 if match[3] == "down" else 2)  # rows of this matrix
@@ -109,7 +120,8 @@ class FusedExpertsFormat:
             own = slice(first * shape[0], (first + 1) * shape[0])
         if len(stored) == 1:
             with source.open(stored[0], expert) as part:
-                out.copy_(cut.of(part[0][:, own].T))  # type: ignore[union-attr]
+                matrix = part[0][:, own].T if self.transposed else part[0][own]
+                out.copy_(cut.of(matrix))  # type: ignore[union-attr]
             return
         with source.open(stored[0], expert) as blocks, source.open(stored[1], expert) as scales:
             rows = Cut(cut.rows)

@@ -1,4 +1,4 @@
-"""Gated delta net: a layer with a state of fixed size for each request in the place of KV (Qwen3-Next).
+"""Gated delta net: a layer with a state of fixed size for each request in the place of KV (Qwen3-Next, Qwen3.5).
 
 Legend: T tokens, D hidden, Hk key heads of this rank, r value heads of a key head, Hv = Hk r, Dk, Dv head widths,
 C = 2 Dk + r Dv, K taps.
@@ -17,7 +17,7 @@ from moe_engine.kernels.quantization.protocol import Activation, ActivationForma
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import DeltaConfig, ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.linear import Projection, load_linear, load_stacked
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -44,12 +44,8 @@ class GatedDeltaNet:
         key_heads, value_heads = share.width(whole.key_heads), share.width(whole.value_heads)
         self._shape = DeltaShape(key_heads, value_heads, whole.key, whole.value, whole.taps)
         prefix, values = f"model.layers.{layer_index}.{NAME}", whole.value_heads * whole.value
-        projected = 2 * whole.key_heads * whole.key + 2 * values
         linear = backends.linear
-        self._qkvz = load_linear(linear, reader, [f"{prefix}.in_proj_qkvz"], [projected], hidden, out_shares=[share])
-        self._ba = load_linear(
-            linear, reader, [f"{prefix}.in_proj_ba"], [2 * whole.value_heads], hidden, out_shares=[share]
-        )
+        self._qkvz, self._ba = (load_stacked(linear, reader, rows) for rows in input_rows(whole, prefix, hidden, share))
         self._out = load_linear(linear, reader, [f"{prefix}.out_proj"], [hidden], values, in_share=share)
         heads = (whole.value_heads,)
         a_log, dt_bias = (
@@ -76,6 +72,32 @@ class GatedDeltaNet:
         states = DeltaStates(*batch.kv[self._layer_index])
         mixed = self._kernel.run(inputs, self._weights, states, batch.state_runs, self._shape)  # [T, Hv Dv]
         return self._out(mixed)
+
+
+def input_rows(d: DeltaConfig, prefix: str, hidden: int, share: Share) -> tuple[list[Projection], list[Projection]]:
+    """This rank's rows of the input projections, in the kernels' order: for each key head q, k, and v and z of its
+    value heads; and for each key head b and a of its value heads."""
+    keys, values, heads = d.key_heads * d.key, d.value_heads * d.value, d.value_heads
+    if d.joined:
+        wide, narrow = 2 * (keys + values), 2 * heads
+        return (
+            [Projection(f"{prefix}.in_proj_qkvz", (wide, hidden), Cut(share.cut(wide)))],
+            [Projection(f"{prefix}.in_proj_ba", (narrow, hidden), Cut(share.cut(narrow)))],
+        )
+    own = range(*(share.cut(d.key_heads) or slice(None)).indices(d.key_heads))
+    mixed, value, shared = 2 * keys + values, d.shared * d.value, d.shared
+    qkvz, ba = [], []
+    for head in own:
+        for name, rows, first, width in (
+            ("qkv", mixed, head * d.key, d.key),
+            ("qkv", mixed, keys + head * d.key, d.key),
+            ("qkv", mixed, 2 * keys + head * value, value),
+            ("z", values, head * value, value),
+        ):
+            qkvz.append(Projection(f"{prefix}.in_proj_{name}", (rows, hidden), Cut(slice(first, first + width))))
+        part = Cut(slice(head * shared, (head + 1) * shared))
+        ba += [Projection(f"{prefix}.in_proj_{name}", (heads, hidden), part) for name in ("b", "a")]
+    return qkvz, ba
 
 
 def _read_taps(reader: WeightSource, name: str, whole: DeltaConfig, share: Share) -> Tensor:

@@ -88,14 +88,23 @@ def load_linear(
             the bias.
     """
     shares = out_shares or [WHOLE] * len(prefixes)
-    counts = [share.width(rows) for share, rows in zip(shares, out_features)]
-    total, cuts = sum(counts), [Cut(s.cut(rows), in_share.cut(in_features)) for s, rows in zip(shares, out_features)]
-    has_bias = bias and in_share.is_first
+    cuts = [Cut(s.cut(rows), in_share.cut(in_features)) for s, rows in zip(shares, out_features)]
     parts = [Projection(prefix, (rows, in_features), cut) for prefix, rows, cut in zip(prefixes, out_features, cuts)]
+    return load_stacked(kernel, reader, parts, bias, in_share.is_first)
+
+
+def load_stacked(
+    kernel: LinearKernel, reader: WeightSource, parts: Sequence[Projection], bias: bool = False, adds_bias: bool = True
+) -> Linear:
+    """Rows of stored matrices in the given order as one product; all parts have the same columns. Several parts may be
+    of one matrix. `adds_bias`: this rank has the biases, which are read; else they are skipped."""
+    shapes = [part.cut.shape(part.shape) for part in parts]
+    counts, has_bias = [rows for rows, _ in shapes], bias and adds_bias
+    total, columns = sum(counts), shapes[0][1]
     format = format_for(kernel.capabilities.quantized, reader, parts)
     if format is not None and any(count % format.row_block for count in counts[:-1]):
         format = None
-    weight = empty_weight(format, total, in_share.width(in_features), reader)
+    weight = empty_weight(format, total, columns, reader)
     biases = torch.empty(total, dtype=reader.dtype, device=reader.device) if has_bias else None
     start = 0
     for part, count in zip(parts, counts):

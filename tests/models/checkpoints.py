@@ -31,8 +31,11 @@ KINDS = (
     "mixtral",
     "minimax_m2",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
@@ -100,6 +103,16 @@ _DSA: dict[str, Any] = {
     "index_head_dim": 16,
     "index_topk": 8,
 }
+DELTA: dict[str, Any] = {
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
 _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3",
@@ -148,6 +161,12 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DSA, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_scaling": None}
         | {"index_topk_freq": 2, "index_skip_topk_offset": 2},
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**_MLA, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
+        | {"norm_topk_prob": True, "topk_method": "noaux_tc", "rms_norm_eps": 1e-5, "rope_scaling": None}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
     "llama": ("Llama", {**_GQA, "rope_scaling": LLAMA3_ROPE, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
     "qwen2": ("Qwen2", {**_GQA, "use_sliding_window": False, "tie_word_embeddings": True}),
@@ -181,10 +200,14 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3Next",
-        {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "num_experts": 8, "num_experts_per_tok": 3}
-        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-        | {"linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "full_attention_interval": 2},
+        {**_GQA, **DELTA, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "qwen3_5": ("Qwen3_5", {**_GQA, **DELTA, "num_hidden_layers": 3}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**_GQA, **DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 48},
     ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
@@ -224,7 +247,7 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
         _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
-    if num_mtp_layers and kind == "qwen3_next":
+    if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         tensors = _beside(tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if fp8:
         tensors = quantise_fp8(tensors, scale_dtype)
@@ -267,12 +290,13 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     transformers.utils.logging.disable_progress_bar()
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**copy.deepcopy(fields))
+    text = "Text" if family.startswith("Qwen3_5") else ""
+    config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            stored_less = family == "Qwen3Next" and "linear_attn" not in name  # weights less 1
-            tensor.data = (0.0 if stored_less else 1.0) + 0.2 * torch.randn_like(tensor)
+            less = family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name  # stored less 1
+            tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
         elif name.endswith("conv1d.weight"):
@@ -308,6 +332,14 @@ def _add_mtp_layer(
     tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{target}{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
+
+
+def with_mtp_beside(tensors: dict[str, Tensor], num_layers: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """The tensors, and those of an MTP layer under the names of Qwen3-Next and Qwen3.5."""
+    tensors = dict(tensors)
+    hidden = tensors["model.norm.weight"].shape[0]
+    _add_mtp_layer(tensors, num_layers, 0, hidden, generator)
+    return _beside(tensors, f"model.layers.{num_layers}.")
 
 
 def _beside(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
@@ -371,7 +403,7 @@ def _write_config(
 ) -> None:
     config = json.loads((path / "config.json").read_text())
     config["num_nextn_predict_layers"] = num_mtp_layers
-    if not num_mtp_layers and config["model_type"] != "qwen3_next":  # its default is 1
+    if not num_mtp_layers and not config["model_type"].startswith(("qwen3_next", "qwen3_5")):  # their default is 1
         del config["num_nextn_predict_layers"]
     name = str(dtype).removeprefix("torch.")
     if dialect == "hub":

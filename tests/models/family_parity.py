@@ -1,8 +1,8 @@
 """Tokens and log-probabilities of whole engines against transformers': ``python -m tests.models.family_parity``.
 
-For each family a random float32 checkpoint serves 24 prompts of 1 to 600 tokens under each form below; every answer
-(greedy, with log-probabilities) is compared with one forward pass of transformers over prompt and answer. ``--write``
-writes the table into docs/parity.md; other families keep their rows.
+For each family a random float32 checkpoint serves 24 prompts of 1 to 600 tokens (with images, where the model takes
+them) under each form below; every answer (greedy, with log-probabilities) is compared with one forward pass of
+transformers over prompt and answer. ``--write`` writes the cells into docs/parity.md; other cells stay.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_engine import Engine
-from tests.models.checkpoints import make_checkpoint
+from tests.models.parity_families import Family, Logits, Prompt, kimi_family, qwen_family, text_family
 
-ORDINARY = 250
-"""Token ids from here on are special."""
 NUM_PROMPTS, NUM_TOKENS, LONGEST = 24, 12, 600
 TIE = 1e-5
 """Two best logits closer than this (relative) are a tie: both tokens are correct."""
@@ -42,18 +38,38 @@ FORMS: dict[str, dict[str, Any]] = {
         "speculative_num_draft_tokens": 3,
     },
 }  # fmt: skip
-SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
+EXPERT_FORMS = ("ep 2", "ep 2, dp 2, all-to-all")
 KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 70},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {},
+    "deepseek_v2": {},
+    "deepseek_v2_lite": {},
     "deepseek_v3": {"num_mtp_layers": 1},
-    "deepseek_v32": {},
-    "glm_moe_dsa": {},
+    "deepseek_v32": {"num_mtp_layers": 1},
+    "glm_moe_dsa": {"num_mtp_layers": 1, "num_hidden_layers": 4},
     "qwen3_moe": {},
     "minimax_m2": {},
     "glm4_moe": {"num_mtp_layers": 1},
+    "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_oss": {},
     "qwen3_next": {"num_mtp_layers": 1},
+    "qwen3_5_text": {"num_mtp_layers": 1},
+    "qwen3_5": {"num_mtp_layers": 1},
+    "qwen3_5_moe": {"num_mtp_layers": 1},
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {},
+    "kimi_k25": {},
 }
 """Options of the checkpoints of the table."""
+IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+DENSE = ("qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families without experts."""
+ROW = re.compile(r"(\| (\w+) \| [^|]+ \|)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
@@ -73,38 +89,31 @@ class Result:
         return f"{self.tokens - self.wrong} of {self.tokens}{ties}; {self.error:.0e}"
 
 
-def prompts(seed: int, count: int, longest: int) -> list[list[int]]:
-    """Prompts of lengths from 1 to `longest`; some share a prefix with another."""
-    rng = random.Random(seed)
-    prefix = [rng.randrange(ORDINARY) for _ in range(longest // 3)]
-    lengths = [1, 2, longest, *(rng.randint(3, longest) for _ in range(count - 3))][:count]
-    made = [[rng.randrange(ORDINARY) for _ in range(length)] for length in lengths]
-    return [(prefix + own)[: len(own)] if i % 4 == 3 else own for i, own in enumerate(made)]
-
-
-def serve(path: Path, asked: list[list[int]], num_tokens: int, form: str) -> list[tuple[list[int], list[float]]]:
+def serve(path: Path, asked: list[Prompt], num_tokens: int, form: str) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of each answer."""
     flags = {"dtype": "float32", "max_total_tokens": 32768, "max_running_requests": 32} | FORMS[form]
     sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     request: Any = {"sampling_params": sampling, "return_logprob": True}
 
     async def all_answers(engine: Engine) -> list[Any]:
-        return list(await asyncio.gather(*(engine.async_generate(input_ids=ids, **request) for ids in asked)))
+        return list(await asyncio.gather(*(
+            engine.async_generate(input_ids=prompt.ids, image_data=prompt.data or None, **request) for prompt in asked
+        )))  # fmt: skip
 
     with Engine(str(path), **flags, cpu_threads=1, skip_tokenizer_init=True) as engine:
         answers = asyncio.run(all_answers(engine))
         if form == "cached":
             answers = asyncio.run(all_answers(engine))
             cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-            assert all(cached[i] for i, ids in enumerate(asked) if len(ids) > 1), cached
+            assert all(cached[i] for i, prompt in enumerate(asked) if len(prompt.whole) > 1), cached
     return [(a["output_ids"], [entry[0] for entry in a["meta_info"]["output_token_logprobs"]]) for a in answers]
 
 
-def compare(model: Any, asked: list[list[int]], answers: list[tuple[list[int], list[float]]]) -> Result:
+def compare(logits_of: Logits, asked: list[Prompt], answers: list[tuple[list[int], list[float]]]) -> Result:
     result = Result()
-    for ids, (tokens, logprobs) in zip(asked, answers):
-        with torch.inference_mode():
-            logits = model(torch.tensor([ids + tokens[:-1]])).logits[0, len(ids) - 1 :].float()
+    for prompt, (tokens, logprobs) in zip(asked, answers):
+        ids = prompt.whole
+        logits = logits_of(ids + tokens[:-1], prompt.images)[len(ids) - 1 :].float()
         expected = logits.log_softmax(-1)
         for row, token, logprob in zip(range(len(tokens)), tokens, logprobs):
             best = int(logits[row].argmax())
@@ -116,35 +125,49 @@ def compare(model: Any, asked: list[list[int]], answers: list[tuple[list[int], l
     return result
 
 
+def make_family(kind: str, path: Path, seed: int) -> Family:
+    if kind == "kimi_k25":
+        return kimi_family(kind, path, seed)
+    return (qwen_family if kind in IMAGE_KINDS else text_family)(kind, path, seed, **KINDS[kind])
+
+
 def run_family(
     kind: str, folder: Path, seed: int, forms: list[str], count: int = NUM_PROMPTS, longest: int = LONGEST
 ) -> dict[str, Result]:
     """The results of a family by form."""
-    import transformers
-
-    path = make_checkpoint(kind, folder / kind, seed, **SHAPE | KINDS[kind])
-    transformers.utils.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    asked = prompts(seed, count, longest)
-    return {form: compare(model.eval(), asked, serve(path, asked, NUM_TOKENS, form)) for form in forms}
+    family = make_family(kind, folder / kind, seed)
+    asked = family.prompts(seed, count, longest)
+    return {form: compare(family.logits, asked, serve(family.path, asked, NUM_TOKENS, form)) for form in forms}
 
 
 def forms_of(kind: str) -> list[str]:
     """The forms that a family's checkpoint supports."""
-    return [form for form in FORMS if form != "MTP drafts" or KINDS[kind].get("num_mtp_layers")]
+    unsupported = EXPERT_FORMS if kind in DENSE else ()
+    unsupported += () if KINDS[kind].get("num_mtp_layers") else ("MTP drafts",)
+    return [form for form in FORMS if form not in unsupported]
 
 
-def table(found: dict[str, dict[str, Result]]) -> list[str]:
-    return [
-        f"| {kind} | {form} | {result.cell} |" for kind, results in found.items() for form, result in results.items()
-    ]
+def table(found: dict[str, dict[str, Result]]) -> dict[str, str]:
+    """The row of each cell, by its first two columns."""
+    return {
+        f"| {kind} | {form} |": f"| {kind} | {form} | {result.cell} |"
+        for kind, results in found.items()
+        for form, result in results.items()
+    }
 
 
 def write(found: dict[str, dict[str, Result]]) -> None:
-    """Replaces the rows of these families in docs/parity.md."""
-    lines = DOCUMENT.read_text().rstrip("\n").split("\n")
-    kept = [line for line in lines if not re.match(rf"\| ({'|'.join(found)}) \|", line)]
-    DOCUMENT.write_text("\n".join(kept + table(found)) + "\n")
+    """Replaces these cells in docs/parity.md; rows are in the order of `KINDS` and `FORMS`."""
+    head, rows = [], {}
+    for line in DOCUMENT.read_text().rstrip("\n").split("\n"):
+        row = ROW.match(line)
+        if row is None or row[2] not in KINDS:
+            head.append(line)
+        else:
+            rows[row[1]] = line
+    rows |= table(found)
+    cells = [f"| {kind} | {form} |" for kind in KINDS for form in FORMS]
+    DOCUMENT.write_text("\n".join(head + [rows[cell] for cell in cells if cell in rows]) + "\n")
 
 
 def main() -> None:
@@ -159,9 +182,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in asked.kinds:
             found[kind] = run_family(kind, Path(folder), asked.seed, asked.forms or forms_of(kind))
-            print("\n".join(table({kind: found[kind]})), flush=True)
-    if asked.write:
-        write(found)
+            print("\n".join(table({kind: found[kind]}).values()), flush=True)
+            if asked.write:
+                write(found)
     wrong = sum(result.wrong for results in found.values() for result in results.values())
     print(f"seed {asked.seed}: {wrong} tokens differ")
     raise SystemExit(wrong > 0)

@@ -169,6 +169,66 @@ def test_qwen3_next(tmp_path: Path) -> None:
             parse(tmp_path, QWEN3_NEXT | wrong)
 
 
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304}
+    | {"out_hidden_size": 5120, "deepstack_visual_indexes": []},
+    "text_config": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+        "vocab_size": 248320, "mtp_num_hidden_layers": 1, "eos_token_id": 248044, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+        | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    },
+}  # fmt: skip
+QWEN3_5_MOE_TEXT: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "linear_num_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+
+
+def test_qwen3_5(tmp_path: Path) -> None:
+    """27B, and 35B-A3B, whose fields have no dense width."""
+    config = parse(tmp_path, QWEN3_5)
+    assert config.vision is not None and not config.vision.deepstack_layers and config.num_nextn_predict_layers == 1
+    assert sizes.num_parameters(config) == pytest.approx(27.4e9, rel=1e-2)
+    assert config.rope.width == 64 and len(config.rope.axes) == 32 and config.delta is not None
+    assert [config.rope.axes.count(axis) for axis in range(3)] == [11, 11, 10] and config.delta.shared == 3
+    text = {key: value for key, value in QWEN3_5["text_config"].items() if key != "intermediate_size"}
+    moe = {"text_config": text | QWEN3_5_MOE_TEXT, "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    moe |= {"vision_config": QWEN3_5["vision_config"] | {"out_hidden_size": 2048}}
+    config = parse(tmp_path, QWEN3_5 | moe)
+    assert sizes.num_parameters(config) == pytest.approx(35.1e9, rel=1e-2)
+    assert num_active_parameters(config) == pytest.approx(3.4e9, rel=5e-2)
+    alone = parse(tmp_path, text | QWEN3_5_MOE_TEXT | {"architectures": ["Qwen3_5MoeForCausalLM"]})
+    assert alone.vision is None and alone.moe == config.moe
+
+
+GLM_47_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048,
+    "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1,
+    "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "rope_theta": 1000000, "vocab_size": 154880,
+    "max_position_embeddings": 202752, "eos_token_id": [154820, 154827, 154829], "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_glm_47_flash(tmp_path: Path) -> None:
+    config = parse(tmp_path, GLM_47_FLASH)
+    assert sizes.num_parameters(config) == pytest.approx(29.9e9, rel=1e-2)
+    assert num_active_parameters(config) == pytest.approx(3.3e9, rel=1e-1)
+    assert config.moe_layers == (False,) + (True,) * 46
+    kinds = {"mlp_layer_types": ["dense", "dense"] + ["sparse"] * 45}
+    assert parse(tmp_path, GLM_47_FLASH | kinds).moe_layers == (False,) * 2 + (True,) * 45
+    with pytest.raises(ConfigError, match="mlp_layer_types needs 47 of dense, sparse"):
+        parse(tmp_path, GLM_47_FLASH | {"mlp_layer_types": ["dense"]})
+
+
 GLM_45: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120,
     "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92, "num_attention_heads": 96,

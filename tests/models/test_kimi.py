@@ -7,13 +7,10 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
@@ -28,48 +25,11 @@ from moe_engine.planning.prepare import prepare
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_image_requests import COUNT, assert_equal, scripted
 from tests.models import stepper
-from tests.models.checkpoints import hub_fields, write_tensors
+from tests.models.kimi_checkpoints import IMAGE, PATCH, Made, make_kimi
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
 from tests.models.test_parity import assert_close
-from tests.models.vision_checkpoints import TIE, Pixels
-
-IMAGE, PATCH = 271, 2
-VISION = {
-    "patch_size": PATCH, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 2,
-    "hidden_size": 16, "intermediate_size": 24,
-}  # fmt: skip
-LAYERS = "language_model.model.layers"
-PUBLISHED = {
-    "vision_tower.encoder.patch_embed": "vision_tower.patch_embed",
-    "model.mm_projector.pre_norm": "mm_projector.pre_norm",
-    "language_model.model.blocks": LAYERS,
-}
-"""Names that transformers does not undo when it saves."""
-
-
-class Made(NamedTuple):
-    path: Path
-    model: Any
-
-    def logits(self, tokens: list[int], images: list[Pixels]) -> Tensor:
-        given: dict[str, Any] = {}
-        if images:
-            given["pixel_values"] = torch.cat([image.values for image in images]).view(-1, 3, PATCH, PATCH)
-            given["image_grid_thw"] = torch.tensor([image.grid for image in images])
-        with torch.no_grad():
-            return self.model(torch.tensor([tokens]), **given).logits[0]
-
-    def greedy(self, tokens: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
-        """Up to a token whose rank is doubtful."""
-        answer: list[tuple[int, float]] = []
-        while len(answer) < count:
-            scores = self.logits([*tokens, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
-            best = scores.topk(2)
-            if best.values[0] - best.values[1] < TIE:
-                break
-            answer.append((int(best.indices[0]), float(best.values[0])))
-        return answer
+from tests.models.vision_checkpoints import Pixels
 
 
 def picture(rows: int, columns: int) -> Pixels:
@@ -89,39 +49,8 @@ def around(images: list[Pixels], count: int = 6) -> tuple[list[int], list[int]]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A random checkpoint, a prompt, and transformers' logits."""
-    import transformers
-
-    fields = {
-        key: value for key, value in hub_fields("deepseek_v3").items() if key not in ("topk_method", "scoring_func")
-    }
-    fields |= {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827}
-    text = transformers.DeepseekV3Config(**fields).to_dict()
-    config = transformers.Kimi_K25Config(
-        text_config=text, vision_config=VISION, projection_hidden_size=16, tie_word_embeddings=False,
-        image_token_id=IMAGE, video_token_id=272,
-    )  # fmt: skip
-    torch.manual_seed(random_seed := int(torch.randint(0, 1 << 30, ())))
-    model = transformers.Kimi_K25ForConditionalGeneration(config).float().eval()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name:
-            tensor.data = (not name.endswith("bias")) + 0.2 * torch.randn_like(tensor)
-        elif name.endswith("e_score_correction_bias"):
-            tensor.data = 0.1 * torch.randn_like(tensor)
-        elif "language_model" not in name and "inv_freq" not in name and "time_" not in name:
-            tensor.data = 0.2 * torch.randn_like(tensor)
-    model.lm_head.weight.data[IMAGE : IMAGE + 2] = 0  # no answer has a placeholder of an image or video
-    path = tmp_path_factory.mktemp(f"kimi{random_seed}")
-    model.save_pretrained(path)
-    saved = load_file(path / "model.safetensors")
-    write_tensors(path, {published_name(name): tensor for name, tensor in saved.items()})
-    return Made(path, model)
-
-
-def published_name(name: str) -> str:
-    for saved, published in PUBLISHED.items():
-        name = name.replace(saved, published)
-    return name
+    """A random checkpoint, and transformers' model."""
+    return make_kimi(tmp_path_factory.mktemp("kimi"), random.randrange(2**31))
 
 
 @pytest.mark.parametrize("row", all_rows())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.models.checkpoint_files import read_checkpoint
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
+from tests.models.checkpoints import DELTA, with_mtp_beside
 
 START, IMAGE, VIDEO, END = range(270, 274)
 """Placeholder tokens: ids of the byte tokenizer's fillers."""
@@ -62,11 +63,25 @@ _FAMILY["qwen3_vl"] = (
     "Qwen3VL", {name: _FAMILY["qwen3_vl_moe"][1][name] for name in ("head_dim", "rope_scaling")},
     _FAMILY["qwen3_vl_moe"][2],
 )  # fmt: skip
+_FAMILY |= {
+    "qwen3_5": (
+        "Qwen3_5",
+        {**DELTA, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 2], "mrope_interleaved": True}},
+        {"num_position_embeddings": 16, "intermediate_size": 52},
+    )
+}
+_FAMILY["qwen3_5_moe"] = (
+    "Qwen3_5Moe",
+    _FAMILY["qwen3_5"][1]
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    _FAMILY["qwen3_5"][2],
+)
 KINDS = ("qwen2_5_vl", "qwen3_vl_moe")
 
 
-def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
-    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model."""
+def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 0, **text: Any) -> Path:
+    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model.
+    `num_mtp_layers`: 0 or 1, of Qwen3.5."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -80,7 +95,13 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
     for name, tensor in model.named_parameters():
-        if "norm" in name or "ln_q" in name:
+        if kind.startswith("qwen3_5") and "language_model" in name and "norm" in name and "linear_attn" not in name:
+            tensor.data = 0.2 * torch.randn_like(tensor)  # stored less 1
+        elif name.endswith("A_log"):
+            tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
+        elif name.endswith("conv1d.weight"):
+            tensor.data = 0.5 * torch.randn_like(tensor)
+        elif "norm" in name or "ln_q" in name:
             tensor.data = (0.0 if name.endswith("bias") else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("bias"):
             tensor.data = 0.3 * torch.randn_like(tensor)
@@ -90,6 +111,10 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
     model.save_pretrained(path)
     if kind == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
+    if num_mtp_layers:
+        _add_mtp(path / "model.safetensors", 3, seed)
+    if kind == "qwen3_5_moe":
+        _join_experts(path / "model.safetensors")
     torch.random.set_rng_state(state)
     write_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
@@ -111,6 +136,28 @@ def _transpose_experts(file: Path) -> None:
     for name, tensor in tensors.items():
         if ".experts." in name:
             tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _add_mtp(file: Path, num_layers: int, seed: int) -> None:
+    tensors, inner = load_file(file), "model.language_model."
+    text = {name.replace(inner, "model."): tensor for name, tensor in tensors.items()}
+    made = with_mtp_beside(text, num_layers, torch.Generator().manual_seed(seed))
+    save_file(tensors | {n: t.contiguous() for n, t in made.items() if n.startswith("mtp.")}, file, {"format": "pt"})
+
+
+def _join_experts(file: Path) -> None:
+    """As published unquantized checkpoints have them: [E, 2I, D] and [E, D, I]."""
+    tensors = load_file(file)
+    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
+        block = first.removesuffix("0.gate_proj.weight")
+        count = sum(name.startswith(block) and name.endswith(".gate_proj.weight") for name in tensors)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{block}{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
+    assert any(name.endswith(".experts.gate_up_proj") for name in tensors)
     save_file(tensors, file, metadata={"format": "pt"})
 
 

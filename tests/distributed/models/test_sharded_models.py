@@ -37,6 +37,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
+    "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -139,7 +140,7 @@ def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss", "qwen3_next"]
+    "name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
 )
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""

@@ -1,0 +1,139 @@
+"""The families of docs/parity.md: a random checkpoint of each, transformers' model, and prompts, with images for the
+models that take them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.media.image_process import load_processor
+from tests.models import kimi_checkpoints, vision_checkpoints
+from tests.models.checkpoints import make_checkpoint
+from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
+
+ORDINARY = 250
+"""Token ids from here on are special."""
+SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
+MAX_IMAGES = 3
+
+Logits = Callable[[list[int], list[Pixels]], Tensor]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`ids` has one placeholder for each image; `whole` a token for each row of the tower."""
+
+    ids: list[int]
+    whole: list[int]
+    images: list[Pixels] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint, transformers' logits [T, V] of a prompt, and prompts by (seed, count, longest)."""
+
+    path: Path
+    logits: Logits
+    prompts: Callable[[int, int, int], list[Prompt]]
+
+
+def text_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
+    import transformers
+
+    make_checkpoint(kind.removesuffix("_text"), path, seed, **SHAPE | options)
+    transformers.utils.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+
+    def logits(ids: list[int], images: list[Pixels]) -> Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0]
+
+    return Family(path, logits, text_prompts)
+
+
+def qwen_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
+    vision_checkpoints.make_checkpoint(kind, path, seed, max_position_embeddings=1024, **options)
+    processor = load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor(images=[picture], return_tensors="pt")
+        return Pixels(tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"])
+
+    start, image, end = vision_checkpoints.START, vision_checkpoints.IMAGE, vision_checkpoints.END
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        return image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=160)
+
+    return Family(path, Oracle(path).logits, prompts)
+
+
+def kimi_family(kind: str, path: Path, seed: int) -> Family:
+    """With INT4 experts, as published."""
+    made = kimi_checkpoints.make_kimi(path, seed, int4=True, max_position_embeddings=1024)
+    own = {"patch_size": kimi_checkpoints.PATCH, "merge_kernel_size": 2, "in_patch_limit": 120}
+    (path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": own}))
+    processor = load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor(images=[picture])
+        return Pixels(tuple(found["image_grid_thw"][0].tolist()), torch.from_numpy(found["pixel_values"]))
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        return image_prompts(seed, count, longest, pixels, ([], kimi_checkpoints.IMAGE, []), side=24)
+
+    return Family(path, made.logits, prompts)
+
+
+def text_prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+    """Lengths from 1 to `longest`; some share a prefix with another."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(ORDINARY) for _ in range(longest // 3)]
+    lengths = [1, 2, longest, *(rng.randint(3, longest) for _ in range(count - 3))][:count]
+    made = [[rng.randrange(ORDINARY) for _ in range(length)] for length in lengths]
+    made = [(prefix + own)[: len(own)] if i % 4 == 3 else own for i, own in enumerate(made)]
+    return [Prompt(ids, ids) for ids in made]
+
+
+def image_prompts(
+    seed: int, count: int, longest: int, process: Callable[[Any], Pixels],
+    placeholder: tuple[list[int], int, list[int]], side: int,
+) -> list[Prompt]:  # fmt: skip
+    """Two of three have 1 to `MAX_IMAGES` of four images, up to `side` pixels wide, in a text of `longest` tokens and
+    less: prompts share images and prefixes."""
+    rng = random.Random(seed)
+    pictures = [random_picture(rng.randint(8, side), rng.randint(8, side), rng.randrange(1000)) for _ in range(4)]
+    known = [(address(picture), process(picture)) for picture in pictures]
+    before, image, behind = placeholder
+    made = []
+    for i, prompt in enumerate(text_prompts(seed, count, longest)):
+        ids, whole, chosen = [], [], []
+        places = sorted(rng.randint(0, len(prompt.ids)) for _ in range(rng.randint(1, MAX_IMAGES) if i % 3 else 0))
+        begin = 0
+        for place in places:
+            data, one = known[rng.randrange(4)]
+            if len(whole) + len(prompt.ids) - begin + one.num_tokens > longest + longest // 2:
+                break
+            ids += [*prompt.ids[begin:place], *before, image, *behind]
+            whole += [*prompt.ids[begin:place], *before, *[image] * one.num_tokens, *behind]
+            chosen.append((data, one))
+            begin = place
+        ids, whole = ids + prompt.ids[begin:], whole + prompt.ids[begin:]
+        made.append(Prompt(ids, whole, [one for _, one in chosen], [data for data, _ in chosen]))
+    return made
+
+
+def address(picture: Any) -> str:
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
