@@ -63,15 +63,20 @@ class Roofline:
 
 
 def decode(
-    config: Mapping[str, Any], form: Form, hardware: Hardware, batch: int, context: int, query_tokens: int = 1
-) -> Roofline:
-    """A step of `batch` requests of a rank, or of its group with `form.tp`, each with `query_tokens` tokens."""
+    config: Mapping[str, Any], form: Form, hardware: Hardware, batch: int, context: int, query_tokens: int = 1,
+    kv_bytes: float = 2,
+) -> Roofline:  # fmt: skip
+    """A step of `batch` requests of a rank, or of its group with `form.tp`, each with `query_tokens` tokens.
+
+    Args:
+        kv_bytes: of a channel of the cache, its share of the scales included.
+    """
     tokens, tp = batch * query_tokens, form.tp
     step = _products(config, form, hardware, tokens)
     kv = state = flops = 0.0
     for count, layer in layers_of(config):
         kept = min(tp, layer.kv_heads)
-        kv += count * batch * (layer.seen(context) * layer.record / kept + context * layer.indexed)
+        kv += count * batch * (layer.seen(context) * layer.record / BF16 * kv_bytes / kept + context * layer.indexed)
         state += count * batch * 2 * layer.state / tp
         seen = layer.seen(context) * layer.flops / tp + context * layer.index_flops + layer.token_flops / tp
         flops += count * tokens * seen
