@@ -151,8 +151,8 @@ class Probes:
         unix = time.time() - time.perf_counter()
         for point, count, what in self._unread:
             if isinstance(what, Stream):
-                first = unix + what.started + what.chunks[0]
-                seconds = records.prompt(count, unix + what.started, first)
+                began = unix + what.started  # the step counts as ended after its token has been sent
+                seconds = records.prompt(count, began, began + what.chunks[-1])
                 if seconds is not None:
                     self._points.rounds.add(point, seconds)
                     if point == (PREFILL, count) and count <= SHORT_PROMPT:
