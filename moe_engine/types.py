@@ -21,6 +21,7 @@ from moe_engine.kv_ops import KVLoad as KVLoad
 from moe_engine.kv_ops import KVOps as KVOps
 from moe_engine.kv_ops import KVReport as KVReport
 from moe_engine.kv_ops import StateOps
+from moe_engine.prefill_delay import DelayFacts
 from moe_engine.structured_output.constraint import Constraint
 
 GREEDY_TEMPERATURE = 1e-6
@@ -386,6 +387,7 @@ class StepFacts:
         num_running: decoding requests, in this step or waiting for their next one.
         num_waiting: requests with prompt tokens that are not in this step.
         leaving: this group is idle and shutting down. Ranks exit once every group sets it.
+        delay: with ``--enable-prefill-delayer``.
     """
 
     num_tokens: int = 0
@@ -398,6 +400,7 @@ class StepFacts:
     num_running: int = 0
     num_waiting: int = 0
     leaving: bool = False
+    delay: DelayFacts | None = None
 
     @classmethod
     def of(cls, plan: StepPlan, **more: Any) -> StepFacts:

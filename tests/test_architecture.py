@@ -25,7 +25,7 @@ MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
 FACTS = {
-    "errors", "kv_ops", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
+    "errors", "kv_ops", "prefill_delay", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
     "custom_logit_processor", "validation", "gguf_container", "image_tokens",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
@@ -35,9 +35,10 @@ PLAN = {"config", "planning", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kv_ops": set(),
+    "prefill_delay": set(),
     "row_sizes": set(),
     "image_tokens": set(),
-    "types": {"errors", "image_tokens", "kv_ops", "structured_output"},
+    "types": {"errors", "image_tokens", "kv_ops", "prefill_delay", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
@@ -80,6 +81,7 @@ NO_TORCH_FILES = (
     "step_settings",
     "image_tokens",
     "kv_ops",
+    "prefill_delay",
     "row_sizes",
     "types",
     "token_masks",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import uvloop
 
 from moe_engine.config.args import EngineArgs, build_parser
@@ -69,7 +70,9 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)
             info = httpx.get(f"{url}/server_info", timeout=60).json()
-            costs = uvloop.run(Probes(url, _limits(config)).run(_say))
+            front_end = psutil.Process(server.pid)
+            probes = Probes(url, _limits(config), front_end_cpu=lambda: sum(front_end.cpu_times()[:2]))
+            costs = uvloop.run(probes.run(_say))
         finally:
             server.terminate()
             try:

@@ -105,6 +105,48 @@ class SchedulingArgs:
         metavar="SECONDS",
     )
     prefill_max_requests: int | None = flag(None, "Max prompts started in one step. Left out: no limit.", metavar="N")
+    prefill_decode_interval: int = flag(
+        0, "Decode steps of running requests after each step with prompts, before the next one; 0: no fixed number.",
+        metavar="STEPS",
+    )  # fmt: skip
+    prefill_decode_interval_min_bs: int = flag(
+        0, "--prefill-decode-interval applies only while at least so many requests decode.", metavar="N"
+    )
+    enable_prefill_delayer: bool = flag(
+        False,
+        "Let prompts wait until they can share a step: until all attention groups have prompts, and until a prefill "
+        "batch of the usual size has free rows. Fewer steps delay the running requests, first tokens come later.",
+    )
+    prefill_delayer_max_delay_passes: int = flag(
+        30, "Longest wait by --enable-prefill-delayer, in steps, plus one.", metavar="STEPS"
+    )
+    prefill_delayer_token_usage_low_watermark: float | None = flag(
+        None,
+        "--enable-prefill-delayer lets no prompt wait while a group with prompts uses less of its KV pool. Left out: "
+        "no such limit.",
+        metavar="SHARE",
+    )
+    prefill_delayer_queue_min_ratio: float | None = flag(
+        None,
+        "With --enable-prefill-delayer prompts also wait until they are as many as this share of the running requests, "
+        "but at most as a usual prefill batch has (--prefill-max-requests). Left out: no such wait.",
+        metavar="SHARE",
+    )
+    prefill_delayer_max_delay_ms: float | None = flag(
+        None, "Longest wait by --prefill-delayer-queue-min-ratio, in milliseconds. Left out: 5000.", metavar="MS"
+    )
+    prefill_delayer_forward_passes_buckets: str | None = flag(
+        None,
+        "Upper bounds of the buckets of waits by --enable-prefill-delayer, in steps, rising. Left out: SGLang's.",
+        many=True,
+        metavar="STEPS",
+    )
+    prefill_delayer_wait_seconds_buckets: str | None = flag(
+        None,
+        "Upper bounds of the buckets of these waits in seconds, rising. Left out: SGLang's.",
+        many=True,
+        metavar="SECONDS",
+    )
     stream_interval: int = flag(
         1, "Tokens per chunk of a streamed answer. Larger values save host work.", metavar="TOKENS",
         parse=parse_count,

@@ -14,8 +14,10 @@ from dataclasses import replace
 import msgspec
 import zmq
 
+from moe_engine.prefill_delay import DelayFacts
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
+from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.types import StepFacts, StepPlan
 
 POLL_MS = 50
@@ -123,27 +125,41 @@ class PrefillTurns:
     a few steps to coincide.
 
     Deterministic in the exchanged facts, hence equal on all schedulers. Prefills may run if no group decodes, if at
-    least half of the groups have waiting prompts, or after they were held back for `patience` steps.
+    least half of the groups have waiting prompts, or after they were held back for `patience` steps. A delayer
+    (``--enable-prefill-delayer``) replaces this rule; the steps of ``--prefill-decode-interval`` come first.
+
+    Args:
+        delays: of this group's scheduler.
     """
 
-    def __init__(self, patience: int = 4) -> None:
+    def __init__(self, patience: int = 4, delays: PrefillDelays | None = None) -> None:
         self._patience = patience
+        self._delays = delays
         self._held = 0
         self.open = True
 
-    def after(self, groups: tuple[StepFacts, ...]) -> None:
-        """Decides for the step after one with these facts."""
+    def after(self, groups: tuple[StepFacts, ...], own: DelayFacts | None = None) -> None:
+        """Decides for the step after one with these facts; `own`: this group's, for a delayer."""
         self.after_counts(
             len(groups),
             sum(bool(facts.num_waiting) for facts in groups),
             any(facts.prefills for facts in groups),
-            any(facts.num_running for facts in groups),
+            max(facts.num_running for facts in groups),
         )
+        running = max(facts.num_running for facts in groups)
+        if self._delays is None or self._delays.delayer is None or self._delays.interval.left_beside(running):
+            return
+        allows = self._delays.decide_after([facts.delay or DelayFacts() for facts in groups], own or DelayFacts())
+        self.open = allows or not running
 
-    def after_counts(self, num_groups: int, waiting: int, prefilled: bool, decodes: bool) -> None:
-        """`after`, by the groups with waiting prompts, whether a group had prompts, and whether a group decodes."""
+    def after_counts(self, num_groups: int, waiting: int, prefilled: bool, running: int) -> None:
+        """`after`, by the groups with waiting prompts, whether a group had prompts, and the most decoding requests of a
+        group."""
         self._held = 0 if prefilled or not waiting else self._held + 1
-        self.open = not decodes or 2 * waiting >= num_groups or self._held >= self._patience
+        self.open = not running or 2 * waiting >= num_groups or self._held >= self._patience
+        if self._delays is not None:
+            self._delays.interval.after(prefilled)
+            self.open &= not self._delays.interval.left_beside(running)
 
 
 class DPSync:
@@ -153,9 +169,23 @@ class DPSync:
         self._exchange = exchange
         self._check = check
         self._number = 0
+        self._delays: PrefillDelays | None = None
         self._turns = PrefillTurns()
         self.last: tuple[StepFacts, ...] = ()
         self.num_groups = exchange.num_groups
+
+    def use(self, delays: PrefillDelays | None) -> None:
+        """Follows the delays of this group's scheduler. Before the first step."""
+        self._delays = delays
+        if delays is not None:
+            delays.shared = True
+        self._turns = PrefillTurns(delays=delays)
+
+    def end_delays(self) -> PrefillDelays | None:
+        """Ends the waits of prompts; the delays begin again. None without delays."""
+        if self._delays is not None:
+            self._delays.forget()
+        return self._delays
 
     def may_prefill(self) -> bool:
         """Whether the next step may contain prefills; equal on all schedulers."""
@@ -175,7 +205,7 @@ class DPSync:
         self._number += 1
         self._exchange.send(self._number, facts)
         self.last = self._exchange.gather(self._number, self._check)
-        self._turns.after(self.last)
+        self._turns.after(self.last, facts.delay)
         return replace(plan, dp_facts=self.last)
 
     def all_leave(self) -> bool:

@@ -112,6 +112,8 @@ class EngineCore:
         self._requests = RequestReceiver(
             scheduler, self._late_masks, self._output, eos_token_ids, grammars, transport.wake
         )
+        if dp_sync is not None:
+            dp_sync.use(scheduler.delays)
         self._status = StatusWriter(status, scheduler, reporter)
         own_methods = {
             "flush_cache": CoreMethod(self._flush_cache),
@@ -236,6 +238,7 @@ class EngineCore:
             num_running=len(scheduler.table.decodes),
             num_waiting=num_waiting,
             leaving=leaving,
+            delay=scheduler.delays.facts(scheduler.table, self._paused) if scheduler.delays is not None else None,
         )
         return dp_sync.sync_step(plan, facts)
 

@@ -16,18 +16,20 @@ from moe_engine.types import StepResult
 logger = logging.getLogger("moe_engine")
 
 MAX_STEPS = 20_000
+Recorded = tuple[int, int, int, float, float]
 
 
 class StepReporter:
     """Counts tokens and steps; logs a line per prefill batch and one per `decode_log_interval` decode steps.
 
     Args:
-        record_steps: keeps the newest `MAX_STEPS` steps for `state`: requests that decoded, prompt tokens, prompts, and
-            seconds since the step before it, or since it was planned if the engine was idle.
+        record_steps: keeps the newest `MAX_STEPS` steps for `state`: requests that decoded, prompt tokens, prompts,
+            Unix time of the result, and seconds since the step before it, or since it was planned if the engine was
+            idle.
     """
 
     def __init__(self, decode_log_interval: int = 40, record_steps: bool = False) -> None:
-        self._times: deque[tuple[int, int, int, float]] | None = deque(maxlen=MAX_STEPS) if record_steps else None
+        self._times: deque[Recorded] | None = deque(maxlen=MAX_STEPS) if record_steps else None
         self._planned: deque[float] = deque()
         self._last_end = 0.0
         self._interval = decode_log_interval
@@ -81,11 +83,11 @@ class StepReporter:
             self._measure()
         self._since, self._tokens = time.monotonic(), 0
 
-    def _record(self, times: deque[tuple[int, int, int, float]], facts: PlanFacts | None) -> None:
+    def _record(self, times: deque[Recorded], facts: PlanFacts | None) -> None:
         now = time.monotonic()
         began, self._last_end = max(self._planned.popleft(), self._last_end), now
         if facts is not None:
-            times.append((facts.num_decodes, facts.new_token, facts.new_seq, now - began))
+            times.append((facts.num_decodes, facts.new_token, facts.new_seq, time.time(), now - began))
 
     def state(self) -> dict[str, Any]:
         return {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from moe_engine.core.dp_sync import MAX_EARLY, DPSync, PrefillTurns, StepExchange, StepFactsMessage
+from moe_engine.prefill_delay import DelayFacts
 from moe_engine.types import StepFacts
 
 STEPS = 1 << 40
@@ -56,16 +58,17 @@ class SurvivorSync(DPSync):
     def regroup(self, generation: int, alive: Sequence[bool]) -> None:
         """Continues with the groups alive."""
         self._survivors.regroup(generation, alive)
-        self._number, self._turns, self.last = generation * STEPS, SurvivorTurns(alive), ()
+        turns = SurvivorTurns(alive, delays=self.end_delays())
+        self._number, self._turns, self.last = generation * STEPS, turns, ()
         self.num_groups = sum(alive)
 
 
 class SurvivorTurns(PrefillTurns):
     """Counts the groups alive only."""
 
-    def __init__(self, alive: Sequence[bool]) -> None:
-        super().__init__()
+    def __init__(self, alive: Sequence[bool], **more: Any) -> None:
+        super().__init__(**more)
         self._alive = tuple(alive)
 
-    def after(self, groups: tuple[StepFacts, ...]) -> None:
-        super().after(tuple(facts for facts, lives in zip(groups, self._alive) if lives))
+    def after(self, groups: tuple[StepFacts, ...], own: DelayFacts | None = None) -> None:
+        super().after(tuple(facts for facts, lives in zip(groups, self._alive) if lives), own)

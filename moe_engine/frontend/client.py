@@ -281,6 +281,11 @@ class CoreClient:
             if reason:
                 endpoint.core.kill(reason)
 
+    def stop_held(self) -> None:
+        """Kills replicas whose core process is stopped by a signal. Call it every `stopped.LOOK_SECONDS`."""
+        for core in self._cores:
+            core.kill_if_stopped()
+
     async def shutdown(self, *, drain: bool = True) -> None:
         """Stops the cores, with `drain` after their running requests. Safe to call twice."""
         if self.closing:

@@ -29,7 +29,7 @@ logger = logging.getLogger("moe_engine")
 
 CORE_MODULE = "moe_engine.cluster.core_main"
 HELD_SECONDS = 5.0
-"""A starting core that has been stopped by a signal for this long is killed. Once ready, the watchdog detects it."""
+"""A core that has been stopped by a signal (SIGSTOP, not a debugger) for this long is killed."""
 
 
 class CoreProcess:
@@ -134,6 +134,11 @@ class CoreProcess:
         if message.traceback:
             logger.error("%s", message.traceback)
         raise (ConfigError if message.error == "ConfigError" else EngineDeadError)(message.message)
+
+    def kill_if_stopped(self) -> None:
+        """Kills a ready core that has been stopped by a signal for `HELD_SECONDS`. Call it every `LOOK_SECONDS`."""
+        if self.dead is None and (held := self._held.seconds()) > HELD_SECONDS:
+            self.kill(f"it had been stopped by a signal for {held:.1f} s")
 
     def kill(self, reason: str) -> None:
         """Kills a core that is stuck; its requests fail with the reason."""

@@ -10,6 +10,9 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 
+KERNEL_NAMES = {"moe_wna16": ("awq", "gptq")}
+"""Values of the flag that name kernels, with the formats that they multiply."""
+
 
 def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
     """The model with the weight format of the flag.
@@ -21,7 +24,7 @@ def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
     if all(names):
         raise ConfigError(f"--quantization {names[0]} and --torchao-config {names[1]}: use one of them")
     asked = names[0] or names[1]
-    if not asked or asked == declared.name:
+    if not asked or declared.name in (asked, *KERNEL_NAMES.get(asked, ())):
         return model
     if declared != PLAIN:
         raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from moe_engine.config.kv_events import parse_kv_events
+from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.slo import parse_slo
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.prefill_delay import DEFAULT_DELAY_MS, PASSES_BUCKETS, SECONDS_BUCKETS, DelayerSettings
 from moe_engine.scheduler.config import SchedulerConfig
 
 CPU_DELAYED_TOKENS = 48 * 2048
@@ -24,6 +26,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
         vocab_size=config.model.vocab_size,
         jump_forward=_jumps(config),
+        delayer=_delayer(flags),
         kv_events=parse_kv_events(config.logging.kv_events_config) is not None,
         **_cadence(config),
         ttft_slo=slo.ttft_s,
@@ -42,6 +45,25 @@ def _cadence(config: ResolvedConfig) -> dict[str, int]:
     if config.device != "cpu" or config.scheduling.autopilot or config.args.memory.chunked_prefill_size is not None:
         return {}
     return {"max_consecutive_prefills": 1, "max_delayed_tokens": CPU_DELAYED_TOKENS}
+
+
+def _delayer(flags: SchedulingArgs) -> DelayerSettings | None:
+    if not flags.enable_prefill_delayer:
+        return None
+    delay_ms, passes, seconds = (
+        flags.prefill_delayer_max_delay_ms,
+        flags.prefill_delayer_forward_passes_buckets,
+        flags.prefill_delayer_wait_seconds_buckets,
+    )
+    return DelayerSettings(
+        flags.prefill_delayer_max_delay_passes,
+        flags.prefill_delayer_token_usage_low_watermark,
+        flags.prefill_delayer_queue_min_ratio,
+        DEFAULT_DELAY_MS if delay_ms is None else delay_ms,
+        flags.prefill_max_requests,
+        PASSES_BUCKETS if passes is None else tuple(map(float, passes.split())),
+        SECONDS_BUCKETS if seconds is None else tuple(map(float, seconds.split())),
+    )
 
 
 def _jumps(config: ResolvedConfig) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
 from moe_engine.config.disaggregation import OFF, REFUSED_TRANSPORTS, TRANSPORT_LIBRARIES
-from moe_engine.config.field import option_of
+from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.kv_events import parse_kv_events
-from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
+from moe_engine.config.scheduling import CACHE_AWARE_POLICIES, SchedulingArgs
 from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
@@ -35,6 +35,12 @@ LEAST = {
     "page_size": 1,
     "max_queued_requests": 1,
     "prefill_max_requests": 1,
+    "prefill_decode_interval": 0,
+    "prefill_decode_interval_min_bs": 0,
+    "prefill_delayer_max_delay_passes": 1,
+    "prefill_delayer_token_usage_low_watermark": 0,
+    "prefill_delayer_queue_min_ratio": 0,
+    "prefill_delayer_max_delay_ms": 0,
     "stream_interval": 1,
     "priority_scheduling_preemption_threshold": 0,
     "cpu_threads": 1,
@@ -79,13 +85,28 @@ METRIC_LABELS = frozenset({
 })  # fmt: skip
 """Labels that metrics have already."""
 
+BUCKETS = (
+    "bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency",
+    "prefill_delayer_forward_passes_buckets", "prefill_delayer_wait_seconds_buckets",
+)  # fmt: skip
+
 HIDDEN = "***"
 """Placeholder of keys in /server_info."""
 
 
 def check(args: EngineArgs) -> None:
     """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
-    checks = (_ranges, _scheduling, _memory, _host_tier, _transfers, _kv_events, _front_end, _hidden_states)
+    checks = (
+        _ranges,
+        _scheduling,
+        _prefill_delays,
+        _memory,
+        _host_tier,
+        _transfers,
+        _kv_events,
+        _front_end,
+        _hidden_states,
+    )
     for complaint in chain.from_iterable(part(args) for part in checks):
         raise ConfigError(complaint)
 
@@ -139,6 +160,24 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
         yield "--slo is the target of --autopilot while serving; give both or none of them"
     if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
         yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
+
+
+def _prefill_delays(args: EngineArgs) -> Iterator[str]:
+    scheduling = args.scheduling
+    if scheduling.prefill_decode_interval_min_bs and not scheduling.prefill_decode_interval:
+        yield "--prefill-decode-interval-min-bs limits --prefill-decode-interval, which is 0; set it too"
+    share = scheduling.prefill_delayer_token_usage_low_watermark
+    if share is not None and share > 1:
+        yield f"--prefill-delayer-token-usage-low-watermark {share:g}: must be a share of the KV pool, from 0 to 1"
+    if scheduling.enable_prefill_delayer:
+        if args.disaggregation.disaggregation_mode == "decode":
+            yield "--enable-prefill-delayer delays prompts, which a decode server does not compute; drop it"
+        if scheduling.prefill_delayer_max_delay_ms is not None and scheduling.prefill_delayer_queue_min_ratio is None:
+            yield "--prefill-delayer-max-delay-ms limits waits by --prefill-delayer-queue-min-ratio; give both"
+        return
+    for info in fields_of(SchedulingArgs):
+        if info.name.startswith("prefill_delayer_") and getattr(scheduling, info.name) != info.default:
+            yield f"{option_of(info.name)} needs --enable-prefill-delayer"
 
 
 def _host_tier(args: EngineArgs) -> Iterator[str]:
@@ -230,8 +269,8 @@ def _hidden_states(args: EngineArgs) -> Iterator[str]:
 
 
 def _buckets(args: EngineArgs) -> Iterator[str]:
-    for name in ("bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency"):
-        given = getattr(args.logging, name)
+    for name in BUCKETS:
+        given = args.flat()[name]
         if given is None:
             continue
         option = option_of(name)

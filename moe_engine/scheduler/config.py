@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
+from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.step_settings import StorageSettings
 from moe_engine.types import SpeculationConfig
 
@@ -91,6 +92,11 @@ class SchedulerConfig:
     """Max prompt tokens of a prefill-only step times the requests whose next token waits for it; `least_chunk` tokens
     are always allowed, as smaller steps cost much more for each token. None: no limit."""
     least_chunk: int = 256
+    prefill_decode_interval: int = 0
+    prefill_decode_interval_min_bs: int = 0
+    """Decode steps behind each step with prompts, and the running requests from which on they are kept; 0: none."""
+    delayer: DelayerSettings | None = None
+    """``--enable-prefill-delayer``; None: off."""
 
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14
@@ -178,6 +184,11 @@ class SchedulerConfig:
     def preempts(self) -> bool:
         """Whether a waiting request may preempt a running one."""
         return self.uses_priority and not self.disable_priority_preemption
+
+    @property
+    def delays_prefills(self) -> bool:
+        """Whether prompts may have to wait for a step (`prefill_delays.py`)."""
+        return self.prefill_decode_interval > 0 or self.delayer is not None
 
     @property
     def effective_policy(self) -> str:

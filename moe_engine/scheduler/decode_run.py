@@ -35,6 +35,7 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         or record.prefilled
         or scheduler._prefills.to_cache
         or kv_cache.window_room is not None
+        or (scheduler.delays is not None and scheduler.delays.delayer is not None)
     ):
         return 0
     if record.sampled != decodes:
@@ -43,7 +44,8 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         return 0  # the next step cannot use these slots yet, and would evict others
     limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
     if table.queue and not hold_prefill:
-        limit = min(limit, scheduler.backoff.steps_left(table.num_released))
+        kept = scheduler.delays.kept_steps(len(decodes)) if scheduler.delays is not None else 0
+        limit = min(limit, max(scheduler.backoff.steps_left(table.num_released), kept))
     page = kv_cache.page_size
     pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
     return max(min(limit, pages * page - page + 1), 0)
@@ -76,4 +78,6 @@ def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_toke
     kv_cache.step += steps
     scheduler.totals.generated_tokens += steps * len(decodes)
     scheduler.backoff.count_decodes(steps)
+    if scheduler.delays is not None:
+        scheduler.delays.decoded(steps)
     scheduler.ratio.decay(steps)

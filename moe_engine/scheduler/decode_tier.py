@@ -15,6 +15,7 @@ from typing import ClassVar
 from moe_engine.kv_ops import KVOps
 from moe_engine.scheduler.host_tier import MIN_LOAD, HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
+from moe_engine.scheduler.radix_cache import Match
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.waiting_queue import prefix_limit
 from moe_engine.types import Request, Status
@@ -65,16 +66,21 @@ class DecodeTier(HostTier):
         limit = min(prefix_limit(request), len(keys))
         limit -= limit % self.tree.page_size
         digest = self.link.digest_of(request.prompt_ids, request.extra_key)
-        node = self.tree.match(keys, limit, request.namespace)
-        count = limit - node.end
-        places = self.take_places(count) if count >= MIN_LOAD else None
+        found = Match(node := self.tree.match(keys, limit, request.namespace), node.end)
+        self.tree.touch_absent(found, keys, limit)
+        begin = node.end + self.tree.peek_absent(found, keys, limit)[0]
+        places = self.take_places(limit - begin) if limit - begin >= MIN_LOAD else None
+        if places is not None and node.end + self.tree.peek_absent(found, keys, limit)[0] < begin:
+            self.give_places(places)  # they were the places of the prefix itself: the tier is small
+            begin = node.end
+            places = self.take_places(limit - begin)
         if places is None:
-            self.link.command("want", room, host, port, digest, node.end, node.end, 0, [])  # ends the peer's transfer
+            self.link.command("want", room, host, port, digest, begin, begin, 0, [])  # ends the peer's transfer
             return
-        self.incoming[room] = Incoming(request, keys, node.end, places)
+        self.incoming[room] = Incoming(request, keys, begin, places)
         request.status = Status.WAITING_FOR_KV
         after = max([self._stored_by.get(place, 0) for place in places])
-        self.link.command("want", room, host, port, digest, node.end, limit, after, places)
+        self.link.command("want", room, host, port, digest, begin, limit, after, places)
 
     def build_connector_meta(self) -> KVOps | None:
         ops = super().build_connector_meta()

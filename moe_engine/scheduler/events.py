@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_engine.types import FinishReason, PackedLogprobs, Request
 
@@ -166,3 +166,5 @@ class SchedulerStats:
     host_used_tokens: int = 0
     host_total_tokens: int = 0
     speculation: SpecStats | None = None
+    prefill_delayer: dict[str, Any] | None = None
+    """Decisions and waits (`PrefillDelayer.state`), with ``--enable-prefill-delayer``."""

@@ -7,7 +7,8 @@ not reallocated.
 
 Prefill has precedence: a plan has only prompts while some can be admitted (`--enable-mixed-chunk`: both), but after
 `max_consecutive_prefills` such plans, or one that took all waiting prompts, the running requests get a decode step.
-`max_delayed_tokens` makes such a plan smaller while many requests decode.
+`max_delayed_tokens` makes such a plan smaller while many requests decode, and prompts may have to wait for several
+decode steps (`prefill_delays.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
 from moe_engine.scheduler.failed_step import resend, roll_back
 from moe_engine.scheduler.integrity import check_integrity
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
+from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.prefill_scheduling import PrefillScheduling
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.results import read_result
@@ -70,6 +72,7 @@ class Scheduler:
         self.totals = Totals()
         self._clock = clock
         self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
+        self.delays = PrefillDelays(config, clock) if config.delays_prefills else None
         self._in_flight: deque[StepRecord] = deque()
         self._suspects = Suspects()
         self._suspect_turn = True
@@ -213,7 +216,7 @@ class Scheduler:
         mixed = self.config.enable_mixed_chunk and not self._prefills.preempting
         if mixed and table.decodes and not self._decodes.add(draft, bool(self._in_flight)):
             return self._drain()
-        skip = hold_prefill or (not mixed and self._is_decode_turn())
+        skip = hold_prefill or self._is_decode_turn(mixed)
         batch = PrefillBatch() if skip else self._prefills.build(draft.num_decode_tokens, bool(self._in_flight))
         if batch is None:
             return self._drain()
@@ -255,9 +258,11 @@ class Scheduler:
         self.totals.drains += 1
         return NeedsResult.NEEDS_RESULT
 
-    def _is_decode_turn(self) -> bool:
-        most = self.table.settings.max_consecutive_prefills
-        return self.backoff.is_decode_turn(most) and bool(self._decodes.candidates())
+    def _is_decode_turn(self, mixed: bool) -> bool:
+        turn = not mixed and self.backoff.is_decode_turn(self.table.settings.max_consecutive_prefills)
+        if self.delays is not None and not turn:
+            turn = self.delays.hold(self.table, len(self._decodes.candidates()))
+        return turn and bool(self._decodes.candidates())
 
     def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int, alone: Request | None = None) -> StepPlan:
         table, kv_cache = self.table, self.kv_cache
@@ -269,6 +274,8 @@ class Scheduler:
         more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads(), state_ops
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
         table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()
+        if self.delays is not None:
+            self.delays.planned(len(batch.jobs))
         self._in_flight.append(record)
         if self.keeps_facts:
             self.last_facts = plan_facts(plan, draft, batch, num_before, table)
@@ -373,4 +380,5 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         speculation = self.speculator.stats() if self.speculator is not None else None
-        return snapshot(self.table, self.totals, self.ratio.value, self._clock(), speculation)
+        delayer = self.delays.state() if self.delays is not None else None
+        return snapshot(self.table, self.totals, self.ratio.value, self._clock(), speculation, delayer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from moe_engine.scheduler.admission import PrefillBatch
 from moe_engine.scheduler.events import PlanFacts, SchedulerStats, SpecStats
@@ -33,7 +34,12 @@ class Totals:
 
 
 def snapshot(
-    table: RequestTable, totals: Totals, ratio: float, now: float, speculation: SpecStats | None = None
+    table: RequestTable,
+    totals: Totals,
+    ratio: float,
+    now: float,
+    speculation: SpecStats | None = None,
+    prefill_delayer: dict[str, Any] | None = None,
 ) -> SchedulerStats:
     """Statistics of this scheduler, in constant time: the status board is updated many times a second."""
     kv_cache, queue = table.kv_cache, table.queue
@@ -67,6 +73,7 @@ def snapshot(
         host_used_tokens=connector.num_stored if connector is not None else 0,
         host_total_tokens=connector.num_places if connector is not None else 0,
         speculation=speculation,
+        prefill_delayer=prefill_delayer,
     )
 
 

@@ -138,10 +138,12 @@ def _user(blocks: list[Any], role: str, field: str, *, images: bool) -> list[dic
 
 
 def _part(block: Any, place: str, *, images: bool) -> dict[str, Any]:
-    """A part of a chat message: text or an image."""
+    """A part of a chat message: text, also of a document, or an image."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "text":
         return {"type": "text", "text": _field(block, "text", place)}
+    if kind == "document":
+        return {"type": "text", "text": _document(block, place)}
     if kind != "image":
         raise _unavailable(block, place)
     if not images:
@@ -155,6 +157,17 @@ def _joined(parts: list[dict[str, Any]], before: str = "") -> str | list[dict[st
     if any(part["type"] != "text" for part in parts):
         return [{"type": "text", "text": before}, *parts] if before else parts
     return before + "\n".join(part["text"] for part in parts)
+
+
+def _document(block: Any, place: str) -> str:
+    """The title and the text of a document."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else source
+    if kind != "text":
+        field = f"{place}.source.type"
+        raise InputError(f"{field}: documents of type {kind!r:.60} are not available here; send text", field=field)
+    text = _field(source, "data", f"{place}.source")
+    return f"{block['title']}\n\n{text}" if isinstance(block.get("title"), str) else text
 
 
 def _image_address(block: Any, place: str) -> str:

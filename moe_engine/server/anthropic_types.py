@@ -9,13 +9,13 @@ from msgspec import Meta
 
 from moe_engine.sampling_checks import MAX_COUNT
 
-BLOCKS = "text, image, tool_use, tool_result, thinking or redacted_thinking; other types are refused"
+BLOCKS = "text, image, document, tool_use, tool_result, thinking or redacted_thinking; other types are refused"
 
 
-class ImageBytes(TypedDict, total=False):
-    """`type` base64: `media_type` and `data`; url: `url`."""
+class Source(TypedDict, total=False):
+    """`type` base64, or text of documents: `media_type` and `data`; url: `url`."""
 
-    type: Required[Annotated[str, Meta(pattern="^(base64|url)$")]]
+    type: Required[Annotated[str, Meta(pattern="^(base64|url|text)$")]]
     media_type: str
     data: str
     url: str
@@ -31,7 +31,8 @@ class Block(TypedDict, total=False):
     name: str
     input: Any
     tool_use_id: str
-    source: ImageBytes
+    source: Source
+    title: str | None
     content: str | list[Any] | None
     is_error: bool | None
 

@@ -29,6 +29,7 @@ from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.processes.stopped import LOOK_SECONDS
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import Certificate
 from moe_engine.tuning.doctor.memory_costs import LedgerCosts
@@ -47,6 +48,8 @@ SWITCH_SECONDS = 0.0005
 streams. Python's default is ten times as long."""
 DEAD_ENGINE_GRACE_SECONDS = 1.0
 """Seconds for which the server still responds after the engine died, so that every client receives the error."""
+FAILED_CORE_SECONDS = 3.0
+"""Time for a core that has reported its failure to kill its ranks, which may be stopped by a signal."""
 
 
 def serve(args: EngineArgs) -> int:
@@ -180,6 +183,7 @@ async def _serve(
     if app.state.tracing is not None:
         await asyncio.to_thread(app.state.tracing.close)
     if client.cause_of_death() is not None:
+        await asyncio.to_thread(stop_cores, cores, FAILED_CORE_SECONDS)
         return ENGINE_DIED
     await client.shutdown()
     return 0
@@ -191,16 +195,21 @@ def _report_failure(message: str, task: asyncio.Task[None]) -> None:
 
 
 async def _watch(client: CoreClient, timeout: float) -> None:
-    """Watchdog: kills a stalled engine, so that its requests fail and a supervisor restarts the server.
+    """Watchdog: kills a stalled engine, and one that a signal has stopped, so that its requests fail and a supervisor
+    restarts the server.
 
     A stall must be seen twice in a row: after this process was itself blocked, the engine gets time to update its
     status.
     """
     from moe_engine.server.state import stall
 
-    seen = None
+    seen, due = None, time.monotonic()
     while client.cause_of_death() is None:
-        await asyncio.sleep(min(1.0, timeout / 4))
+        await asyncio.sleep(min(LOOK_SECONDS, timeout / 4))
+        client.stop_held()
+        if time.monotonic() < due:
+            continue
+        due = time.monotonic() + min(1.0, timeout / 4)
         before, seen = seen, stall(client.health(), timeout)
         if before and seen:
             client.stop_stalled(partial(stall, watchdog_timeout=timeout))

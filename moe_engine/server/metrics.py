@@ -15,6 +15,7 @@ from moe_engine.config.logging import LoggingArgs
 from moe_engine.frontend.client_api import EngineClient, EngineInfo
 from moe_engine.frontend.generation import Generation
 from moe_engine.server.experts_metrics import ExpertMetrics
+from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _ITL = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)
@@ -166,6 +167,7 @@ class Metrics:
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
         self._speculation: SpeculationGauges | None = None
         self._experts: ExpertMetrics | None = None
+        self._delayer: PrefillDelayerMetrics | None = None
 
     # -- Observer
 
@@ -232,6 +234,11 @@ class Metrics:
             if self._experts is None:
                 self._experts = ExpertMetrics(self.registry, self._labels)
             self._experts.set(found_experts)
+        found_delayers = [s["prefill_delayer"] for s in states if s.get("prefill_delayer")]
+        if found_delayers:
+            if self._delayer is None:
+                self._delayer = PrefillDelayerMetrics(self.registry, self._labels)
+            self._delayer.set(found_delayers)
         return prom.generate_latest(self.registry)
 
     # -- plumbing

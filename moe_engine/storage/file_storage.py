@@ -2,7 +2,8 @@
 
 A page is a file, written under another name and then renamed, so that no reader sees a partial page. The folder has a
 limit in bytes: the process that exceeds it removes the pages used longest ago, of all models. Each process counts the
-bytes that it has written since its last scan of the folder.
+bytes that it has written since its last scan of the folder, and scans again after a share of the limit, so that
+processes which share a folder do not each fill it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_engine.errors import ConfigError
 from moe_engine.storage.protocol import Buffer
 
@@ -25,6 +28,8 @@ logger = logging.getLogger("moe_engine")
 SUFFIX = ".kvpage"
 KEEP = 0.9
 """Share of the limit that remains after pages were removed."""
+RESCAN = 1 / 8
+"""Share of the limit that a process writes before it scans the folder again."""
 FREE_SHARE = 0.9
 """Share of the free disk that the storage may take without a given limit."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,7 +57,7 @@ class FileStorage:
                 f"--hicache-storage-dir {directory}: cannot be written: {error.strerror or error}; give a folder that "
                 "this user may write to"
             ) from error
-        self._used = sum(size for _, size, _ in self._files())
+        self._used, self._unseen = sum(size for _, size, _ in self._files()), 0
         free = shutil.disk_usage(self._root).free
         if max_bytes > self._used + free:
             raise ConfigError(
@@ -74,7 +79,7 @@ class FileStorage:
 
     def _read(self, path: str, target: Buffer) -> bool:
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO in its place would block
         except FileNotFoundError:
             return False
         try:
@@ -104,8 +109,7 @@ class FileStorage:
                 if error.errno not in _FULL or not self._evict(len(page), full=True):
                     raise
                 self._write(name, page)
-            with self._lock:
-                self._used += len(page)
+            self._wrote(len(page))
             stored.append(True)
         return stored
 
@@ -130,6 +134,11 @@ class FileStorage:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+    def _wrote(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used += num_bytes
+            self._unseen += num_bytes
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -171,22 +180,28 @@ class FileStorage:
     def _make_room(self, num_bytes: int) -> bool:
         if num_bytes > self._max_bytes:
             return False
+        if self._unseen > RESCAN * self._max_bytes:
+            used = sum(size for _, size, _ in self._files())
+            with self._lock:
+                self._used, self._unseen = used, 0
         return self._used + num_bytes <= self._max_bytes or self._evict(num_bytes)
 
     def _evict(self, num_bytes: int, full: bool = False) -> bool:
-        """Removes pages until the folder is below `REMAINING` of its limit. `full`: the disk is full, so at least a
+        """Removes pages until the folder is below `KEEP` of its limit. `full`: the disk is full, so at least a
         tenth of the pages is removed. False if no space was gained."""
         with self._evicting:
-            files = sorted(self._files(), key=lambda file: file[2])
+            files = list(self._files())
             used = before = sum(size for _, size, _ in files)
             target = int(KEEP * (min(before, self._max_bytes) if full else self._max_bytes)) - num_bytes
-            for path, size, _ in files:
+            order = np.argsort(np.array([file[2] for file in files]))  # sorts without the interpreter's lock
+            for index in order:
+                path, size, _ = files[index]
                 if used <= max(target, 0):
                     break
                 if _removed(path):
                     used -= size
             with self._lock:
-                self._used = used
+                self._used, self._unseen = used, 0
             return used < before if full else used + num_bytes <= self._max_bytes
 
 

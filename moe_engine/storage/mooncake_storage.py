@@ -27,6 +27,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.storage.protocol import Buffer
+from moe_engine.storage.sealed_pages import copy_bytes
 
 PREFIX = "moe-engine-"
 """Prefix of this engine's objects in a store that other programs may use too."""
@@ -95,7 +96,7 @@ class MooncakeStorage:
             for place, size, count, target in zip(places, sizes, read, targets[begin:end]):
                 there.append(count == size)
                 if count == size:
-                    target[:] = staging.view[place : place + size]
+                    copy_bytes(staging.view[place : place + size], target)
         return there
 
     def put(self, names: Sequence[str], pages: Sequence[Buffer]) -> list[bool]:
@@ -103,7 +104,7 @@ class MooncakeStorage:
         for begin, end, staging in self._parts(pages):
             places = staging.places(pages[begin:end])
             for place, page in zip(places, pages[begin:end]):
-                staging.view[place : place + len(page)] = page
+                copy_bytes(page, staging.view[place : place + len(page)])
             keys, sizes = [PREFIX + name for name in names[begin:end]], [len(page) for page in pages[begin:end]]
             status = self._store.batch_put_from(keys, [staging.address + place for place in places], sizes)
             stored += [one == 0 for one in status]

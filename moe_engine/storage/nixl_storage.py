@@ -120,8 +120,7 @@ class NixlStorage(FileStorage):
             for path in temporary:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-        with self._lock:
-            self._used += total
+        self._wrote(total)
         return [True] * len(names)
 
     # -- NIXL

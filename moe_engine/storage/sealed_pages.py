@@ -30,7 +30,7 @@ RETRY_SECONDS = 30.0
 
 def seal(name: str, page: Buffer, sealed: Buffer) -> None:
     """Writes a page with its header to `sealed`."""
-    _copy(page, sealed[HEADER.size :])
+    copy_bytes(page, sealed[HEADER.size :])
     HEADER.pack_into(sealed, 0, MAGIC, len(page), _checksum(name, page))
 
 
@@ -41,11 +41,11 @@ def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
     magic, length, checksum = HEADER.unpack_from(sealed)
     if magic != MAGIC or length != len(target):
         return False
-    _copy(sealed[HEADER.size :], target)  # checked after the copy: these are the bytes that are used
+    copy_bytes(sealed[HEADER.size :], target)  # checked after the copy: these are the bytes that are used
     return checksum == _checksum(name, target)
 
 
-def _copy(source: Buffer, target: Buffer) -> None:
+def copy_bytes(source: Buffer, target: Buffer) -> None:
     """Copies bytes without the interpreter's lock: a copy of megabytes would delay the thread of the steps."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 

@@ -123,11 +123,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
     elif kind in ("json_schema", "structural_tag"):
         source = json_source(field, value, (dict, bool) if kind == "json_schema" else (dict,))
     elif kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-            raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
-        for i, one in enumerate(value):
-            check_unicode(one, f"{field}[{i}]")
-        source = json.dumps(value)
+        source = _choices(field, value)
     else:
         if not isinstance(value, str) or not value:
             raise InputError(f"{field}: expected a string, got {value!r:.80}", field=field)
@@ -136,6 +132,17 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
     if len(source) > MAX_CHARS:
         raise InputError(f"{field}: {len(source)} characters; at most {MAX_CHARS} are allowed", field=field)
     return Constraint(kind, source, field, unread=unread)
+
+
+def _choices(field: str, value: Any) -> str:
+    if not isinstance(value, list) or not value or {*map(type, value)} != {str} or "" in value:
+        raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError:
+        for i, one in enumerate(value):
+            check_unicode(one, f"{field}[{i}]")
+    return json.dumps(value)
 
 
 def _large_text(value: Any, field: str) -> str | None:

@@ -1,34 +1,38 @@
-"""Measures the step costs of a running server from outside, through the client of `bench serving`.
+"""Measures the costs of a running server, through the client of `bench serving` and the steps that the server records.
 
-Decode: concurrent streams, whose chunks come once a step. Prefill: the first token of short answers, which is sent
-while the next step runs, as in longer answers. Both include the slowdown of steps by the front end and the client on
-a machine where they share cores.
+Decode: concurrent streams. Prefill: prompts of short answers; the time until the first token beyond their steps is that
+of an answer outside the engine. All points are measured in rounds (`moe_engine.tuning.rounds`). On a machine where
+front end and client share cores with the steps, the steps contain this slowdown.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import httpx
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.tuning import mixed_probe
-from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, between_tokens, chunks_of, common_steps
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
 from moe_engine.tuning.native_client import CallOptions, ask_native
-from moe_engine.tuning.stats import mean, median
+from moe_engine.tuning.rounds import Rounds
+from moe_engine.tuning.stats import median
+from moe_engine.tuning.step_records import StepRecords
 
+ROUNDS = 4
 REPEATS = 5
-ROUNDS = 3
-ROUND_SECONDS = 1.0, 4.0
-"""Rounds of a measurement are repeated for at least the first time; no further round begins after the second time."""
+ROUND_SECONDS, MOST_REPEATS = 0.25, 40
+"""Time of the repeats of a point in a round, and their max number."""
+POINT_SECONDS = 4.0
+"""A point that has taken this time gets no further round."""
 PREFIX_SECONDS = 1.5
 """Max time of prompts that only fill the cache."""
 FIRST_TOKENS = 4
@@ -38,12 +42,15 @@ STAGGER_TOKENS = 6
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
 """Requests that arrive at once, and tokens of the answers meanwhile."""
-LONE_TOKENS, LONE_REPEATS, LONE_PAUSE = 64, 24, 0.03
-"""Prompt tokens, number and mean pause of requests that find the server idle for a while."""
-LEAST_ANSWERS = 8
-"""Concurrent answers from which the time between the tokens of a step is measured."""
-SKIPPED = 6
-"""First chunks of a stream that are not measured, because other prompts are computed meanwhile."""
+LONE_TOKENS, LONE_REPEATS, LONE_PAUSE = 64, 8, 0.03
+"""Prompt tokens, number in a round and mean pause of requests that find the server idle for a while."""
+PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
+OUTSIDE = "outside the steps"
+"""Points of the rounds."""
+SHORT_PROMPT = 256
+"""Max prompt tokens of the answers whose time outside the steps is measured."""
+Span = tuple[float, float, float]
+"""Unix times, and the seconds of a step as the client saw it."""
 
 
 @dataclass(frozen=True)
@@ -60,107 +67,163 @@ class Limits:
     num_groups: int = 1
 
 
-@dataclass(frozen=True)
-class Decode:
-    """Seconds of a step, and context tokens of each request in it. `token_seconds`: between two of its tokens."""
-
-    seconds: float
-    context: float
-    token_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Stream:
-    """An answer: seconds from its request to each chunk, and the time of its beginning. `received`: time at which the
-    server had read the request, on the same clock."""
-
-    chunks: list[float]
-    started: float
-    received: float
-
-    @property
-    def entry(self) -> float:
-        """Seconds until the server had read the request."""
-        return self.received - self.started
-
-
 class Probes:
     """All measurements of a server."""
 
-    def __init__(self, base_url: str, limits: Limits, seed: int = 0) -> None:
+    def __init__(
+        self, base_url: str, limits: Limits, seed: int = 0, front_end_cpu: Callable[[], float] | None = None
+    ) -> None:
+        """
+        Args:
+            front_end_cpu: CPU seconds of the server's front end so far.
+        """
         self._options, self._limits = CallOptions(base_url), limits
         self._rng = random.Random(seed)
         self._steps, self._accepted = 0, 0.0
+        self._rounds = Rounds(POINT_SECONDS)
+        self._decodes: dict[int, list[Decode]] = {}
+        self._long: tuple[int, int, float] | None = None
+        """Concurrent requests, prompt tokens and context tokens of the decodes with long contexts."""
+        self._prefix: list[int] = []
+        self._entries: dict[bool, list[float]] = {False: [], True: []}
+        """Seconds until the server had read a request: idle, and beside decodes."""
+        self._delays: list[float] = []
+        self._between: list[float] = []
+        self._parts: list[mixed_probe.Part] = []
+        self._unread: list[tuple[Hashable, int, Stream | Span]] = []
+        """Points whose recorded steps have not been read: tokens of a prompt and its answer, or requests that decoded
+        and the time span."""
+        self._front_end_cpu = front_end_cpu
+        self._lone_cpu, self._num_lone = 0.0, 0
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
         """The cost file without launch, machine and ledger."""
         for _ in range(REPEATS):  # a cold server is slower
             await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
-        counts, totals = [], []
-        for length in self._prompt_lengths():
-            progress(f"prefill, {length} tokens")
-            counts.append(float(length))
-            totals.append(await self._first_token(self._prompt, length))
-        totals = ascending(totals)
-        prefill = Curve(tuple(counts), tuple(totals))
-        short = min(32, self._limits.max_input // 4)
-        decodes: dict[int, Decode] = {}
-        for count in self._row_counts():
-            progress(f"decode, {count} requests")
-            decodes[count] = await self._decode(count, short)
-        progress("decode, long contexts")
-        per_context = await self._context_second(decodes, prefill)
-        progress("prefill behind a cached prefix")
-        per_cached, per_pair = await self._cached_seconds(prefill)
-        progress("requests after a pause")
-        idle, entry = await self._after_pauses()
-        progress("new requests during a decode")
-        first = decodes[min(decodes)]
-        base = first.context
-        of_group = {max(count // self._limits.num_groups, 1): decode for count, decode in decodes.items()}
-        seconds = ascending([d.seconds - n * (d.context - base) * per_context for n, d in of_group.items()])
-        answer = max(totals[0] - seconds[0] * (0.5 if self._limits.drafts else 1), 0.0)
-        steps = Curve(prefill.counts, tuple(max(total - answer, 1e-6) for total in totals))
-        delay, between = await self._arrivals(steps, short)
-        progress("requests beside each other")
-        busy = max(await self._entry_beside_decodes(short) - entry, 0.0)
-        most = decodes[max(decodes)]
-        file = CostFile(
-            {self._limits.drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
-            steps,
+        for number in range(ROUNDS):
+            self._rounds.begin()
+            await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
+        file = self._file()
+        found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
+        if found is None:
+            return file
+        return replace(file, arrival_seconds=min(found.arrival + found.end, self._most_arrival_seconds))
+
+    async def _round(self, progress: Callable[[str], None], name: str) -> None:
+        """All measurements once, the curves in opposite order in every other round."""
+        short, order = self._short, slice(None, None, -1 if self._rounds.number % 2 else 1)
+        for length in self._prompt_lengths()[order]:
+            progress(f"{name}prefill, {length} tokens")
+            await self._first_token((PREFILL, length), length)
+        for count in self._row_counts()[order]:
+            progress(f"{name}decode, {count} requests")
+            await self._decode((DECODE, count), count, short)
+        await self._read_steps()
+        progress(f"{name}decode, long contexts")
+        await self._long_contexts()
+        progress(f"{name}prefill behind a cached prefix")
+        await self._behind_a_prefix()
+        progress(f"{name}requests after a pause")
+        await self._after_pauses()
+        progress(f"{name}new requests during a decode")
+        await self._arrivals(short)
+        await self._entry_beside_decodes(short)
+        await self._read_steps()
+        progress(f"{name}requests beside each other")
+        await self._beside_each_other()
+
+    def _file(self) -> CostFile:
+        """Costs by the rounds so far, without `mixed_probe`."""
+        rounds, groups, drafts = self._rounds, self._limits.num_groups, self._limits.drafts
+        lengths, counts = self._prompt_lengths(), self._row_counts()
+        prefill = ascending([rounds.value((PREFILL, length)) for length in lengths])
+        base = self._context(counts[0])
+        per_context = self._context_second()
+        of_group = {max(count // groups, 1): count for count in counts}
+        seconds = ascending(
+            [
+                rounds.value((DECODE, count)) - n * (self._context(count) - base) * per_context
+                for n, count in of_group.items()
+            ]
+        )
+        answer = rounds.value(OUTSIDE)
+        per_cached, per_pair = self._cached_seconds()
+        idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE), 0.0)
+        between = median([decode.token_seconds for decode in self._decodes[counts[-1]]])
+        return CostFile(
+            {drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
+            Curve(tuple(map(float, lengths)), tuple(max(s, 1e-6) for s in prefill)),
             context_second=per_context,
             context_base=base,
             cached_second=per_cached,
             pair_second=per_pair,
             answer_seconds=answer,
-            arrival_seconds=delay,
+            arrival_seconds=max(median(self._delays), 0.0) if self._delays else 0.0,
             idle_seconds=idle,
-            busy_seconds=busy,
-            request_seconds=min(between, answer),
-            token_seconds=min(most.token_seconds, answer),
+            busy_seconds=max(median(self._entries[True]) - median(self._entries[False]), 0.0),
+            request_seconds=min(median(self._between), answer),
+            token_seconds=min(between, answer),
             acceptance=self._acceptance(),
         )
-        return replace(file, arrival_seconds=await self._beside_each_other(file))
 
-    async def _beside_each_other(self, file: CostFile) -> float:
-        """Seconds by which a request makes the steps longer (`mixed_probe`). With several schedulers, or a server that
-        does not record its steps: the delay of decodes."""
-        limits, costs = self._limits, MeasuredCosts(file)
+    async def _beside_each_other(self) -> None:
+        """A part of the measurement by `mixed_probe`. Not with several schedulers, which step together: these have the
+        delay of decodes."""
+        limits = self._limits
+        if limits.num_groups > 1:
+            return
+
+        async def ask(prompt: int, answer: int) -> Stream:
+            return await self._ask(self._prompt(prompt), answer)
+
+        most = min(limits.max_input // 2, limits.pool // 8)
+        rate = mixed_probe.rate_of(MeasuredCosts(self._file()), limits.drafts)
+        began = time.time()
+        streams = await mixed_probe.run(ask, rate, most, self._rng)
+        steps = (await self._records()).between(began, time.time())
+        unix = time.time() - time.perf_counter()
+        self._parts.append(
+            mixed_probe.Part(
+                steps,
+                [(unix + stream.started, unix + stream.received) for stream in streams],
+                [unix + stream.started + stream.chunks[-1] for stream in streams],
+            )
+        )
+
+    async def _records(self) -> StepRecords:
         async with httpx.AsyncClient(base_url=self._options.base_url, timeout=60) as client:
-            before = await _recorded(client)
-            if len(before) != 1 or before[0] is None:
-                return file.arrival_seconds
+            return StepRecords.of((await client.get("/server_info")).raise_for_status().json())
 
-            async def ask(prompt: int, answer: int) -> Stream:
-                return await self._ask(self._prompt(prompt), answer)
+    async def _read_steps(self) -> None:
+        """Adds the values of the points measured since the last call, by the steps that the server recorded."""
+        records = await self._records()
+        unix = time.time() - time.perf_counter()
+        for point, count, what in self._unread:
+            if isinstance(what, Stream):
+                first = unix + what.started + what.chunks[0]
+                seconds = records.prompt(count, unix + what.started, first)
+                if seconds is not None:
+                    self._rounds.add(point, seconds)
+                    if point == (PREFILL, count) and count <= SHORT_PROMPT:
+                        self._rounds.add(OUTSIDE, max(what.chunks[0] - seconds, 1e-6))
+            else:
+                begin, end, seen = what
+                self._rounds.add(point, records.decode(count, begin, end) or seen)
+        self._unread.clear()
 
-            most = min(limits.max_input // 2, limits.pool // 8)
-            count = await mixed_probe.run(ask, mixed_probe.rate_of(costs, limits.drafts), most, self._rng)
-            after = await _recorded(client)
-        assert after[0] is not None
-        number, steps = after[0]
-        new = steps[max(len(steps) - (number - before[0][0]), 0) :]
-        return mixed_probe.excess(new, costs, limits.drafts, count)
+    @property
+    def _short(self) -> int:
+        return min(32, self._limits.max_input // 4)
+
+    def _context(self, count: int) -> float:
+        """Context tokens of each of `count` decoding requests with short prompts."""
+        return median([decode.context for decode in self._decodes[count]])
+
+    def _prefill_seconds(self, length: int) -> float:
+        """Of the steps of a prompt, as far as measured."""
+        lengths = self._prompt_lengths()
+        known = [(n, self._rounds.value((PREFILL, n))) for n in lengths]
+        return Curve(*(tuple(map(float, column)) for column in zip(*known))).at(length)
 
     def _row_counts(self) -> list[int]:
         limits, groups = self._limits, self._limits.num_groups
@@ -177,68 +240,110 @@ class Probes:
         lengths = [length for length in (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096) if length < most]
         return [*lengths, most]
 
-    async def _decode(self, count: int, length: int) -> Decode:
-        """A step in which `count` requests decode: the median of up to three rounds."""
-        rounds: list[Decode] = []
-        began = time.perf_counter()
-        while _goes_on(len(rounds), ROUNDS, time.perf_counter() - began):
-            rounds.append(await self._streams(count, length))
-        return sorted(rounds, key=lambda found: found.seconds)[len(rounds) // 2]
+    async def _decode(self, point: Hashable, count: int, length: int) -> Decode | None:
+        """A step in which `count` requests decode."""
+        if not self._rounds.wants(point):
+            return None
+        began = time.time()
+        with self._rounds.timed(point):
+            found = await self._streams(count, length)
+        self._unread.append((point, max(count // self._limits.num_groups, 1), (began, time.time(), found.seconds)))
+        if point == (DECODE, count):
+            self._decodes.setdefault(count, []).append(found)
+        return found
 
-    async def _context_second(self, decodes: dict[int, Decode], prefill: Curve) -> float:
+    async def _long_contexts(self) -> None:
+        """Steps with long contexts, with as many requests as one of the steps with short ones."""
+        limits, counts = self._limits, self._row_counts()
+        groups = limits.num_groups
+        count = max(count for count in counts if count <= max(8 * groups, counts[0]))
+        room = limits.pool * groups // count - 2 * DECODE_TOKENS
+        length = min(limits.max_input - 2 * DECODE_TOKENS, room, self._quick_length(), 4096)
+        if self._long is not None:
+            length = self._long[1]
+        if length >= 2 * self._context(count) and (found := await self._decode(LONG, count, length)) is not None:
+            self._long = (count, length, found.context)
+
+    def _context_second(self) -> float:
         """Seconds of a context token: long contexts against short ones."""
-        groups = self._limits.num_groups
-        count = max(count for count in decodes if count <= max(8 * groups, min(decodes)))
-        short = decodes[count]
-        room = self._limits.pool * groups // count - 2 * DECODE_TOKENS
-        length = min(self._limits.max_input - 2 * DECODE_TOKENS, room, _length_of(prefill, PREFIX_SECONDS), 4096)
-        if length < 2 * short.context:
+        if self._long is None:
             return 0.0
-        long = await self._decode(count, length)
-        return max(long.seconds - short.seconds, 0.0) / (max(count // groups, 1) * (long.context - short.context))
+        count, _, context = self._long
+        more = self._rounds.value(LONG) - self._rounds.value((DECODE, count))
+        return max(more, 0.0) / (max(count // self._limits.num_groups, 1) * (context - self._context(count)))
 
-    async def _cached_seconds(self, prefill: Curve) -> tuple[float, float]:
-        """Seconds of a cached token before a prompt's new tokens, and of a pair of a new and a cached token: a short
-        and a long tail after a cached prefix."""
+    def _tails(self) -> tuple[int, int]:
+        """New tokens behind a cached prefix."""
+        return 32, min(256, self._prompt_lengths()[-1], self._limits.max_input - len(self._prefix) - 8)
+
+    async def _behind_a_prefix(self) -> None:
+        """A short and a long tail after a cached prefix."""
         limits = self._limits
-        prefix = min(limits.max_input // 2, limits.pool // 2, _length_of(prefill, PREFIX_SECONDS), 4096)
-        tails = 32, min(256, int(prefill.counts[-1]), limits.max_input - prefix - 8)
-        if prefix < 256 or tails[1] < 2 * tails[0]:
-            return 0.0, 0.0
-        ids = self._prompt(prefix)
-        await self._ask(ids, 1)
-        more = []
+        if not self._prefix:
+            length = min(limits.max_input // 2, limits.pool // 2, self._quick_length(), 4096)
+            self._prefix = self._prompt(length)
+        tails = self._tails()
+        if len(self._prefix) < 256 or tails[1] < 2 * tails[0] or not self._rounds.wants((CACHED, tails[0])):
+            return
+        await self._ask(self._prefix, 1)
         for tail in tails:
-            found = await self._first_token(lambda length: ids + self._prompt(length), tail)
-            more.append((found - prefill.at(tail)) / prefix)
+            await self._first_token((CACHED, tail), tail, self._prefix)
+
+    def _cached_seconds(self) -> tuple[float, float]:
+        """Seconds of a cached token before a prompt's new tokens, and of a pair of a new and a cached token."""
+        tails, prefix = self._tails(), len(self._prefix)
+        try:
+            found = [self._rounds.value((CACHED, tail)) for tail in tails]
+        except KeyError:
+            return 0.0, 0.0
+        more = [(value - self._prefill_seconds(tail)) / prefix for tail, value in zip(tails, found)]
         pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
         return max(more[1] - pair * tails[1], 0.0), pair
 
-    async def _after_pauses(self) -> tuple[float, float]:
-        """Additional seconds of a first token if the server was idle for a while (its processes sleep, its caches are
-        cold), and seconds until the server has read a request without a pause. Both kinds in turn."""
-        length = min(LONE_TOKENS, self._limits.chunk, self._limits.max_input // 2)
-        at_once, paused = [], []
-        for _ in range(LONE_REPEATS):
-            at_once.append(await self._ask(self._prompt(length), FIRST_TOKENS))
-            await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
-            paused.append(await self._ask(self._prompt(length), FIRST_TOKENS))
-        first, later = (median([stream.chunks[0] for stream in streams]) for streams in (at_once, paused))
-        return max(later - first, 0.0), median([stream.entry for stream in at_once])
+    def _quick_length(self) -> int:
+        """Prompt tokens computed in `PREFIX_SECONDS`."""
+        lengths = self._prompt_lengths()
+        return max((n for n in lengths if self._rounds.value((PREFILL, n)) <= PREFIX_SECONDS), default=0)
 
-    async def _entry_beside_decodes(self, length: int) -> float:
+    async def _after_pauses(self) -> None:
+        """First tokens if the server was idle for a while (its processes sleep, its caches are cold), and without a
+        pause, in turn."""
+        length = min(LONE_TOKENS, self._limits.chunk, self._limits.max_input // 2)
+        if not self._rounds.wants(PAUSED):
+            return
+        before = self._cpu()
+        for _ in range(LONE_REPEATS):
+            with self._rounds.timed(PAUSED):
+                stream = await self._ask(self._prompt(length), FIRST_TOKENS)
+                self._rounds.add(AT_ONCE, stream.chunks[0])
+                self._entries[False].append(stream.entry)
+                await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
+                self._rounds.add(PAUSED, (await self._ask(self._prompt(length), FIRST_TOKENS)).chunks[0])
+        self._lone_cpu += self._cpu() - before
+        self._num_lone += 2 * LONE_REPEATS
+
+    def _cpu(self) -> float:
+        """CPU seconds of the front end and this client."""
+        return time.process_time() + (self._front_end_cpu() if self._front_end_cpu is not None else 0.0)
+
+    @property
+    def _most_arrival_seconds(self) -> float:
+        """A request cannot take more from the steps beside it than front end and client compute for it."""
+        known = self._front_end_cpu is not None and self._num_lone
+        return self._lone_cpu / self._num_lone if known else math.inf
+
+    async def _entry_beside_decodes(self, length: int) -> None:
         """Seconds until the server has read a request while steps take the cores."""
         count, tokens = self._beside(length)
-        if count < 1:
-            return 0.0
-        streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
-        entries = []
-        while not streams.done():
-            await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
-            if not streams.done():
-                entries.append((await self._ask(self._prompt(1), 1)).entry)
-        await streams
-        return median(entries) if entries else 0.0
+        if count < 1 or not self._rounds.wants("entries"):
+            return
+        with self._rounds.timed("entries"):
+            streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
+            while not streams.done():
+                await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
+                if not streams.done():
+                    self._entries[True].append((await self._ask(self._prompt(1), 1)).entry)
+            await streams
 
     def _beside(self, length: int) -> tuple[int, int]:
         """Number of answers beside which other requests arrive, and their tokens."""
@@ -247,42 +352,45 @@ class Probes:
         tokens = ARRIVAL_TOKENS * (1 + self._limits.drafts)
         return count, min(tokens, self._limits.max_input - length, self._limits.pool // (max(count, 0) + 1) - length)
 
-    async def _arrivals(self, prefill: Curve, length: int) -> tuple[float, float]:
+    async def _arrivals(self, length: int) -> None:
         """Delay of a step by an arriving request, and the time that the front end takes for it: while some requests
         decode, several others arrive at once, and then none for the same time."""
         count, tokens = self._beside(length)
-        if count < 1:
-            return 0.0, 0.0
-        streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
+        if count < 1 or not self._rounds.wants("arrivals"):
+            return
         phases: list[tuple[float, float, float]] = []
-        between: list[float] = []
-        while not streams.done():
-            begin = time.perf_counter()
-            new = await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
-            middle = time.perf_counter()
-            received = [one.received for one in new]
-            between.append((max(received) - min(received)) / (ARRIVALS - 1))
-            await asyncio.sleep(middle - begin)
-            phases.append((begin, middle, time.perf_counter()))
-        answers = await streams
+        with self._rounds.timed("arrivals"):
+            streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
+            while not streams.done():
+                begin = time.perf_counter()
+                new = await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
+                middle = time.perf_counter()
+                received = [one.received for one in new]
+                self._between.append((max(received) - min(received)) / (ARRIVALS - 1))
+                await asyncio.sleep(middle - begin)
+                phases.append((begin, middle, time.perf_counter()))
+            answers = await streams
         moments = [a.started + chunk for a in answers for chunk in a.chunks]
         first, last = max(a.started + a.chunks[0] for a in answers), min(a.started + a.chunks[-1] for a in answers)
-        found = []
+        prefill = self._prefill_seconds(ARRIVALS)
         for begin, middle, end in phases:
             if first < begin and end < last:
                 busy = sum(begin < moment <= middle for moment in moments) / count
                 free = sum(middle < moment <= end for moment in moments) / count
                 lost = (middle - begin) - busy * (end - middle) / max(free, 1.0)
-                found.append((lost - prefill.at(ARRIVALS)) / ARRIVALS)
-        return max(median(found), 0.0) if found else 0.0, median(between) if between else 0.0
+                self._delays.append((lost - prefill) / ARRIVALS)
 
-    async def _first_token(self, prompt: Callable[[int], list[int]], length: int) -> float:
-        """Median seconds until the answer to a prompt of `length` new tokens."""
-        taken: list[float] = []
+    async def _first_token(self, point: Hashable, length: int, prefix: Sequence[int] = ()) -> None:
+        """Seconds until the answer to a prompt of `length` new tokens behind a prefix."""
+        if not self._rounds.wants(point):
+            return
         began = time.perf_counter()
-        while _goes_on(len(taken), REPEATS, time.perf_counter() - began):
-            taken.append((await self._ask(prompt(length), FIRST_TOKENS)).chunks[0])
-        return median(taken)
+        with self._rounds.timed(point):
+            for repeat in range(MOST_REPEATS):
+                if repeat >= 2 and time.perf_counter() - began >= ROUND_SECONDS:
+                    break
+                stream = await self._ask([*prefix, *self._prompt(length)], FIRST_TOKENS)
+                self._unread.append((point, length, stream))
 
     async def _streams(self, count: int, length: int) -> Decode:
         """A step of `count` concurrent answers, from the chunks that arrived while all of them ran."""
@@ -290,9 +398,9 @@ class Probes:
         tokens = max(min(tokens, self._limits.max_input - length, self._limits.pool // count - length), 2 * SKIPPED)
         for _ in range(REPEATS):
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
-            if common := _common_steps(answers):
+            if common := common_steps(answers):
                 seconds, done = median([step for step, _ in common]), median([done for _, done in common])
-                return Decode(seconds, length + done * tokens, _between_tokens(answers))
+                return Decode(seconds, length + done * tokens, between_tokens(answers))
         raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
 
     def _prompt(self, length: int) -> list[int]:
@@ -315,7 +423,7 @@ class Probes:
             self._steps += steps
             self._accepted += steps * (last["spec_accept_length"] - 1)
         return Stream(
-            _chunks(answer, [count for count in counts if count > 0]),
+            chunks_of(answer, [count for count in counts if count > 0]),
             answer.started,
             last.get("request_received_ts", 0.0) - to_unix,
         )
@@ -334,12 +442,6 @@ class Probes:
         return (round(low, 6),) * drafts
 
 
-async def _recorded(client: httpx.AsyncClient) -> list[tuple[int, list[mixed_probe.Step]] | None]:
-    """Number of steps so far, and the recorded ones, of each scheduler; None: it records none."""
-    states = (await client.get("/server_info")).raise_for_status().json().get("internal_states") or []
-    return [(state["total_steps"], state["step_times"]) if "step_times" in state else None for state in states]
-
-
 def ascending(values: Sequence[float]) -> list[float]:
     """The nearest values (least squares) that never fall: a step with more work takes no less time, whatever else
     the machine did during a measurement."""
@@ -350,51 +452,3 @@ def ascending(values: Sequence[float]) -> list[float]:
             (high, more), (low, count) = blocks[-2:]
             blocks[-2:] = [((high * more + low * count) / (more + count), more + count)]
     return [value for value, count in blocks for _ in range(count)]
-
-
-def _chunks(answer: Answer, counts: Sequence[int]) -> list[float]:
-    """Seconds from the request to each chunk, of `counts` tokens."""
-    chunks, gap = [answer.ttft], 0
-    for count in counts[1:]:
-        chunks.append(chunks[-1] + sum(answer.itl[gap : gap + count]))
-        gap += count
-    return chunks
-
-
-def _goes_on(done: int, rounds: int, seconds: float) -> bool:
-    """Whether a measurement that took `seconds` so far gets a further round."""
-    least, most = ROUND_SECONDS
-    return done == 0 or seconds < least or (done < rounds and seconds < most)
-
-
-def _length_of(prefill: Curve, seconds: float) -> int:
-    """Prompt tokens computed in this time."""
-    return int(max((count for count, taken in zip(prefill.counts, prefill.seconds) if taken <= seconds), default=0))
-
-
-def _between_tokens(answers: Sequence[Stream]) -> float:
-    """Mean seconds between two chunks of one step, while all answers ran. The longest gaps, one a step, are those
-    between steps. 0: too few answers."""
-    if len(answers) < LEAST_ANSWERS:
-        return 0.0
-    begin = max(answer.chunks[0] + answer.started for answer in answers)
-    end = min(answer.chunks[-1] + answer.started for answer in answers)
-    moments = sorted(answer.started + at for answer in answers for at in answer.chunks)
-    gaps = sorted(later - before for before, later in pairwise(moments) if begin <= before and later <= end)
-    of_steps = gaps[: len(gaps) - -(-len(gaps) // len(answers))]
-    return mean(of_steps) if of_steps else 0.0
-
-
-def _common_steps(answers: Sequence[Stream]) -> list[tuple[float, float]]:
-    """For each answer, while all of them ran: mean seconds between its chunks, and the part of it that had arrived in
-    the middle of that time."""
-    begin = max(answer.chunks[0] + answer.started for answer in answers)
-    end = min(answer.chunks[-1] + answer.started for answer in answers)
-    found = []
-    for answer in answers:
-        inside = [i for i, at in enumerate(answer.chunks) if i >= SKIPPED and begin <= at + answer.started <= end]
-        if len(inside) > SKIPPED:
-            first, last = inside[0], inside[-1]
-            gap = (answer.chunks[last] - answer.chunks[first]) / (last - first)
-            found.append((gap, (first + last) / 2 / len(answer.chunks)))
-    return found

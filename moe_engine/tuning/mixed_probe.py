@@ -2,8 +2,10 @@
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the front end and the client, where these share cores with the steps, and to planning.
-The server records its steps (`--record-step-times`); what they took beyond the costs measured alone is divided by
-the number of requests.
+The server records its steps (`--record-step-times`). A regression over them separates three factors: the slowness of
+the machine in this part of the measurement, for decodes and for prompts, and the seconds of an arrival and of an end.
+The slowness is measured by the steps in which no request arrives or ends, so no other measurement is needed, and a
+clock that drifts changes the result by no more than it drifts within a part.
 """
 
 from __future__ import annotations
@@ -12,6 +14,11 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 
@@ -22,11 +29,42 @@ BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
 LOAD = 0.6
 """Rate of the requests as a share of the estimate."""
-SECONDS, MOST_SECONDS = 6.0, 40.0
-LEAST, MOST = 24, 400
-"""Requests, of a server that answers as many within `MOST_SECONDS`."""
+SECONDS, MOST_SECONDS = 2.0, 10.0
+LEAST, MOST = 8, 130
+"""Requests of a part, of a server that answers as many within `MOST_SECONDS`."""
+BEYOND, BEYOND_EVENTS, SWEEPS = 2.5, 3.2, 12
+"""Huber's regression: residuals beyond this number of standard deviations count less: of steps without
+and with arrivals or ends; iterations."""
+LEAST_STEPS = 8
+"""Recorded steps of a part that can be used."""
 Step = Sequence[float]
-"""Requests that decode, prompt tokens, prompts, seconds."""
+"""Requests that decode, prompt tokens, prompts, Unix time of the end, seconds."""
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that were sent beside each other, and the steps meanwhile. Unix times.
+
+    Attributes:
+        arrivals: of each request, the client's call, and when the front end had read it.
+        ends: when the client had the last token.
+    """
+
+    steps: Sequence[Step]
+    arrivals: Sequence[tuple[float, float]]
+    ends: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Seconds that an arrival and an end add to the steps beside them; for each part, the slowness of steps that
+    decode and of steps with prompts, against their costs."""
+
+    arrival: float
+    end: float
+    decode: tuple[float, ...]
+    prefill: tuple[float, ...]
 
 
 def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
@@ -47,8 +85,10 @@ def pairs_of(tokens: int, prompts: int) -> int:
     return tokens * (tokens // max(prompts, 1) + 1) // 2
 
 
-async def run(ask: Callable[[int, int], Awaitable[object]], rate: float, most_prompt: int, rng: random.Random) -> int:
-    """Sends requests at Poisson times; returns their number.
+async def run(
+    ask: Callable[[int, int], Awaitable[Reply]], rate: float, most_prompt: int, rng: random.Random
+) -> list[Reply]:
+    """Sends requests at Poisson times, and waits for all answers.
 
     Args:
         ask: sends a request with a prompt and an answer of these lengths, and waits for its end.
@@ -59,16 +99,85 @@ async def run(ask: Callable[[int, int], Awaitable[object]], rate: float, most_pr
         tasks.append(asyncio.ensure_future(ask(*request_lengths(rng, most_prompt))))
         due += rng.expovariate(rate)
         await asyncio.sleep(max(due - time.perf_counter(), 0.0))
-    await asyncio.gather(*tasks)
-    return count
+    return list(await asyncio.gather(*tasks))
 
 
-def excess(steps: Sequence[Step], costs: StepCostModel, drafts: int, num_requests: int) -> float:
-    """Seconds that the steps took beyond their costs, a request; at least 0."""
-    beyond = 0.0
-    for decodes, tokens, prompts, seconds in steps:
+def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int) -> Effects | None:
+    """The regression over all parts; None: too few steps, or none in which a request arrived."""
+    parts = [part for part in parts if len(part.steps) >= LEAST_STEPS]
+    if not parts:
+        return None
+    alone = [_costs_of(part.steps, costs, drafts) for part in parts]
+    # columns: decode seconds of each part, prefill seconds of each part, arrivals, ends
+    height, width = sum(map(len, alone)), 2 * len(parts) + 2
+    matrix = np.zeros((height, width))
+    taken = np.concatenate([np.array([step[-1] for step in part.steps]) for part in parts])
+    begin = 0
+    for number, (part, seconds) in enumerate(zip(parts, alone)):
+        rows = slice(begin, begin + len(seconds))
+        matrix[rows, 2 * number : 2 * number + 2] = seconds
+        matrix[rows, -2] = _shares(part.steps, part.arrivals)
+        matrix[rows, -1] = _shares(part.steps, [(end, end) for end in part.ends])
+        begin = rows.stop
+    if not matrix[:, -2].any():
+        return None
+    found = _robust(matrix, taken)
+    return Effects(found[-2], found[-1], tuple(found[:-2:2]), tuple(found[1:-2:2]))
+
+
+def _costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
+    """Costs of each step as measured alone: seconds of its decodes, and of its prompts beside them."""
+    found = np.zeros((len(steps), 2))
+    for place, (decodes, tokens, prompts, *_) in enumerate(steps):
         rows, new = int(decodes), int(tokens)
         context = rows * (MEAN_PROMPT + MEAN_ANSWER // 2)
         shape = StepShape(rows, context, drafts if rows else 0, new, pairs_of(new, int(prompts)), rows + new)
-        beyond += seconds - costs.step(shape).seconds
-    return max(beyond / num_requests, 0.0)
+        whole = costs.step(shape)
+        decode = min(whole.by_resource.get("decode", 0.0), whole.seconds) if rows else 0.0
+        found[place] = decode, whole.seconds - decode
+    return found
+
+
+def _shares(steps: Sequence[Step], spans: Sequence[tuple[float, float]]) -> npt.NDArray[np.float64]:
+    """For each step, how many of the time spans lie in it; parts of a span count as such."""
+    ends = np.array([step[-2] for step in steps])
+    begins = ends - np.array([step[-1] for step in steps])
+    found = np.zeros(len(steps))
+    for begin, end in spans:
+        first, last = (int(np.searchsorted(ends, moment)) for moment in (begin, end))
+        for place in range(first, min(last + 1, len(steps))):
+            if end > begin:
+                found[place] += max(min(end, ends[place]) - max(begin, begins[place]), 0.0) / (end - begin)
+            else:
+                found[place] += begins[place] <= begin
+    return found
+
+
+def _robust(matrix: npt.NDArray[np.float64], taken: npt.NDArray[np.float64]) -> list[float]:
+    """Huber's regression on relative errors, with no coefficient below 0.
+
+    Steps with and without arrivals or ends have scales of their own: the delays by arrivals vary much, and a common
+    scale would leave out the long ones, which count.
+    """
+    scale = np.maximum(matrix[:, :-2].sum(axis=1), 1e-9)
+    left, right = matrix / scale[:, None], taken / scale
+    eventful = matrix[:, -2:].any(axis=1)
+    columns = [place for place in range(matrix.shape[1]) if matrix[:, place].any()]
+    weights = np.ones(len(taken))
+    while True:
+        for _ in range(SWEEPS):
+            root = np.sqrt(weights)
+            found = np.linalg.lstsq(left[:, columns] * root[:, None], right * root, rcond=None)[0]
+            residuals = np.abs(right - left[:, columns] @ found)
+            for chosen, beyond in ((eventful, BEYOND_EVENTS), (~eventful, BEYOND)):
+                if chosen.any():
+                    limit = max(beyond * 1.4826 * float(np.median(residuals[chosen])), 1e-9)
+                    weights[chosen] = np.minimum(limit / np.maximum(residuals[chosen], 1e-12), 1.0)
+        negative = [column for column, value in zip(columns, found) if value < 0]
+        if not negative:
+            break
+        columns = [column for column in columns if column not in negative]
+    whole = [0.0] * matrix.shape[1]
+    for column, value in zip(columns, found):
+        whole[column] = float(value)
+    return whole

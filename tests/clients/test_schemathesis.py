@@ -47,7 +47,8 @@ def test_no_fault_and_answers_as_described(tmp_path: Path, kind: str) -> None:
             [
                 sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--checks", CHECKS,
                 "--phases", phases, "--max-examples", str(EXAMPLES), "--no-shrink", "--no-color",
-                "--generation-database", "none", "--suppress-health-check", "all", "--continue-on-failure", *chosen,
+                "--generation-database", "none", "--suppress-health-check", "all", "--continue-on-failure",
+                "--request-timeout", "60", *chosen,
             ],
             cwd=tmp_path, capture_output=True, text=True,
         )  # fmt: skip

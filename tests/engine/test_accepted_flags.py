@@ -35,6 +35,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "request_waiting_timeout": (None, 600.0),
     "request_running_timeout": (None, 600.0),
     "prefill_max_requests": (None, 1, 3),
+    "prefill_decode_interval": (0, 2),
+    "enable_prefill_delayer": (False, True),
     "attention_backend": (None, "torch", "cpu"),
     "moe_runner_backend": ("auto", "torch", "cpu"),
     "sampling_backend": (None, "torch", "cpu"),

@@ -27,10 +27,13 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.kv_cache.storage_io import StorageIO
 from tests.engine.harness import Answer, InProcessEngine
 from tests.engine.test_host_tier import CHAIN, LIMITS, sessions
+from tests.engine.test_windows import ALTERNATING
+from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 
 FORMS: dict[str, dict[str, Any]] = {
     "write-through": {"page_size": 4, "hicache_storage_backend": "file"},
+    "windows": {"page_size": 4, "hicache_storage_backend": "file"},
     "write-back, chain, layers first": {
         "page_size": 4, "hicache_storage_backend": "file", "hicache_write_policy": "write_back",
         "hicache_mem_layout": "layer_first", **CHAIN,
@@ -72,7 +75,10 @@ class FaultyStorage(FileStorage):
 @pytest.fixture(scope="module", params=list(FORMS))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessEngine]:
     folder = tmp_path_factory.mktemp("storage")
-    path = agreeing_checkpoint("deepseek_v3", folder / "model", 5, num_hidden_layers=2, num_mtp_layers=1)
+    if request.param == "windows":  # alternating: full attention, and windows that keep their whole context here
+        path = make_checkpoint("qwen3", folder / "model", **ALTERNATING, sliding_window=9)
+    else:
+        path = agreeing_checkpoint("deepseek_v3", folder / "model", 5, num_hidden_layers=2, num_mtp_layers=1)
     engine = InProcessEngine(
         path, folder / "board", **LIMITS, **FORMS[request.param], hicache_storage_dir=str(folder / "pages"),
         hicache_storage_backend_extra_config=EXTRA,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device
@@ -20,6 +21,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.weights import WeightReader
+from moe_engine.planning.quantization import with_quantization
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.conftest import reference_logits
@@ -47,6 +49,11 @@ GPT_OSS_20B: dict[str, Any] = {
 def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("gpt_oss")
     return mxfp4_copy(make_checkpoint("gpt_oss", folder / "own", tokenizer=False), folder)
+
+
+def test_the_flag_may_name_the_format(copies: tuple[Path, Path]) -> None:
+    config = load_model_config(copies[0])
+    assert with_quantization(config, EngineArgs.from_kwargs(quantization="mxfp4")) is config
 
 
 @pytest.mark.parametrize("row", all_rows())

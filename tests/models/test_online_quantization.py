@@ -14,10 +14,11 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models import sizes
+from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
-from moe_engine.models.formats.table import kept_format
+from moe_engine.models.formats.table import kept_format, parse_format
 from moe_engine.models.loader import load_model
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
@@ -91,3 +92,13 @@ def test_a_quantized_checkpoint_keeps_its_format(tmp_path: Path) -> None:
     assert with_quantization(config, EngineArgs.from_kwargs(quantization="fp8")) is config
     with pytest.raises(ConfigError, match=r"--quantization int4: .* declares fp8"):
         with_quantization(config, EngineArgs.from_kwargs(quantization="int4"))
+
+
+@pytest.mark.parametrize("method,asked", [("awq", "moe_wna16"), ("gptq", "moe_wna16"), ("gptq", "gptq_marlin")])
+def test_names_of_kernels_serve_the_checkpoints_that_they_multiply(plain: Path, method: str, asked: str) -> None:
+    section = {"quant_method": method, "bits": 4, "group_size": 32}
+    config = load_model_config(plain)
+    config = dataclasses.replace(config, weight_format=parse_format(Fields({"quantization_config": section}, "")))
+    assert with_quantization(config, EngineArgs.from_kwargs(quantization=asked)) is config
+    with pytest.raises(ConfigError, match=rf"--quantization mxfp4: .* declares {method}"):
+        with_quantization(config, EngineArgs.from_kwargs(quantization="mxfp4"))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler import POLICIES, SchedulerConfig
 from moe_engine.types import Request
 from tests.examples import examples
@@ -47,6 +48,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_consecutive_prefills=draw(st.sampled_from([1, 4, 32])),
         max_delayed_tokens=draw(st.sampled_from([None, 1, 60])),
         least_chunk=16,
+        prefill_decode_interval=draw(st.sampled_from([0, 0, 1, 5])),
+        prefill_decode_interval_min_bs=draw(st.sampled_from([0, 3])),
+        delayer=draw(st.sampled_from([None, None, DelayerSettings(), DelayerSettings(3, 0.2, 0.5, 5.0)])),
         max_overtakes=draw(st.sampled_from([0, 4, 512])),
         random_seed=draw(st.integers(0, 5)),
         retract_decode_steps=draw(st.sampled_from([1, 5, 20])),

@@ -102,6 +102,29 @@ def test_random_faults_leak_nothing_and_use_no_wrong_bytes(
     play(seed, num=12, page_size=page_size, places=places, fast=fast, limits=limits, **options)
 
 
+def test_only_tokens_that_neither_device_nor_host_has_are_transferred() -> None:
+    rng = random.Random(2)
+    config = replace(BASE, host_tier_tokens=2000)
+    prefill, decode = (ServerSimulation(config, mode, rng, 0.3) for mode in ("prefill", "decode"))
+    network = Network(prefill, decode, rng, 0.0)
+    session = [rng.randrange(50) for _ in range(100)]
+    others = [[rng.randrange(50) for _ in range(150)] for _ in range(3)]
+    moved = []
+    for room, prompt in enumerate([session, *others, session + [rng.randrange(50) for _ in range(30)]]):
+        for server, new in ((prefill, 1), (decode, 4)):
+            request = make_request(str(room), prompt, new, ignore_eos=True)
+            request.bootstrap = ("host", 1, room)
+            server.add(request)
+        before = decode.tier.num_transferred_tokens
+        while prefill.turn() | decode.turn() | network.step():
+            pass
+        moved.append(decode.tier.num_transferred_tokens - before)
+    assert decode.scheduler.stats().host_hit_tokens_total >= 90  # the session had left the device
+    assert moved[0] == 99 and moved[-1] <= 30, moved
+    prefill.check_end()
+    decode.check_end()
+
+
 def test_time_limits_of_both_servers_end_requests_and_their_transfers() -> None:
     """A request that waits for the other half, or for its KV, waits: the limit of the queue applies."""
     waited, ran = [0, 0], [0, 0]

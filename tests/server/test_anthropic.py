@@ -242,6 +242,16 @@ def test_images_in_the_form_of_chats():
     assert response.status_code == 400 and "content[0]" not in response.text and "content[1]" in response.text
 
 
+def test_documents_of_plain_text():
+    source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    document = {"type": "document", "source": source, "citations": {"enabled": False}}
+    shown = [{"type": "text", "text": text} for text in ("Sky\n\nIt rains.", "It rains.", "So?")]
+    asked = blocks({**document, "title": "Sky", "context": None}, {**document, "title": None}, shown[2])
+    assert chat_request(checked(asked, MessagesRequest))[1] == chat_request(checked(blocks(*shown), MessagesRequest))[1]
+    result = blocks({"type": "tool_result", "tool_use_id": "c", "content": [document]})
+    assert chat_request(checked(result, MessagesRequest))[1][0]["content"] == "It rains."
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("enabled", 9), ("adaptive", None), ("disabled", None)])
 def test_the_budget_of_thinking(kind: str, limit: int | None):
     """Enforced with a reasoning parser; without one it has no effect."""
@@ -270,7 +280,14 @@ def blocks(*parts: Any) -> dict[str, Any]:
         (blocks({"type": "image", "source": {"type": "base64", "media_type": "image/png"}}), "source.data: expected a"),
         (blocks({"type": "image", "source": {**PNG, "media_type": "text/html"}}), "source.media_type: expected a type"),
         (blocks({"type": "image", "source": PNG}), "messages.content.source: "),  # the model takes text alone
-        (blocks({"type": "document"}), "messages[0].content[0].type"),
+        (blocks({"type": "video"}), "messages[0].content[0].type"),
+        (blocks({"type": "image", "source": {"type": "text", "data": "x"}}), "messages[0].content[0].source.type"),
+        (blocks({"type": "document"}), "messages[0].content[0].source.type"),
+        (
+            blocks({"type": "document", "source": {**PNG, "media_type": "application/pdf"}}),
+            "documents of type 'base64'",
+        ),
+        (blocks({"type": "document", "source": {"type": "text"}}), "source.data: expected a string"),
         (blocks({"type": "text"}), "messages[0].content[0].text: expected a string"),
         (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
         (

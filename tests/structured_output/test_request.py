@@ -39,6 +39,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type: 'yaml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: expected an object"),
     ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern: not available"),
+    ({"guided_choice": ["a", "\ud800"]}, "guided_choice[1]"),
     ({"regex": "a", "min_tokens": 3}, "min_tokens: cannot be combined with regex"),
     ({"regex": "a", "allowed_token_ids": [1]}, "allowed_token_ids: cannot be combined with regex"),
     ({"json_schema": "[" * 8000}, "json_schema: nested too deep"),

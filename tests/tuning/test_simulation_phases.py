@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from benchmarks import simulation_phases
 from moe_engine.core.step_reporter import StepReporter
+from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning import mixed_probe, phases
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
+from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed
+from moe_engine.tuning.stats import median
+from moe_engine.tuning.step_records import StepRecords
 from moe_engine.types import Request, SamplingParams, StepResult
 
 COSTS = MeasuredCosts(CostFile({0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), pair_second=1e-7))
@@ -59,7 +65,7 @@ def test_phases_of_a_measured_answer():
     assert all(name in table for name in phases.PHASES) and "50.00 / 50.00" in table
 
 
-def test_steps_that_a_server_records_and_what_they_took_beyond_their_costs():
+def test_steps_that_a_server_records():
     now = [5.0]
     scheduler = Scheduler(SchedulerConfig(num_slots=512, context_len=128, max_rows=4), lambda: now[0])
     reporter = StepReporter(record_steps=True)
@@ -76,25 +82,96 @@ def test_steps_that_a_server_records_and_what_they_took_beyond_their_costs():
     assert StepReporter().state().keys() == reporter.state().keys() - {"step_times"}
     state = reporter.state()
     assert [step[:3] for step in state["step_times"]] == [(0, 40, 2), (2, 0, 0), (2, 0, 0)]
-    assert all(0 < step[3] < 60 for step in state["step_times"])
+    assert all(0 < step[-1] < 60 and abs(step[3] - time.time()) < 60 for step in state["step_times"])
     info = {"internal_states": [state]}
     assert len(simulation_phases.step_times(info, [1])) == 2 and not simulation_phases.step_times(info, [3])
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
 
 
+def recorded_parts(rng, arrival, end, prefill_factor):
+    """Steps beside requests at Poisson times: each part has its own slowness, which also changes within the part; the
+    delays by arrivals are drawn from a gamma distribution, and 2 % of the steps are interrupted by something else."""
+    parts, now = [], 1e9
+    for _ in range(4):
+        slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
+        calls = [due := due + rng.expovariate(mixed_probe.rate_of(COSTS, 0)) for _ in range(90)]
+        waiting, running, steps, arrivals, ends, ended = [], [], [], [], [], 0
+        while calls or running or waiting:
+            if not running and not waiting:
+                moment = max(moment, calls[0])
+                arrivals.append((calls[0], calls.pop(0) + 0.0005))
+                waiting.append(mixed_probe.request_lengths(rng, 999))
+            tokens, rows = sum(prompt for prompt, _ in waiting), 0 if waiting else len(running)
+            pairs = mixed_probe.pairs_of(tokens, len(waiting))
+            seconds = COSTS.step(StepShape(rows, rows * 80, 0, tokens, pairs, rows + tokens)).seconds
+            seconds *= slow * (1 + drift * (moment - now)) * (prefill_factor if tokens else 1)
+            seconds *= max(rng.gauss(1, 0.1), 0.5)
+            seconds += ended * end * slow * rng.gammavariate(4, 1 / 4) + (rng.random() < 0.02) * rng.expovariate(250)
+            ends += [moment + 0.0002] * ended
+            prompts = len(waiting)
+            running = [left - 1 for left in running] if not waiting else running + [left - 1 for _, left in waiting]
+            ended, running, waiting = running.count(0), [left for left in running if left], []
+            while calls and calls[0] < moment + seconds:
+                seconds += arrival * slow * rng.gammavariate(2, 1 / 2)
+                arrivals.append((calls[0], calls.pop(0) + 0.0005))
+                waiting.append(mixed_probe.request_lengths(rng, 999))
+            moment += seconds
+            steps.append((rows, tokens, prompts, moment, seconds))
+        parts.append(mixed_probe.Part(steps, arrivals, ends))
+        now = moment + 5
+    return parts
+
+
 def test_time_that_requests_add_to_the_steps_beside_them():
+    """The speed of the machine differs by up to 30 % between the parts, and prompts may cost less beside decodes: the
+    median of three recordings is within 20 % of the truth."""
     rng = random.Random(random.getrandbits(32))
-    steps = []
-    for _ in range(50):
-        rows, prompts = rng.randint(1, 8), rng.randint(1, 3)
-        tokens = prompts * rng.randint(1, 30)
-        decode = 0.002 + (rows - 1) * 2e-3 / 7
-        pairs = tokens * (tokens // prompts + 1) // 2 - tokens * (tokens + 1) // 2
-        prefill = max(0.002 + (tokens - 1) * 1e-4 + pairs * 1e-7, 0.002)
-        steps += [(rows, 0, 0, decode + 0.001), (0, tokens, prompts, prefill + 0.003)]
-    assert mixed_probe.excess(steps, COSTS, 0, 40) == pytest.approx(50 * 0.004 / 40)
-    assert mixed_probe.excess([(1, 0, 0, 0.001)], COSTS, 0, 40) == 0
+    prefill_factor = rng.uniform(0.8, 1.2)
+    arrival, end = rng.uniform(0.001, 0.004), rng.uniform(0.0005, 0.001)
+    found = [mixed_probe.effects(recorded_parts(rng, arrival, end, prefill_factor), COSTS, 0) for _ in range(3)]
+    assert median([one.arrival for one in found]) == pytest.approx(arrival, rel=0.2)
+    assert median([one.end for one in found]) == pytest.approx(end, rel=0.3)
+    assert mixed_probe.effects([mixed_probe.Part([], [], [])], COSTS, 0) is None
+
+
+def test_load_of_the_measurement_beside_each_other():
+    rng = random.Random(random.getrandbits(32))
     lengths = [mixed_probe.request_lengths(rng, 70) for _ in range(2000)]
     assert min(lengths)[0] >= 1 and max(lengths)[0] <= 70
     assert sum(answer for _, answer in lengths) / 2000 == pytest.approx(mixed_probe.MEAN_ANSWER, rel=0.1)
     assert mixed_probe.rate_of(COSTS, 0) == pytest.approx(0.6 / (0.002 + 63e-4 + 32 * 0.004 / 8), rel=0.01)
+
+
+def test_points_of_rounds_on_a_machine_that_drifts():
+    """Points and rounds with 2 % of noise; every round has its own speed, and some points were left out."""
+    rng = random.Random(random.getrandbits(32))
+    rounds, truth = Rounds(), {number: rng.uniform(0.001, 0.1) for number in range(20)}
+    speeds = [rng.uniform(0.8, 1.25) for _ in range(4)]
+    for speed in speeds:
+        rounds.begin()
+        for number, seconds in truth.items():
+            if number < 15 or rng.random() < 0.7:
+                for _ in range(3):
+                    rounds.add(number, seconds * speed * rng.gauss(1, 0.02))
+    slowness, scale = rounds.slowness(), median(speeds)
+    assert slowness == pytest.approx([speed / scale for speed in speeds], rel=0.05)
+    for number in range(15):
+        assert rounds.value(number) == pytest.approx(truth[number] * scale, rel=0.08)
+    with pytest.raises(KeyError):
+        rounds.value("another")
+    limited = Rounds(1e-9)
+    with limited.timed("slow"):
+        assert limited.wants("other")
+    assert not limited.wants("slow")
+
+
+def test_steps_of_a_measurement():
+    info = {"internal_states": [{"step_times": [(4, 0, 0, 10.0 + i, 0.002 + (i == 3)) for i in range(8)]}]}
+    info["internal_states"].append(
+        {"step_times": [(0, 20, 1, 20.5, 0.01), (0, 12, 1, 20.9, 0.02), (1, 0, 0, 21.0, 1.0)]}
+    )
+    records = StepRecords.of(info)
+    assert records.decode(4, 10.5, 20.0) == pytest.approx(0.002) and records.decode(3, 0, 99) is None
+    assert records.prompt(32, 20.1, 21.0) == pytest.approx(0.03) and records.prompt(64, 20.1, 21.0) is None
+    with pytest.raises(MoeEngineError, match="--record-step-times"):
+        StepRecords.of({"internal_states": [{}]})

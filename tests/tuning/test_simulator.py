@@ -93,6 +93,8 @@ def test_runs_of_decodes_equal_single_steps(example):
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
         session_hold=rng.choice([0.0, None, None]),
+        prefill_decode_interval=rng.choice([0, 0, 1, 7]),
+        prefill_decode_interval_min_bs=rng.choice([0, 3]),
     )
     experts = None
     if rng.random() < 0.5:

@@ -12,7 +12,8 @@ import pytest
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.calibration import Limits, Probes, Stream, _between_tokens, _chunks, _common_steps, ascending
+from moe_engine.tuning.answer_steps import Stream, between_tokens, chunks_of, common_steps
+from moe_engine.tuning.calibration import Limits, Probes, ascending
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
@@ -137,18 +138,18 @@ def test_gaps_of_concurrent_answers():
     """Only gaps measured while all answers ran count."""
     first = Stream([0.5 + 0.01 * i for i in range(100)], 10.0, 0.0)
     second = Stream([0.5 + 0.03 * i for i in range(60)], 10.7, 0.0)
-    gap, done = _common_steps([first, second])[0]
+    gap, done = common_steps([first, second])[0]
     assert gap == pytest.approx(0.01)
     assert done == pytest.approx(0.845, abs=0.01)  # from 11.2 to 11.49 of 10.5 to 11.49
-    assert _common_steps([first, Stream(second.chunks, 20.0, 0.0)]) == []
+    assert common_steps([first, Stream(second.chunks, 20.0, 0.0)]) == []
 
 
 def test_time_between_the_tokens_of_a_step():
     """Ten answers, whose tokens come one after the other at the end of each step."""
     between = random.uniform(1e-5, 1e-4)
     answers = [Stream([0.01 * step + between * place for step in range(9)], 5.0, 0.0) for place in range(10)]
-    assert _between_tokens(answers) == pytest.approx(between)
-    assert _between_tokens(answers[:7]) == 0.0
+    assert between_tokens(answers) == pytest.approx(between)
+    assert between_tokens(answers[:7]) == 0.0
 
 
 def test_measured_curves_never_fall():
@@ -168,7 +169,7 @@ def test_chunks_of_several_tokens():
         gap = random.uniform(0.001, 0.01)
         moments.append(moments[-1] + gap)
         answer.itl += [gap / count] * count
-    assert _chunks(answer, counts) == pytest.approx(moments)
+    assert chunks_of(answer, counts) == pytest.approx(moments)
 
 
 def test_acceptance_that_explains_the_accepted_drafts():

@@ -97,9 +97,10 @@ static const float* group_sums(const void* x, int64_t ldx, int64_t m, int64_t k,
 
 template <class T, int BITS, int MR, int NR>
 __attribute__((noinline)) static void coded_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
-                                                 const char* panels, int64_t panel, const float* sums, float* c,
-                                                 int64_t ldc) {
+                                                 const char* panels, int64_t panel, const char* next,
+                                                 const float* sums, float* c, int64_t ldc) {
   const Values values(form);
+  const PanelAhead lines(panel, panels, next);
   const int64_t groups = k / form.group, step = OCTET * LANES * BITS / 8, codes = form.code_bytes();
   const int64_t scale_bytes = form.scale_bytes(), group_bytes = form.group_bytes();
   F16 total[MR][NR];
@@ -118,12 +119,13 @@ __attribute__((noinline)) static void coded_tile(const Coding& form, const char*
 #pragma GCC unroll 4
       for (int n = 0; n < NR; n++) part[i][n] = zero();
     for (int64_t j = 0; j < form.group; j += OCTET, p += step) {
+      const char* ahead = p + lines.from(p - panels);
 #pragma GCC unroll 4
       for (int n = 0; n < NR; n++) {
         Octet<T, BITS> octet;
         octet.take(p + n * panel, values);
-        __builtin_prefetch(p + n * panel + FAR, 0, 2);
-        if (BITS == 8) __builtin_prefetch(p + n * panel + FAR + 64, 0, 2);
+        __builtin_prefetch(ahead + n * panel, 0, 2);
+        if (BITS == 8) __builtin_prefetch(ahead + n * panel + 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < MR; i++) octet.add(part[i][n], row[i]);
       }
@@ -164,12 +166,12 @@ constexpr int MANY_ROWS = 1;
 
 template <class T, int BITS, int NR>
 static void coded_columns(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
-                          int64_t panel, const float* sums, float* c, int64_t ldc) {
+                          int64_t panel, const char* next, const float* sums, float* c, int64_t ldc) {
   const int64_t groups = k / form.group;
   int64_t i = 0;
   auto run = [&](auto rows) {
     constexpr int MR = decltype(rows)::value;
-    coded_tile<T, BITS, MR, NR>(form, x + i * ldx, ldx, k, panels, panel, sums ? sums + i * groups : nullptr,
+    coded_tile<T, BITS, MR, NR>(form, x + i * ldx, ldx, k, panels, panel, next, sums ? sums + i * groups : nullptr,
                                 c + i * ldc, ldc);
     i += MR;
   };
@@ -183,15 +185,16 @@ static void coded_columns(const Coding& form, const char* x, int64_t ldx, int64_
 }
 
 template <class T, int BITS>
-static void coded(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels, int64_t count,
-                  float* c, int64_t ldc) {
+static void coded(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                  int64_t count, const char* next, float* c, int64_t ldc) {
   const int64_t panel = form.panel_bytes(k);
   const float* sums = form.has_zeros || form.factors ? group_sums<T>(x, ldx, m, k, form.group) : nullptr;
   int64_t n = 0;
   auto run = [&](auto width) {
     constexpr int NR = decltype(width)::value;
     for (; count - n >= NR; n += NR)
-      coded_columns<T, BITS, NR>(form, x, ldx, m, k, panels + n * panel, panel, sums, c + n * LANES, ldc);
+      coded_columns<T, BITS, NR>(form, x, ldx, m, k, panels + n * panel, panel,
+                                 n + NR < count ? panels + (n + NR) * panel : next, sums, c + n * LANES, ldc);
   };
 #if defined(MOE_AVX512)
   if (m == 1) run(std::integral_constant<int, 4>());
@@ -214,21 +217,21 @@ template const char* coded_rows<bf16>(const Coding&, const void*, int64_t*, int6
 
 template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
-                   int64_t count, float* c, int64_t ldc) {
+                   int64_t count, const char* next, float* c, int64_t ldc) {
   const char* rows = static_cast<const char*>(x);
 #if defined(MOE_VNNI)
-  if constexpr (sizeof(T) == 2) return integer_product(form, rows, ldx, m, k, panels, count, c, ldc);
+  if constexpr (sizeof(T) == 2) return integer_product(form, rows, ldx, m, k, panels, count, next, c, ldc);
 #endif
   if (form.bits == 4)
-    coded<T, 4>(form, rows, ldx, m, k, panels, count, c, ldc);
+    coded<T, 4>(form, rows, ldx, m, k, panels, count, next, c, ldc);
   else
-    coded<T, 8>(form, rows, ldx, m, k, panels, count, c, ldc);
+    coded<T, 8>(form, rows, ldx, m, k, panels, count, next, c, ldc);
 }
 
-template void coded_product<float>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t, float*,
-                                   int64_t);
-template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t, float*,
-                                  int64_t);
+template void coded_product<float>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t,
+                                   const char*, float*, int64_t);
+template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t,
+                                  const char*, float*, int64_t);
 
 // Codes [N, K], a byte each, of one group of one panel.
 static void pack_codes(const Coding& form, const uint8_t* const* rows, int64_t first, uint8_t* out) {

@@ -38,9 +38,9 @@ template <class T>
 const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k, Purpose purpose);
 
 // c[m][16 * count] = rows of x times `count` panels, over all of K (a multiple of the group). x: of coded_rows.
-// A row's result does not depend on m and count.
+// A row's result does not depend on m and count. `next`: the panels of the next call, prefetched.
 template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
-                   int64_t count, float* c, int64_t ldc);
+                   int64_t count, const char* next, float* c, int64_t ldc);
 
 }  // namespace moe

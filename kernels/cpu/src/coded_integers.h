@@ -93,8 +93,10 @@ struct IntegerTable {
 
 template <int BITS, int MR, int NR>
 __attribute__((noinline)) static void integer_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
-                                                   const char* panels, int64_t panel, float* c, int64_t ldc) {
+                                                   const char* panels, int64_t panel, const char* next, float* c,
+                                                   int64_t ldc) {
   const IntegerTable table(form);
+  const PanelAhead lines(panel, panels, next);
   const int64_t block = block_of(form), blocks = k / block, in_group = form.group / block;
   const int64_t step = OCTET * LANES * BITS / 8, codes = form.code_bytes(), group_bytes = form.group_bytes();
   F16 total[MR][NR];
@@ -115,11 +117,12 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
       const char* row = x + b * block;
       for (int64_t j = 0; j < block; j += OCTET, p += step, row += OCTET) {
         __m512i first[NR], second[NR];
+        const char* ahead = p + lines.from(p - panels);
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) {
           take<BITS>(p + n * panel, table.looked_up, table.bytes, &first[n], &second[n]);
-          __builtin_prefetch(p + n * panel + FAR, 0, 2);
-          if (BITS == 8) __builtin_prefetch(p + n * panel + FAR + 64, 0, 2);
+          __builtin_prefetch(ahead + n * panel, 0, 2);
+          if (BITS == 8) __builtin_prefetch(ahead + n * panel + 64, 0, 2);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < MR; i++) {
@@ -166,12 +169,14 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
 
 template <int BITS>
 static void integer_columns(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
-                            int64_t count, float* c, int64_t ldc) {
+                            int64_t count, const char* next, float* c, int64_t ldc) {
   const int64_t panel = form.panel_bytes(k);
   int64_t n = 0;
   auto run = [&](auto rows, auto width, int64_t i) {
-    integer_tile<BITS, decltype(rows)::value, decltype(width)::value>(form, x + i * ldx, ldx, k, panels + n * panel,
-                                                                      panel, c + i * ldc + n * LANES, ldc);
+    constexpr int NR = decltype(width)::value;
+    integer_tile<BITS, decltype(rows)::value, NR>(form, x + i * ldx, ldx, k, panels + n * panel, panel,
+                                                  n + NR < count ? panels + (n + NR) * panel : next,
+                                                  c + i * ldc + n * LANES, ldc);
   };
   auto of_width = [&](auto width) {
     constexpr int NR = decltype(width)::value;
@@ -189,11 +194,11 @@ static void integer_columns(const Coding& form, const char* x, int64_t ldx, int6
 }
 
 static void integer_product(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
-                            int64_t count, float* c, int64_t ldc) {
+                            int64_t count, const char* next, float* c, int64_t ldc) {
   if (form.bits == 4)
-    integer_columns<4>(form, x, ldx, m, k, panels, count, c, ldc);
+    integer_columns<4>(form, x, ldx, m, k, panels, count, next, c, ldc);
   else
-    integer_columns<8>(form, x, ldx, m, k, panels, count, c, ldc);
+    integer_columns<8>(form, x, ldx, m, k, panels, count, next, c, ldc);
 }
 
 }  // namespace moe

@@ -9,6 +9,22 @@ namespace moe {
 constexpr int OCTET = 8;          // elements of K decoded at once
 constexpr int64_t FAR = 1024;     // prefetch distance of codes in bytes
 
+// What a tile prefetches in each of its panels: `distance` ahead, and near the end of its panels the same place in the
+// panels of the next tile, else each tile would begin with lines that are not in the cache. Short panels: two tiles
+// ahead, for one lasts no longer than a read from memory.
+struct PanelAhead {
+  static constexpr int64_t SHORT = 1536;
+  int64_t panel, distance, beyond;
+
+  // `tile` and `next`: the first panels of both.
+  INLINE PanelAhead(int64_t panel_bytes, const char* tile, const char* next)
+      : panel(panel_bytes), distance(FAR), beyond(next - tile + FAR - panel_bytes) {
+    if (panel <= SHORT) distance = panel, beyond = 2 * (next - tile);
+  }
+  // Distance to prefetch at from a place `done` bytes into a panel.
+  INLINE int64_t from(int64_t done) const { return done + distance < panel ? distance : beyond; }
+};
+
 static INLINE float from_half(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
   uint32_t bits;

@@ -30,8 +30,9 @@ template <class T>
 INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
                     int64_t next, float* c, int64_t ldc) {
   if (w.form) {
-    const char* from = reinterpret_cast<const char*>(w.data) + first * w.form->panel_bytes(k);
-    return coded_product<T>(*w.form, x, ldx, m, k, from, count, c, ldc);
+    const char* data = reinterpret_cast<const char*>(w.data);
+    const int64_t apart = w.form->panel_bytes(k);
+    return coded_product<T>(*w.form, x, ldx, m, k, data + first * apart, count, data + next * apart, c, ldc);
   }
   const int64_t panel = w.steps * LANES, steps = steps_of<T>(k);
   const char* a = static_cast<const char*>(x);

@@ -14,6 +14,7 @@ from moe_engine.core.dp_sync import PrefillTurns
 from moe_engine.frontend.dp_routing import Load
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent
+from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer, ExpertLoad
@@ -79,7 +80,8 @@ class Replica:
         self.groups = [self._new_group(i) for i in range(spec.num_groups)]
         self.lost: set[int] = set()
         self.balancer = Balancer(spec.experts) if spec.experts is not None else None
-        self._turns = PrefillTurns()
+        delays = spec.scheduler.delays_prefills and spec.num_groups > 1
+        self._turns = PrefillTurns(delays=PrefillDelays(spec.scheduler, lambda: self.now) if delays else None)
         self._runs = Runs(spec.num_groups)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
@@ -95,7 +97,10 @@ class Replica:
         self.busy_seconds = 0.0
 
     def _new_group(self, index: int) -> Group:
-        return Group(self.spec.scheduler, lambda: self.now, self.spec.acceptance, self._seed * 1009 + index)
+        group = Group(self.spec.scheduler, lambda: self.now, self.spec.acceptance, self._seed * 1009 + index)
+        if group.scheduler.delays is not None:
+            group.scheduler.delays.shared = self.spec.num_groups > 1
+        return group
 
     @property
     def is_active(self) -> bool:
@@ -204,13 +209,13 @@ class Replica:
         self.now = min(after, until) if until > self.now else after
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
-        waiting, decodes = len(self._runs.waiting) + len(self._held), bool(self._runs.members)
+        waiting, running = len(self._runs.waiting) + len(self._held), self._runs.most_rows
         for index in self._awake:
             scheduler = self.groups[index].scheduler
             waiting += scheduler.num_waiting > 0
-            decodes = decodes or bool(scheduler.table.decodes)
+            running = max(running, len(scheduler.table.decodes))
         for _ in range(steps):
-            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, decodes)
+            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, running)
 
     def _launch(self, shapes: list[StepShape], pending: set[int]) -> _Flight:
         cost = self.spec.costs.step(self._busiest(shapes))

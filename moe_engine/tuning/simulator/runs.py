@@ -66,6 +66,12 @@ class Runs:
         self._is_stale = True
 
     @property
+    def most_rows(self) -> int:
+        """Requests that decode in the member with most of them."""
+        self._refresh()
+        return self._most_rows
+
+    @property
     def next_end(self) -> int:
         """The step at which a member must ask its scheduler again."""
         self._refresh()

@@ -15,6 +15,7 @@ import pytest
 from moe_engine.core.dp_sync import DPSync, PrefillTurns, StepExchange
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
+from moe_engine.prefill_delay import DelayFacts
 from moe_engine.types import Speculation, StepFacts, StepPlan
 
 
@@ -94,7 +95,8 @@ def test_facts_travel_whole(meshes: Callable[[int], list[StepExchange]]) -> None
     first, second = meshes(2)
     facts = StepFacts()
     for i, field in enumerate(dataclasses.fields(StepFacts)):
-        facts = dataclasses.replace(facts, **{field.name: True if isinstance(field.default, bool) else 2 + i})
+        value = True if isinstance(field.default, bool) else 2 + i
+        facts = dataclasses.replace(facts, **{field.name: value if field.default is not None else DelayFacts(i, 3)})
     second.send(1, facts)
     first.send(1, StepFacts())
     assert first.gather(1, lambda: None) == (StepFacts(), facts)

@@ -121,8 +121,10 @@ def test_followers_exit_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -
     assert report.exited and "was killed by SIGKILL" in report.cause
 
 
-def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
-    async def run() -> tuple[int, bool]:
+def test_a_stopped_leader_is_named_and_all_exit(
+    checkpoint: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> tuple[int, str, bool]:
         hold = Hold(1, "decode", tmp_path / "flag", 3)
         async with drill(checkpoint, options(2, partial(meeting_worker, hold=hold))) as running:
             running.ask(prompts(1)[0], LONG)
@@ -130,10 +132,17 @@ def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path,
             leader, follower = running.ranks
             leader.suspend()
             await until(lambda: exited(follower))
-            running.core.kill("stopped")
-            return leader.pid, await running.all_exited()
+            monkeypatch.setattr(core_process, "HELD_SECONDS", 0.3)
 
-    pid, all_exited = asyncio.run(run())
+            def named() -> bool:
+                running.core.kill_if_stopped()
+                return running.core.dead is not None
+
+            await until(named)
+            return leader.pid, str(running.core.dead), await running.all_exited()
+
+    pid, cause, all_exited = asyncio.run(run())
+    assert re.search(rf"\(pid {pid}\) was killed by SIGKILL: it had been stopped by a signal for 0\.\d s", cause)
     assert all_exited and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in stderr_of(capfd)
 
 

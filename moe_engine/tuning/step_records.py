@@ -1,0 +1,57 @@
+"""Steps that a server has recorded (`--record-step-times`), for measurements.
+
+A step's own seconds are steadier than what a client sees: an interruption of the machine lengthens one of hundreds of
+steps, while it moves the beginning or the end of a client's whole measurement.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.tuning.stats import mean, median
+
+INTERRUPTED = 3.0
+"""A step that took so many times the median was interrupted by something else."""
+KNOWN_TOKENS = 0.8
+"""A prompt may begin as an earlier one does; its steps then have this share of its tokens, or more."""
+Step = Sequence[float]
+"""Requests that decode, prompt tokens, prompts, Unix time of the end, seconds."""
+
+
+class StepRecords:
+    """Steps of all schedulers of a server, in order of time."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self.steps = sorted(steps, key=lambda step: step[3])
+        self._ends = [step[3] for step in self.steps]
+
+    @classmethod
+    def of(cls, info: dict[str, Any]) -> StepRecords:
+        """Of `/server_info`. Raises MoeEngineError: the server records none."""
+        states = info.get("internal_states") or []
+        if not states or any("step_times" not in state for state in states):
+            raise MoeEngineError("the server does not record its steps; start it with --record-step-times")
+        return cls(step for state in states for step in state["step_times"])
+
+    def between(self, begin: float, end: float) -> list[Step]:
+        """Steps that ended in a time span."""
+        return self.steps[bisect_left(self._ends, begin) : bisect_right(self._ends, end)]
+
+    def decode(self, rows: int, begin: float, end: float) -> float | None:
+        """Mean seconds of the steps in a time span in which `rows` requests decoded; None: there were none."""
+        return steady([step[-1] for step in self.between(begin, end) if step[0] == rows and not step[1]])
+
+    def prompt(self, tokens: int, begin: float, end: float) -> float | None:
+        """Seconds of the steps of the only prompt of a time span; None: these are not all of its steps."""
+        steps = [step for step in self.between(begin, end) if step[1]]
+        whole = KNOWN_TOKENS * tokens <= sum(step[1] for step in steps) <= tokens
+        return sum(step[-1] for step in steps) if whole else None
+
+
+def steady(values: Sequence[float]) -> float | None:
+    """Mean without interruptions; None without values."""
+    limit = INTERRUPTED * median(values)
+    return mean([value for value in values if value <= limit]) if values else None
