@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from moe_engine.planning.scheduler_limits import CPU_DELAYED_TOKENS
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
@@ -36,6 +37,8 @@ GRID: dict[str, tuple[Any, ...]] = {
     "schedule_conservativeness": (0.1, 1.0),
     "schedule_policy": ("fcfs", "lpm"),
 }
+CPU_LAUNCH = {"max_consecutive_prefills": 1, "max_delayed_tokens": CPU_DELAYED_TOKENS}
+"""What a launch on a CPU has without the autopilot; beside the grid."""
 BAD_STARTS: dict[str, dict[str, Any]] = {
     "few rows": {"max_running_requests": 1},
     "small chunks, conservative": {"chunked_prefill_size": 64, "schedule_conservativeness": 4.0},
@@ -171,6 +174,7 @@ def measure(name: str, costs: CostFile, seconds: float, seed: int) -> dict[str, 
     for values in itertools.product(*(GRID[name] for name in names)):
         settings = dict(zip(names, values))
         grid.append((score(load, run(load, settings, costs, seconds, seed, False), seconds), settings))
+    grid.append((score(load, run(load, CPU_LAUNCH, costs, seconds, seed, False), seconds), CPU_LAUNCH))
     best, best_settings = max(grid, key=lambda found: found[0])
     starts = []
     for start, settings in {"launch": {}, **BAD_STARTS}.items():

@@ -9,6 +9,8 @@ limit. Options, table and JSON keys are those of ``python -m sglang.bench_servin
     python -m benchmarks.serving --port 30000 --dataset-name random --num-prompts 100 \\
         --random-input-len 64 --random-output-len 32 --request-rate 8 --goodput ttft:500 tpot:50
 
+`--dataset-name mooncake` sends the requests of a trace at its times. With `--gsp-num-turns` each request of
+`generated-shared-prefix` begins a conversation: a turn follows the answer to the one before.
 `--dataset-name agentic` is a closed loop of sessions: the next turn follows the previous answer and a pause.
 `--max-concurrency` limits open sessions; several values measure a curve, with new text at each point.
 """
@@ -21,8 +23,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ import uvloop
 from benchmarks import report
 from benchmarks.agent_sessions import Replay, TokenText, workload_of
 from benchmarks.clients import BACKENDS, DEFAULT_PORTS, CallOptions
+from benchmarks.conversations import converse, with_turns
 from benchmarks.image_requests import NAME as IMAGE
 from benchmarks.image_requests import add_image_arguments, image_requests
 from benchmarks.load_options import (
@@ -43,6 +46,8 @@ from benchmarks.load_options import (
     wait_until_ready,
     with_adapters,
 )
+from benchmarks.trace_requests import NAME as MOONCAKE
+from benchmarks.trace_requests import add_trace_arguments, check_trace_arguments, trace_requests
 from moe_engine.errors import ConfigError
 from moe_engine.tuning import agent_report, serving_report
 from moe_engine.tuning.answer import Answer
@@ -67,8 +72,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--model", "--served-model-name", help="name sent to the OpenAI endpoints (default: the server's model)"
     )
     parser.add_argument("--tokenizer", help="checkpoint directory or tokenizer.json (default: the server's model path)")
-    add_dataset_arguments(parser, more_names=(IMAGE, AGENTIC))
+    add_dataset_arguments(parser, more_names=(IMAGE, AGENTIC, MOONCAKE))
     add_image_arguments(parser)
+    add_trace_arguments(parser)
     add_agent_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -80,6 +86,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         metavar="N",
         help="max concurrent requests; agentic: sessions, a curve",
+    )
+    load.add_argument(
+        "--gsp-num-turns",
+        type=int,
+        default=1,
+        metavar="N",
+        help="generated-shared-prefix: turns of each conversation, a question of --gsp-question-len each",
     )
     load.add_argument("--warmup-requests", type=int, default=1)
     load.add_argument("--skip-warmup", action="store_true", help="as --warmup-requests 0")
@@ -112,15 +125,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--max-concurrency must be at least 1")
     if not args.request_rate > 0:
         parser.error(f"--request-rate is {args.request_rate}; it must be above 0")
+    if args.gsp_num_turns < 1 or (args.gsp_num_turns > 1 and args.dataset_name != "generated-shared-prefix"):
+        parser.error("--gsp-num-turns must be at least 1, and needs --dataset-name generated-shared-prefix")
+    try:
+        check_trace_arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
 async def arrivals(requests: list[BenchRequest], rate: float, rng: random.Random) -> AsyncIterator[BenchRequest]:
-    """The requests at Poisson times of that rate. Times are absolute: a slow client does not lower the rate."""
-    due = time.perf_counter()
+    """The requests at their own times, or at Poisson times of that rate. Times are absolute: a slow client does not
+    lower the rate."""
+    began = due = time.perf_counter()
     for request in requests:
+        if request.at is not None:
+            await asyncio.sleep(max(0.0, began + request.at - time.perf_counter()))
         yield request
-        if rate != float("inf"):
+        if request.at is None and rate != float("inf"):
             due += rng.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
@@ -134,26 +156,34 @@ async def run_load(
     max_concurrency: int | None = None,
     seed: int = 42,
     show_progress: bool = True,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> tuple[list[Answer], float]:
     """Sends all requests; returns the answers in request order and the seconds from the first request to the last
-    answer."""
+    answer.
+
+    Args:
+        max_concurrency: limits open requests, or conversations of several turns.
+        encode: tokens of an answer, for further turns.
+    """
     ask = BACKENDS[backend]
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     bar = None
     if show_progress:
         from tqdm import tqdm
 
-        bar = tqdm(total=len(requests), file=sys.stderr)
+        bar = tqdm(total=sum(1 + len(request.questions) for request in requests), file=sys.stderr)
 
-    async def one(request: BenchRequest) -> Answer:
-        if gate is None:
-            answer = await ask(request, options)
-        else:
-            async with gate:
-                answer = await ask(request, options)
+    async def send(request: BenchRequest) -> Answer:
+        answer = await ask(request, options)
         if bar is not None:
             bar.update(1)
         return answer
+
+    async def one(request: BenchRequest) -> list[Answer]:
+        async with gate or nullcontext():
+            if request.questions and encode is not None:
+                return await converse(request, send, encode)
+            return [await send(request)]
 
     began = time.perf_counter()
     tasks = [
@@ -163,7 +193,7 @@ async def run_load(
     duration = time.perf_counter() - began
     if bar is not None:
         bar.close()
-    return list(answers), duration
+    return [answer for turns in answers for answer in turns], duration
 
 
 async def server_facts(client: httpx.AsyncClient, base_url: str) -> dict[str, Any]:
@@ -213,7 +243,10 @@ def _vocabulary(args: argparse.Namespace, facts: dict[str, Any]) -> Vocabulary:
 
 
 def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
-    requests = image_requests(args, vocabulary) if args.dataset_name == IMAGE else make_dataset(args, vocabulary)
+    makers = {IMAGE: image_requests, MOONCAKE: trace_requests}
+    requests = makers.get(args.dataset_name, make_dataset)(args, vocabulary)
+    if args.gsp_num_turns > 1:
+        requests = with_turns(requests, args.gsp_num_turns, args.gsp_question_len, vocabulary, args.seed)
     if args.tokenize_prompt:
         requests = [
             replace(request, prompt=vocabulary.encode(request.prompt)) if isinstance(request.prompt, str) else request
@@ -261,6 +294,7 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
                 max_concurrency=args.max_concurrency,
                 seed=args.seed,
                 show_progress=not args.disable_tqdm,
+                encode=server.vocabulary.encode,
             )
         return await _values(args, server, answers, duration), answers
 
@@ -312,7 +346,7 @@ async def _warm_up(
     client: httpx.AsyncClient, request: BenchRequest, options: CallOptions, args: argparse.Namespace
 ) -> None:
     """Sends `--warmup-requests` copies of the first request, shortened; then optionally flushes the cache."""
-    short = replace(request, output_len=min(request.output_len, 32))
+    short = replace(request, output_len=min(request.output_len, 32), questions=())
     ask = BACKENDS[args.backend]
     answers = await asyncio.gather(*(ask(short, options) for _ in range(args.warmup_requests)))
     if answers and not any(answer.success for answer in answers):

@@ -159,7 +159,8 @@ def _summary(costs: CostFile) -> str:
         f"decode step{f' with {drafts} drafts' if drafts else ''}, by requests: {rows}",
         f"prefill step, by tokens: {prompts}",
         f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a cached token before a prompt: "
-        f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns; an answer outside "
+        f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns, "
+        f"of different prompts {(costs.split_second or 0.0) * 1e9:.2f} ns less; an answer outside "
         f"the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps longer by "
         f"{costs.arrival_seconds * 1e3:.2f} ms; the front end takes {costs.request_seconds * 1e3:.2f} ms for a request "
         f"and {costs.token_seconds * 1e6:.0f} us for a token, of several; a request waits "

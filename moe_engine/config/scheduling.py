@@ -151,3 +151,8 @@ class SchedulingArgs:
         1, "Tokens per chunk of a streamed answer. Larger values save host work.", metavar="TOKENS",
         parse=parse_count,
     )  # fmt: skip
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether the priority of requests has an effect."""
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"

@@ -105,10 +105,12 @@ class Router:
 
     def _with_prefix(self, able: Sequence[int], least: int, prompt: PromptBlocks) -> int:
         """The scheduler with the longest known prefix that may serve the prompt, else the least loaded."""
-        matched = {endpoint: self._known[endpoint].match(prompt.keys) for endpoint in able}
-        homes = [endpoint for endpoint in able if matched[endpoint] > matched[least]]
+        known, first = self._known, prompt.keys[0]
+        matched = {endpoint: known[endpoint].match(prompt.keys) for endpoint in able if first in known[endpoint].blocks}
+        at_least = matched.get(least, 0)
+        homes = [endpoint for endpoint, tokens in matched.items() if tokens > at_least]
         for home in sorted(homes, key=lambda endpoint: (-matched[endpoint], self.loads[endpoint].num_tokens)):
-            if self._may_follow(home, least, matched[home] - matched[least], prompt.num_tokens):
+            if self._may_follow(home, least, matched[home] - at_least, prompt.num_tokens):
                 return home
         return least
 

@@ -57,19 +57,20 @@ class KnownPrefixes:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max_tokens // BLOCK
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        """Keys, only to be read: without its first block a prompt has no known prefix."""
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def match(self, keys: Sequence[int]) -> int:
         """Number of tokens of the known prefix."""
-        blocks = self._blocks
+        blocks = self.blocks
         return BLOCK * bisect_left(range(len(keys)), True, key=lambda index: keys[index] not in blocks)
 
     def use(self, keys: Sequence[int]) -> None:
         """Adds a prompt: its last block becomes the first to drop, its first block the last."""
-        blocks = self._blocks
+        blocks = self.blocks
         for key in reversed(keys):
             blocks[key] = None
             blocks.move_to_end(key)
@@ -77,4 +78,4 @@ class KnownPrefixes:
             blocks.popitem(last=False)
 
     def clear(self) -> None:
-        self._blocks.clear()
+        self.blocks.clear()

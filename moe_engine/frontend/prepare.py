@@ -75,8 +75,8 @@ class FrontendSettings:
     enable_custom_logit_processor: bool = False
     """Whether requests may bring code that changes their logits."""
     enable_memory_saver: bool = False
-    enable_priority_scheduling: bool = False
-    schedule_policy: str = "fcfs"
+    uses_priority: bool = False
+    """Whether the priority of requests has an effect (`SchedulingArgs.uses_priority`)."""
     abort_on_priority_when_disabled: bool = False
     enable_return_hidden_states: bool = False
     random_seed: int = 0
@@ -180,8 +180,7 @@ class Preparer:
 
     def _check_priority(self, inp: GenerateInput) -> None:
         settings = self._settings
-        is_on = settings.enable_priority_scheduling or settings.schedule_policy == "priority"
-        if inp.priority is not None and settings.abort_on_priority_when_disabled and not is_on:
+        if inp.priority is not None and settings.abort_on_priority_when_disabled and not settings.uses_priority:
             words = "priority scheduling is off (--enable-priority-scheduling), and this server refuses the field then"
             raise InputError(f"priority: {words}; leave it out", field="priority")
 

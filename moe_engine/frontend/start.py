@@ -98,4 +98,5 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
     preferred = json.loads(config.server.preferred_sampling_params)
     grammars = config.select(GrammarSettings)
     media = config.select(MediaSettings, max_images=max_images(config.args), **pixel_bounds(config.args))
-    return config.select(FrontendSettings, preferred_sampling_params=preferred, grammars=grammars, media=media)
+    more = {"grammars": grammars, "media": media, "uses_priority": config.scheduling.uses_priority}
+    return config.select(FrontendSettings, preferred_sampling_params=preferred, **more)

@@ -23,6 +23,18 @@ DEPENDENTS = {
     "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
     "disable_priority_preemption": "enable_priority_scheduling",
     "default_priority_value": "enable_priority_scheduling",
+    "prefill_decode_interval_min_bs": "prefill_decode_interval",
+    **dict.fromkeys(
+        (
+            "prefill_delayer_max_delay_passes",
+            "prefill_delayer_token_usage_low_watermark",
+            "prefill_delayer_queue_min_ratio",
+            "prefill_delayer_forward_passes_buckets",
+            "prefill_delayer_wait_seconds_buckets",
+        ),
+        "enable_prefill_delayer",
+    ),
+    "prefill_delayer_max_delay_ms": "prefill_delayer_queue_min_ratio",
     "torch_compile_max_bs": "enable_torch_compile",
     "torch_compile_cache_dir": "enable_torch_compile",
     "tbo_token_distribution_threshold": "enable_two_batch_overlap",
@@ -105,6 +117,7 @@ def _differing(args: EngineArgs) -> dict[str, str]:
 
 def _dependents(args: EngineArgs) -> Iterator[str]:
     values, typed = args.flat(), _differing(args)
+    values["enable_priority_scheduling"] = args.scheduling.uses_priority
     if not is_enabled(args):
         for name in (item.name for item in fields(LoraArgs) if item.name in typed):
             yield f"{option_of(name)} has no effect without --enable-lora"

@@ -23,6 +23,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         max_rows=config.max_running_requests,
         max_step_tokens=config.limits.num_tokens,
         policy=flags.schedule_policy,
+        uses_priority=flags.uses_priority,
         priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
         vocab_size=config.model.vocab_size,
         jump_forward=_jumps(config),

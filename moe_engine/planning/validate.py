@@ -14,9 +14,9 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
 from moe_engine.config.disaggregation import OFF, REFUSED_TRANSPORTS, TRANSPORT_LIBRARIES
-from moe_engine.config.field import fields_of, option_of
+from moe_engine.config.field import option_of
 from moe_engine.config.kv_events import parse_kv_events
-from moe_engine.config.scheduling import CACHE_AWARE_POLICIES, SchedulingArgs
+from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
@@ -150,10 +150,9 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
         yield "--radix-eviction-policy orders the radix cache, --disable-radix-cache has none; drop one of them"
     if args.parallel.load_balance_method == "cache_aware" and scheduling.disable_radix_cache:
         yield "--load-balance-method cache_aware follows cached prefixes, --disable-radix-cache caches none; drop one"
-    priorities = scheduling.enable_priority_scheduling or policy == "priority"
     if scheduling.enable_priority_scheduling and policy not in ("fcfs", "lof", "priority"):
         yield f"--enable-priority-scheduling works with --schedule-policy fcfs, lof or priority, not with {policy}"
-    if scheduling.schedule_low_priority_values_first and not priorities:
+    if scheduling.schedule_low_priority_values_first and not scheduling.uses_priority:
         yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
     parse_slo(scheduling.slo)
     if scheduling.slo is not None and not scheduling.autopilot:
@@ -164,20 +163,11 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
 
 def _prefill_delays(args: EngineArgs) -> Iterator[str]:
     scheduling = args.scheduling
-    if scheduling.prefill_decode_interval_min_bs and not scheduling.prefill_decode_interval:
-        yield "--prefill-decode-interval-min-bs limits --prefill-decode-interval, which is 0; set it too"
     share = scheduling.prefill_delayer_token_usage_low_watermark
     if share is not None and share > 1:
         yield f"--prefill-delayer-token-usage-low-watermark {share:g}: must be a share of the KV pool, from 0 to 1"
-    if scheduling.enable_prefill_delayer:
-        if args.disaggregation.disaggregation_mode == "decode":
-            yield "--enable-prefill-delayer delays prompts, which a decode server does not compute; drop it"
-        if scheduling.prefill_delayer_max_delay_ms is not None and scheduling.prefill_delayer_queue_min_ratio is None:
-            yield "--prefill-delayer-max-delay-ms limits waits by --prefill-delayer-queue-min-ratio; give both"
-        return
-    for info in fields_of(SchedulingArgs):
-        if info.name.startswith("prefill_delayer_") and getattr(scheduling, info.name) != info.default:
-            yield f"{option_of(info.name)} needs --enable-prefill-delayer"
+    if scheduling.enable_prefill_delayer and args.disaggregation.disaggregation_mode == "decode":
+        yield "--enable-prefill-delayer delays prompts, which a decode server does not compute; drop it"
 
 
 def _host_tier(args: EngineArgs) -> Iterator[str]:

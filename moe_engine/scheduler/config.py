@@ -40,7 +40,8 @@ class SchedulerConfig:
     disable_radix_cache: bool = False
     radix_eviction_policy: str = "lru"
     radix_eviction_policy_config: str = "{}"
-    enable_priority_scheduling: bool = False
+    uses_priority: bool = False
+    """Whether the priority of requests has an effect; so it has with the policy ``priority``."""
     schedule_low_priority_values_first: bool = False
     priority_preemption_threshold: int = 10
     disable_priority_preemption: bool = False
@@ -134,10 +135,12 @@ class SchedulerConfig:
                 f"{self.page_size}) and for the {self.decode_tokens} decode tokens of --max-running-requests "
                 f"{self.max_rows}; lower these"
             )
-        if self.enable_priority_scheduling and self.policy not in ("fcfs", "lof", "priority"):
+        if self.uses_priority and self.policy not in ("fcfs", "lof", "priority"):
             raise ConfigError(
                 f"--enable-priority-scheduling needs --schedule-policy fcfs, lof or priority, not {self.policy}"
             )
+        if self.policy == "priority" and not self.uses_priority:
+            raise ConfigError("--schedule-policy priority is an order by priority")
         if self.host_tier_tokens and self.disable_radix_cache:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
         if self.window and (self.host_tier_tokens or self.num_window_slots % self.page_size):
@@ -175,10 +178,6 @@ class SchedulerConfig:
         """Whether the radix cache is keyed by pairs of tokens: the KV that MTP layers and EAGLE heads
         have of a token also depends on its successor."""
         return self.speculation is not None and self.speculation.follows
-
-    @property
-    def uses_priority(self) -> bool:
-        return self.enable_priority_scheduling or self.policy == "priority"
 
     @property
     def preempts(self) -> bool:

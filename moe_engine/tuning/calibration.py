@@ -44,8 +44,10 @@ ARRIVALS, ARRIVAL_TOKENS = 6, 512
 """Requests that arrive at once, and tokens of the answers meanwhile."""
 LONE_TOKENS, LONE_REPEATS, LONE_PAUSE = 64, 8, 0.03
 """Prompt tokens, number in a round and mean pause of requests that find the server idle for a while."""
+BURST = 5
+"""Prompts at once."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
-OUTSIDE = "outside the steps"
+OUTSIDE, SPLIT = "outside the steps", "several prompts"
 """Points of the rounds."""
 SHORT_PROMPT = 256
 """Max prompt tokens of the answers whose time outside the steps is measured."""
@@ -93,6 +95,10 @@ class Probes:
         self._unread: list[tuple[Hashable, int, Stream | Span]] = []
         """Points whose recorded steps have not been read: tokens of a prompt and its answer, or requests that decoded
         and the time span."""
+        self._bursts: list[tuple[float, float]] = []
+        """Unix times of prompts that were sent at once, and whose steps have not been read."""
+        self._split: list[tuple[int, mixed_probe.Step]] = []
+        """Steps with several prompts, with their round."""
         self._front_end_cpu = front_end_cpu
         self._lone_cpu, self._num_lone = 0.0, 0
 
@@ -105,9 +111,8 @@ class Probes:
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._file()
         found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
-        if found is None:
-            return file
-        return replace(file, arrival_seconds=min(found.arrival + found.end, self._most_arrival_seconds))
+        seconds = file.arrival_seconds if found is None else found.arrival + found.end
+        return replace(file, arrival_seconds=min(seconds, self._most_arrival_seconds))
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -123,6 +128,8 @@ class Probes:
         await self._long_contexts()
         progress(f"{name}prefill behind a cached prefix")
         await self._behind_a_prefix()
+        progress(f"{name}several prompts in a step")
+        await self._several_prompts()
         progress(f"{name}requests after a pause")
         await self._after_pauses()
         progress(f"{name}new requests during a decode")
@@ -157,6 +164,7 @@ class Probes:
             context_base=base,
             cached_second=per_cached,
             pair_second=per_pair,
+            split_second=self._split_second(),
             answer_seconds=answer,
             arrival_seconds=max(median(self._delays), 0.0) if self._delays else 0.0,
             idle_seconds=idle,
@@ -210,6 +218,10 @@ class Probes:
                 begin, end, seen = what
                 self._rounds.add(point, records.decode(count, begin, end) or seen)
         self._unread.clear()
+        for begin, end in self._bursts:
+            steps = [step for step in records.between(begin, end) if step[2] > 1 and not step[0]]
+            self._split += [(self._rounds.number, step) for step in steps]
+        self._bursts.clear()
 
     @property
     def _short(self) -> int:
@@ -299,6 +311,25 @@ class Probes:
         more = [(value - self._prefill_seconds(tail)) / prefix for tail, value in zip(tails, found)]
         pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
         return max(more[1] - pair * tails[1], 0.0), pair
+
+    async def _several_prompts(self) -> None:
+        """Prompts at once: behind the step of the first one, the others share a step."""
+        count = min(BURST, self._limits.max_running)
+        length = min(LONE_TOKENS, self._limits.chunk // BURST, self._limits.max_input // 2)
+        for _ in range(LONE_REPEATS if length > 1 and self._rounds.wants(SPLIT) else 0):
+            began = time.time()
+            with self._rounds.timed(SPLIT):
+                await asyncio.gather(*(self._ask(self._prompt(length), FIRST_TOKENS) for _ in range(count)))
+            self._bursts.append((began, time.time()))
+
+    def _split_second(self) -> float | None:
+        """Seconds that a pair of tokens in different prompts saves; None: no step had several prompts."""
+        slowness, saved = self._rounds.slowness(), []
+        for number, (_, tokens, prompts, *_, seconds) in self._split:
+            whole = self._prefill_seconds(int(tokens))
+            pairs = mixed_probe.pairs_of(int(tokens), 1) - mixed_probe.pairs_of(int(tokens), int(prompts))
+            saved.append((whole - seconds / slowness[number]) / max(pairs, 1))
+        return max(median(saved), 0.0) if saved else None
 
     def _quick_length(self) -> int:
         """Prompt tokens computed in `PREFIX_SECONDS`."""

@@ -24,7 +24,8 @@ DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 class BenchRequest:
     """One request: `prompt` is text or token ids, `prompt_len` tokens long, with `output_len` new tokens.
 
-    `images`: data addresses, behind the text in a chat. `lora`: name of an adapter.
+    `images`: data addresses, behind the text in a chat. `lora`: name of an adapter. `at`: seconds after the start at
+    which it is sent; None: at the rate of the load. `questions`: token ids of further turns, after the answer.
     """
 
     prompt: str | list[int]
@@ -32,6 +33,8 @@ class BenchRequest:
     output_len: int
     images: tuple[str, ...] = ()
     lora: str | None = None
+    at: float | None = None
+    questions: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

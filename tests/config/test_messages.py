@@ -42,6 +42,13 @@ ANOTHER: dict[str, Any] = {
     "hicache_storage_size": 2.0,
     "hicache_storage_prefetch_policy": "best_effort",
     "hicache_storage_backend_extra_config": "{}",
+    "prefill_decode_interval_min_bs": 2,
+    "prefill_delayer_max_delay_passes": 5,
+    "prefill_delayer_token_usage_low_watermark": 0.5,
+    "prefill_delayer_queue_min_ratio": 0.5,
+    "prefill_delayer_forward_passes_buckets": "1 2",
+    "prefill_delayer_wait_seconds_buckets": "0.5 2",
+    "prefill_delayer_max_delay_ms": 50.0,
 }
 """A value that is not the default, of each dependent flag."""
 
@@ -53,6 +60,11 @@ def test_flags_that_need_another_are_noted(resolved, name):
     assert [note for note in notes if option in note] == [f"{option} has no effect without {needed}"]
     default = EngineArgs().flat()[name]
     assert not any(option in note for note in resolved(**{name: default}).notes)
+
+
+def test_the_policy_priority_needs_no_other_flag(resolved):
+    flags = {"default_priority_value": 3, "disable_priority_preemption": True}
+    assert not [note for note in resolved(schedule_policy="priority", **flags).notes if "priority" in note]
 
 
 @pytest.mark.parametrize(

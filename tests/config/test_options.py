@@ -81,3 +81,12 @@ def test_an_unknown_value_and_a_missing_one_are_errors(resolved):
         config.select(Options)
     with pytest.raises(TypeError, match="other"):
         config.select(Options, no_flag=4, other=5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "in_force"),
+    [({}, False), ({"enable_priority_scheduling": True}, True), ({"schedule_policy": "priority"}, True)],
+)
+def test_one_rule_says_whether_priorities_have_an_effect(resolved, flags, in_force):
+    config = resolved(**flags)
+    assert scheduler_config(config).uses_priority is frontend_settings(config).uses_priority is in_force

@@ -100,15 +100,15 @@ def test_dfs_weight_follows_the_heaviest_subtree() -> None:
 
 def test_priority_then_arrival() -> None:
     requests = [make_request(f"{p}{i}", [1], priority=p) for i, p in enumerate([5, None, 9, 5, 9])]
-    assert order(config(policy="priority"), requests) == ["92", "94", "50", "53", "None1"]
-    low = config(enable_priority_scheduling=True, schedule_low_priority_values_first=True)
+    assert order(config(policy="priority", uses_priority=True), requests) == ["92", "94", "50", "53", "None1"]
+    low = config(uses_priority=True, schedule_low_priority_values_first=True)
     assert order(low, requests) == ["50", "53", "92", "94", "None1"]
     lof = [
         make_request("a", [1], 3, priority=1),
         make_request("b", [1], 9, priority=1),
         make_request("c", [1], 1, priority=2),
     ]
-    assert order(config(policy="lof", enable_priority_scheduling=True), lof) == ["c", "b", "a"]
+    assert order(config(policy="lof", uses_priority=True), lof) == ["c", "b", "a"]
 
 
 def test_cache_policies_without_cache_are_fcfs() -> None:
@@ -157,7 +157,7 @@ def test_retraction_order() -> None:
 
     some = [running("a", 5, 3), running("b", 9, 3), running("c", 50, 7), running("d", 1, 2, priority=3)]
     assert [r.rid for r in victim_order(some, config())] == ["d", "b", "a", "c"]
-    assert [r.rid for r in victim_order(some, config(policy="priority"))] == ["b", "a", "c", "d"]
+    assert [r.rid for r in victim_order(some, config(policy="priority", uses_priority=True))] == ["b", "a", "c", "d"]
 
 
 def test_retraction_caches_the_computed_prefix_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +182,7 @@ def test_retraction_caches_the_computed_prefix_and_is_logged(caplog: pytest.LogC
 
 
 def test_a_much_more_urgent_request_preempts() -> None:
-    sim = Simulation(config(policy="priority", max_rows=2))
+    sim = Simulation(config(policy="priority", uses_priority=True, max_rows=2))
     sim.add(make_request("low", [3] * 5, 50, eos=False, priority=0))
     sim.add(make_request("mid", [4] * 5, 50, eos=False, priority=5))
     for _ in range(5):
@@ -204,7 +204,7 @@ def test_a_much_more_urgent_request_preempts() -> None:
 def test_preemption_can_be_disabled_and_requests_without_a_priority_have_the_default(
     more: dict[str, Any], preempted: int
 ) -> None:
-    sim = Simulation(config(policy="priority", max_rows=1, default_priority_value=3, **more))
+    sim = Simulation(config(policy="priority", uses_priority=True, max_rows=1, default_priority_value=3, **more))
     sim.add(make_request("low", [3] * 5, 20, eos=False, priority=0))
     sim.turn()
     for rid, priority in (("none", None), ("least", 2), ("high", 50)):
@@ -217,7 +217,7 @@ def test_preemption_can_be_disabled_and_requests_without_a_priority_have_the_def
 
 
 def test_preemption_waits_for_the_step_in_flight() -> None:
-    sim = Simulation(config(policy="priority", max_rows=1))
+    sim = Simulation(config(policy="priority", uses_priority=True, max_rows=1))
     sim.add(make_request("low", [3] * 5, 50, eos=False, priority=0))
     sim.turn()
     sim.turn()
@@ -233,7 +233,7 @@ def test_a_full_queue_refuses_or_displaces() -> None:
     with pytest.raises(InputError, match="The request queue is full") as error:
         sim.scheduler.add(make_request("b", [3]))
     assert error.value.status == 503
-    sim = Simulation(config(max_queued_requests=1, policy="priority"))
+    sim = Simulation(config(max_queued_requests=1, policy="priority", uses_priority=True))
     sim.add(make_request("a", [3], priority=1))
     sim.add(make_request("b", [3], priority=2))
     assert sim.outcomes["a"].reason == "abort"
@@ -247,7 +247,7 @@ def test_config_refuses_what_cannot_work() -> None:
         ({"policy": "best"}, "--schedule-policy"),
         ({"page_size": 64}, "--page-size"),
         ({"chunked_prefill_size": 2, "page_size": 4}, "--chunked-prefill-size"),
-        ({"policy": "lpm", "enable_priority_scheduling": True}, "--enable-priority-scheduling"),
+        ({"policy": "lpm", "uses_priority": True}, "--enable-priority-scheduling"),
         ({"max_rows": 0}, "--max-running-requests"),
         ({"max_queued_requests": 0}, "--max-queued-requests"),
         ({"request_waiting_timeout": 0.0}, "--request-waiting-timeout"),

@@ -39,7 +39,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         radix_eviction_policy=(eviction := draw(st.sampled_from(list(EVICTION)))),
         radix_eviction_policy_config=EVICTION[eviction],
         disable_radix_cache=draw(st.sampled_from([False, False, False, True])),
-        enable_priority_scheduling=policy in ("fcfs", "lof") and draw(st.booleans()),
+        uses_priority=policy == "priority" or (policy in ("fcfs", "lof") and draw(st.booleans())),
         schedule_low_priority_values_first=draw(st.booleans()),
         max_queued_requests=draw(st.sampled_from([None, None, 3])),
         prefill_max_requests=draw(st.sampled_from([None, None, 1, 2])),
@@ -122,6 +122,7 @@ def test_long_run_with_preemption(mixed: bool) -> None:
         context_len=200,
         max_rows=4,
         policy="priority",
+        uses_priority=True,
         chunked_prefill_size=48,
         enable_mixed_chunk=mixed,
     )

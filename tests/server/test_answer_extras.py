@@ -132,4 +132,4 @@ def test_priorities_are_refused_while_they_have_no_effect():
     assert post(FakeClient(), "/generate", body).status_code == 200
     refused = post(FakeClient(), "/generate", body, **flag)
     assert refused.status_code == 400 and "--enable-priority-scheduling" in refused.text
-    assert post(FakeClient(), "/generate", body, **flag, enable_priority_scheduling=True).status_code == 200
+    assert post(FakeClient(), "/generate", body, **flag, uses_priority=True).status_code == 200

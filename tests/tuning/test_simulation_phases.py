@@ -14,7 +14,8 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning import mixed_probe, phases
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
+from moe_engine.tuning.calibration import PREFILL, Limits, Probes
+from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts, own_and_cached_pairs
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
@@ -175,3 +176,29 @@ def test_steps_of_a_measurement():
     assert records.prompt(32, 20.1, 21.0) == pytest.approx(0.03) and records.prompt(64, 20.1, 21.0) is None
     with pytest.raises(MoeEngineError, match="--record-step-times"):
         StepRecords.of({"internal_states": [{}]})
+
+
+def test_steps_with_several_prompts_and_with_cached_prefixes():
+    rng = random.Random(random.getrandbits(32))
+    curve = Curve((1, 1001), (0.002, 0.102))
+    costs = MeasuredCosts(CostFile({0: Curve((1,), (0.002,))}, curve, 0, 0, 1e-6, pair_second=2e-8, split_second=1e-8))
+    for _ in range(20):
+        prompts, each, prefix = rng.randint(1, 5), rng.randint(1, 100), rng.choice([0, rng.randint(1, 500)])
+        tokens, own, cached = prompts * each, prompts * each * (each + 1) // 2, prompts * each * prefix
+        found = own_and_cached_pairs(tokens, prompts * prefix, own + cached)
+        assert found == pytest.approx((own, cached), rel=1e-6, abs=1e-3)
+        seconds = costs.step(StepShape(0, 0, 0, tokens, own + cached, tokens, prefill_cached=prompts * prefix)).seconds
+        whole = curve.at(tokens) - (tokens * (tokens + 1) / 2 - own) * 1e-8 + prompts * prefix * 1e-6 + cached * 2e-8
+        assert seconds == pytest.approx(max(whole, 0.002))
+
+
+def test_what_several_prompts_in_a_step_save():
+    probes = Probes("", Limits(64, 2000, 9999, 512, range(9)))
+    probes._rounds.begin()
+    for length in probes._prompt_lengths():
+        probes._rounds.add((PREFILL, length), 0.002 + 1e-4 * length)
+    assert probes._split_second() is None
+    probes._split = [(0, (0, 256, 4, 0.0, 0.002 + 0.0256 - (256 * 257 // 2 - 4 * 64 * 65 // 2) * 3e-8))] * 3
+    assert probes._split_second() == pytest.approx(3e-8)
+    probes._split = [(0, (0, 256, 4, 0.0, 0.05))]
+    assert probes._split_second() == 0

@@ -93,6 +93,8 @@ def test_runs_of_decodes_equal_single_steps(example):
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
         session_hold=rng.choice([0.0, None, None]),
+        max_consecutive_prefills=rng.choice([1, 3, 32]),
+        max_delayed_tokens=rng.choice([None, 400, 5000]),
         prefill_decode_interval=rng.choice([0, 0, 1, 7]),
         prefill_decode_interval_min_bs=rng.choice([0, 3]),
     )

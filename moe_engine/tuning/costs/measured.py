@@ -39,8 +39,9 @@ class CostFile:
         context_second: seconds of each context token of a decoding request, beyond `context_base` a request.
         prefill: step seconds over the number of prompt tokens, without a cached prefix.
         cached_second: seconds of each cached token before the new tokens of a prompt.
-        pair_second: seconds of each pair of a new token with an earlier token, beyond the pairs of one prompt without a
-        cached prefix.
+        pair_second: seconds of each pair of a new token with a cached one.
+        split_second: seconds that each pair of tokens saves which are in different prompts of a step, against one
+        prompt; None: `pair_second`.
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
         request_seconds, token_seconds: time between two requests, and between two tokens, of a front end that has
         several to process. `answer_seconds` contains one of each.
@@ -59,6 +60,7 @@ class CostFile:
     context_base: float = 0.0
     cached_second: float = 0.0
     pair_second: float = 0.0
+    split_second: float | None = None
     answer_seconds: float = 0.0
     arrival_seconds: float = 0.0
     request_seconds: float = 0.0
@@ -122,8 +124,10 @@ class MeasuredCosts:
 
     def _prefill(self, shape: StepShape) -> float:
         file, count = self._file, shape.prefill_tokens
-        pairs = shape.prefill_pairs - count * (count + 1) // 2  # several prompts have fewer pairs than one
-        seconds = file.prefill.at(count) + shape.prefill_cached * file.cached_second + pairs * file.pair_second
+        own, cached = own_and_cached_pairs(count, shape.prefill_cached, shape.prefill_pairs)
+        split = file.pair_second if file.split_second is None else file.split_second
+        seconds = file.prefill.at(count) - (count * (count + 1) / 2 - own) * split
+        seconds += shape.prefill_cached * file.cached_second + cached * file.pair_second
         return max(seconds, file.prefill.seconds[0])
 
     def _decode(self, shape: StepShape) -> float:
@@ -140,3 +144,11 @@ class MeasuredCosts:
         low, high = depths[above - 1], depths[above]
         y0, y1 = self._file.decode[low].at(rows), self._file.decode[high].at(rows)
         return max(y0 + (drafts - low) * (y1 - y0) / (high - low), 0.0)
+
+
+def own_and_cached_pairs(tokens: int, cached: int, pairs: int) -> tuple[float, float]:
+    """Of the `pairs` of the new `tokens` of a step with themselves and those before them in their prompts: those among
+    new tokens, and those with the `cached` ones. Of several prompts, with equal shares of both."""
+    prompts = max((tokens * cached + tokens * tokens / 2) / max(pairs - tokens / 2, 0.5), 1.0)
+    own = min(tokens * (tokens / prompts + 1) / 2, float(pairs))
+    return own, pairs - own

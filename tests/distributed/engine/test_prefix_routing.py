@@ -58,6 +58,7 @@ def test_known_prefixes_are_those_used_last(max_blocks: int, steps: list[tuple[l
     for tokens, answer in steps:
         found = prompt_blocks(tokens)
         assert known.match(found.keys) == model.match(tokens)
+        assert not found.keys or (found.keys[0] in known.blocks) == (model.match(tokens) > 0)
         whole = [*tokens, *range(7, 7 + answer)]
         assert found.with_answer(whole[len(tokens) :]) == prompt_blocks(whole).keys
         known.use(found.with_answer(whole[len(tokens) :]))

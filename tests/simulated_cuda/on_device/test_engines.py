@@ -262,6 +262,22 @@ ALTERNATING: dict[str, Any] = {
 }  # fmt: skip
 
 
+def check_captured_drafts(engine: InProcessEngine, requests: list[Scripted], settings: GraphSettings) -> None:
+    """Captured steps with drafts never wait, and their tokens are those of steps without graphs. Closes the engine."""
+    try:
+        runner = engine.worker.runner
+        expected = engine.run(requests)
+        assert capture_graphs(runner, settings) == settings.num_graphs and runner.drafted is not None
+        found = watched(engine, requests)
+    finally:
+        engine.close()
+    check_answers(found.answers, expected, tolerance=1e-4)
+    drafted = [step for step in found.steps if step.plan.speculation is not None and step.plan.speculation.depth]
+    captured = [step for step in drafted if step.cuda_graph]
+    assert len(captured) > 1 and not any(step.waits for step in captured), captured
+    assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {settings.counts[-1]})
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -302,19 +318,7 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
         )
         for i in range(2)
     ]
-    try:
-        runner = engine.worker.runner
-        expected = engine.run(requests)
-        settings = GraphSettings((1, 2), counts=(1, DRAFTS + 1))
-        assert capture_graphs(runner, settings) == settings.num_graphs and runner.drafted is not None
-        found = watched(engine, requests)
-    finally:
-        engine.close()
-    check_answers(found.answers, expected, tolerance=1e-4)
-    drafted = [step for step in found.steps if step.plan.speculation is not None and step.plan.speculation.depth]
-    captured = [step for step in drafted if step.cuda_graph]
-    assert len(captured) > 1 and not any(step.waits for step in captured), captured
-    assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {DRAFTS + 1})
+    check_captured_drafts(engine, requests, GraphSettings((1, 2), counts=(1, DRAFTS + 1)))
 
 
 @pytest.mark.parametrize("row", ["triton", "fa3"])
@@ -337,19 +341,7 @@ def test_captured_trees_never_wait(row: str, tmp_path: Path, monkeypatch: pytest
         Scripted(f"r{i}", [*range(5, 9), 5, 20 + i], 10, 0, seed=i, sampling={"temperature": i / 2}, logprob=True)
         for i in range(2)
     ]
-    try:
-        runner = engine.worker.runner
-        expected = engine.run(requests)
-        settings = GraphSettings((1, 2), counts=(1, 5), trees=True)
-        assert capture_graphs(runner, settings) == settings.num_graphs and runner.drafted is not None
-        found = watched(engine, requests)
-    finally:
-        engine.close()
-    check_answers(found.answers, expected, tolerance=1e-4)
-    drafted = [step for step in found.steps if step.plan.speculation is not None and step.plan.speculation.depth]
-    captured = [step for step in drafted if step.cuda_graph]
-    assert len(captured) > 1 and not any(step.waits for step in captured), captured
-    assert all(step.cuda_graph for step in drafted if set(step.plan.counts) == {5})
+    check_captured_drafts(engine, requests, GraphSettings((1, 2), counts=(1, 5), trees=True))
 
 
 def mixed_script(seed: int) -> list[Scripted]:
