@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
@@ -26,13 +28,13 @@ def with_template_parsers(args: EngineArgs, folder: Path) -> tuple[EngineArgs, t
     asked = [name for name in _NAMES if getattr(args.server, name) == AUTO]
     if not asked:
         return args, ()
-    found = DEMO_PARSERS if folder == CHECKPOINT_DIR else _of_template(args, folder)
+    found: Mapping[str, str | None] = DEMO_PARSERS if folder == CHECKPOINT_DIR else _of_template(args, folder)
     remarks = tuple(
         f"{option_of(name)} auto: {found.get(name) or 'none, the chat template shows no known format'}"
         for name in asked
     )
-    server = dataclasses.replace(args.server, **{name: found.get(name) for name in asked})
-    return dataclasses.replace(args, server=server), remarks
+    chosen: dict[str, Any] = {name: found.get(name) for name in asked}
+    return dataclasses.replace(args, server=dataclasses.replace(args.server, **chosen)), remarks
 
 
 def _of_template(args: EngineArgs, folder: Path) -> dict[str, str | None]:
