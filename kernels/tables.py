@@ -8,6 +8,7 @@ from typing import Any
 from moe_engine.kernels import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.kv_format.formats import E4M3
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
@@ -122,6 +123,11 @@ def _fa3_mla_preference(device: Device, need: Need) -> int:
     return 46 if device.capability is not None and device.capability[0] == 9 else 35
 
 
+def _flash_mla_preference(device: Device, need: Need) -> int:
+    """Over FP8 records a dense context is read by lists of all its slots, more slowly than pages."""
+    return 44 if need.kv_dtype == E4M3 and need.index is None else 45
+
+
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED, blocks=True))
@@ -212,7 +218,7 @@ MLA += [
     Row(
         "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index", "kv_dtype"),
         workspaces.flashmla,
-        vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True, sparse=True,
+        vendors.flash_mla_uncaptured, _flash_mla_preference, pages=(64,), lacks_expanded=True, sparse=True,
     ),
     Row(
         "trtllm_mla", f"{_ATTENTION}.vendors.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla,

@@ -22,6 +22,10 @@ GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 """Biases of all routed experts, in the block: [E, 2I], gate and up alternating, and [E, D]."""
 BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 _ROTARY = "rotary_emb.inv_freq"
+KV_SCALES = tuple(
+    f".self_attn.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale", "kv_scale")
+)
+"""Ends of the names of a layer's KV cache scales. MLA's e4m3 rows have scales of their own, or the scale 1."""
 
 
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
@@ -254,23 +258,24 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
     have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); the
-    layers that an override of num_hidden_layers cuts off; and a vision tower, if it is not loaded.
+    layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; and MLA's KV scales.
     """
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None)
+    ends = (_ROTARY, *KV_SCALES) if config.attention.kind == "mla" else (_ROTARY,)
     return {
         name
         for name in names
-        if layer_index(name) in unread or name.endswith(_ROTARY) or (unused and name.startswith(unused))
+        if layer_index(name) in unread or name.endswith(ends) or (unused and name.startswith(unused))
     }
 
 
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, ".embed_tokens.weight", ".shared_head.head.weight")
+    unread = (_ROTARY, ".embed_tokens.weight", ".shared_head.head.weight", *KV_SCALES)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 

@@ -55,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--topk", type=int, default=1, metavar="N", help="draft trees of 2N nodes; 1: chains")
     made.add_argument("--threshold", type=float, default=1.0, metavar="P", help="acceptance threshold (1: none)")
     made.add_argument("--attention", default="auto", metavar="ROW", help="attention row (auto)")
+    made.add_argument(
+        "--kv", default="auto", metavar="TYPE", help="--kv-cache-dtype (auto); FP8: with FlashMLA of sgl_kernel"
+    )
     made.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="a prompt instead of a decode step")
     made.add_argument("--hardware", default="H200x8", help="GPU, and GPUs of a node (H200x8)")
     made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
@@ -116,6 +119,7 @@ def run_group(options: argparse.Namespace) -> list[dict[str, Any]]:
         options.model, config_of(options.model), FORMS[options.form], Hardware.named(options.hardware),
         max(options.batch), options.context, options.rows == "vendors", options.mtp, options.prefill or None,
         options.dispatch, options.drafter, options.attention, options.topk, options.threshold,
+        options.kv,
     )  # fmt: skip
     session = Session(first)
     found = []

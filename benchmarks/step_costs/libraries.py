@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+import tempfile
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,14 +43,20 @@ class Libraries:
         self._recorder, self._hardware, self._num_nodes = recorder, hardware, num_nodes
         self._target_ranks = target_ranks
 
-    def install(self) -> None:
-        """DeepGEMM, FlashAttention 3 and DeepEP's first generation."""
-        for name, module in (
-            ("deep_gemm", self.deep_gemm()), ("flash_attn_interface", self.flash_attention()),
-            ("deep_ep", self.deep_ep()),
-        ):  # fmt: skip
+    def install(self, fp8_kv: bool = False) -> None:
+        """DeepGEMM, FlashAttention 3 and DeepEP's first generation. fp8_kv: FlashMLA in sgl_kernel's build too."""
+        modules = {
+            "deep_gemm": self.deep_gemm(), "flash_attn_interface": self.flash_attention(), "deep_ep": self.deep_ep(),
+        }  # fmt: skip
+        if fp8_kv:
+            modules |= {"sgl_kernel": SimpleNamespace(), "sgl_kernel.flash_mla": self.flash_mla()}
+        for name, module in modules.items():
             found = ModuleType(name)
-            found.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "deep_ep")
+            found.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name in ("deep_ep", "sgl_kernel"))
+            if name == "sgl_kernel":  # submodules are searched as files
+                folder = Path(tempfile.mkdtemp(prefix="moe-engine-step-costs-"))
+                (folder / "flash_mla.py").touch()
+                found.__spec__.submodule_search_locations = [str(folder)]
             found.__dict__.update(vars(module))
             sys.modules[name] = found
 
@@ -131,6 +139,40 @@ class Libraries:
         self.call("prepare_varlen", Cost(size(cu_seqlens_q), 4))
         self.call("flash_attn_varlen", varlen_cost(q, k, v, out, len(cu_seqlens_q) - 1, causal))
         return (out, torch.empty(q.shape[1], len(q), device=q.device)) if return_attn_probs else out
+
+    # -- FlashMLA's dense FP8 kernel
+
+    def flash_mla(self) -> Any:
+        return SimpleNamespace(
+            get_mla_metadata=self._partition, flash_mla_with_kvcache=self._latent, flash_mla_sparse_fwd=None
+        )
+
+    def _partition(
+        self, cache_seqlens: Tensor | None = None, num_q_tokens_per_head_k: int = 1, num_heads_k: int = 1,
+        is_fp8_kvcache: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert cache_seqlens is not None and is_fp8_kvcache, "only the dense FP8 kernel is counted"
+        parts = max(1, self._hardware["multiprocessors"] // -(-num_q_tokens_per_head_k // QUERY_ROWS))
+        made = cache_seqlens.new_empty(parts, 8), cache_seqlens.new_empty(len(cache_seqlens) + 1)
+        self.call("get_mla_metadata", Cost(size(cache_seqlens), size(*made)))
+        return made
+
+    def _latent(
+        self, q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int,
+        tile_scheduler_metadata: Tensor, num_splits: Tensor, softmax_scale: float, causal: bool, descale_q: Tensor,
+        descale_k: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The kernel and its sum of parts; at most a part of each request and partition is stored, in float32."""
+        out = torch.empty(*q.shape[:3], head_dim_v, dtype=torch.bfloat16, device=q.device)
+        lse = torch.empty(len(q), q.shape[2], q.shape[1], device=q.device)
+        flat, context = q.flatten(0, 1), self._recorder.setting.context + q.shape[1] - 1
+        cost = paged_cost(flat, None, k_cache, k_cache[..., :0], out, len(q), context)
+        flops = cost.total_flops * (1 + head_dim_v / q.shape[3])
+        split = len(q) < len(tile_scheduler_metadata)
+        parts = 4 * (len(q) + len(tile_scheduler_metadata)) * q.shape[1] * q.shape[2] * head_dim_v * split
+        self.call("flash_mla_fp8", Cost(cost.read, size(out) * (not split) + parts, {"fp8": flops}))
+        self.call("flash_mla_combine", Cost(parts, size(out) * split))
+        return out, lse
 
     # -- DeepEP
 

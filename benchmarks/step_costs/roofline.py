@@ -64,9 +64,14 @@ class Roofline:
 
 
 def decode(
-    config: Mapping[str, Any], form: Form, hardware: Hardware, batch: int, context: int, query_tokens: int = 1
-) -> Roofline:
-    """A step of `batch` requests of a rank, or of its group with `form.tp`, each with `query_tokens` tokens."""
+    config: Mapping[str, Any], form: Form, hardware: Hardware, batch: int, context: int, query_tokens: int = 1,
+    kv_bytes: float = 2,
+) -> Roofline:  # fmt: skip
+    """A step of `batch` requests of a rank, or of its group with `form.tp`, each with `query_tokens` tokens.
+
+    Args:
+        kv_bytes: of a channel of the cache, its share of the scales included.
+    """
     tokens, tp = batch * query_tokens, form.tp
     sizes = _Sizes.of(config)
     touched = share_touched(tokens * form.dp, config.get("num_experts_per_tok", 0), sizes.experts)
@@ -80,7 +85,7 @@ def decode(
     active = layers * sizes.attention.weights / tp + (layers - moe) * sizes.dense / tp
     active += moe * (sizes.shared / tp + config.get("num_experts_per_tok", 0) * sizes.expert / share)
     flops = 2.0 * tokens * (active + config["vocab_size"] * config["hidden_size"] / tp)
-    kv = layers * batch * context * sizes.attention.kv_elements * BF16
+    kv = layers * batch * context * sizes.attention.kv_elements * kv_bytes
     attention_flops = layers * tokens * context * sizes.attention.decode_flops / tp
     nvlink, network = _links(config, form, hardware, tokens, moe, layers)
     peak = hardware["peak_bytes_per_s"]

@@ -28,8 +28,8 @@ class Case:
     dispatch: backend of expert parallelism. mtp: draft tokens of a decode step, or the depth of trees; 0: none.
     drafter: "mtp" as the model has it, "mtp2" with two MTP layers, "ngram", or "standalone" (`models.DRAFT_MODEL`).
     attention: a requested row, or "auto". topk: children of a node of a draft tree, which has 2 * topk nodes; 1:
-    chains. threshold: of acceptance. prefill: tokens of a prompt; None: a decode step of `batch` requests after
-    `context` tokens.
+    chains. threshold: of acceptance. kv: --kv-cache-dtype. prefill: tokens of a prompt; None: a decode step of `batch`
+    requests after `context` tokens.
     """
 
     model: str
@@ -46,6 +46,7 @@ class Case:
     attention: str = "auto"
     topk: int = 1
     threshold: float = 1.0
+    kv: str = "auto"
 
     @property
     def nodes(self) -> int:
@@ -61,6 +62,7 @@ class Case:
         work += f"-tree{self.topk}" if self.topk > 1 else ""
         work += f"-threshold{self.threshold}" if self.threshold < 1 else ""
         rows += f"-{self.attention}" if self.attention != "auto" else ""
+        rows += f"-{self.kv}" if self.kv != "auto" else ""
         return f"{self.model}-{self.form.name}-{work}{rows}"
 
 
@@ -73,6 +75,7 @@ class Recorded:
     repeats: Sequence[int]
     waits: Sequence[Any]
     rows: dict[str, str]
+    kv_dtype: str = "auto"
 
 
 class Session:
@@ -111,7 +114,7 @@ class Session:
         waits = [wait for wait in recorder.waits if wait.thread.startswith("worker-steps")]
         steps.leave()
         rows = {choice.family: choice.row.name for choice in config.kernels.model.choices}
-        return case, Recorded(lines, self._repeats, waits, rows)
+        return case, Recorded(lines, self._repeats, waits, rows, config.kv_cache_dtype)
 
     def close(self) -> None:
         self._worker.close()
@@ -149,7 +152,9 @@ def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     observer.observer = recorder
     install.install()
     if case.vendors:
-        Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case)).install()
+        Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case)).install(
+            case.kv != "auto"
+        )
     _watch_layers(recorder)
     _without_compiling()
     from moe_engine.config.args import EngineArgs
@@ -196,6 +201,8 @@ def _flags(case: Case, folder: Path) -> list[Any]:
             flags += ["--speculative-draft-model-path", draft_model(folder, case.config)]
         if case.threshold < 1:
             flags += ["--speculative-accept-threshold-single", case.threshold]
+    if case.kv != "auto":
+        flags += ["--kv-cache-dtype", case.kv]
     if case.attention != "auto":
         flags += ["--attention-backend", case.attention]
     if form.ranks > 1:

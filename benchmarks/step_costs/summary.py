@@ -18,6 +18,7 @@ ATTENTION = {
     "expanded_kernel",
     "flash_attn_with_kvcache",
     "flash_attn_varlen",
+    "flash_mla_fp8",
     "paged_kernel",
     "tree_kernel",
 }
@@ -125,7 +126,7 @@ def summarize(case: Case, recorded: Recorded) -> Summary:
     waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
     order = ("dense layer", "MoE layer", "head", DRAFT, OUTSIDE)
     sections.sort(key=lambda part: order.index(part.name) if part.name in order else len(order))
-    return Summary(case, sections, waits, recorded.rows, least_of(case))
+    return Summary(case, sections, waits, recorded.rows, least_of(case, recorded.kv_dtype))
 
 
 def times_of(section: str, repeats: Sequence[int]) -> int:
@@ -133,10 +134,11 @@ def times_of(section: str, repeats: Sequence[int]) -> int:
     return repeats[int(section.removeprefix(LAYER))] if section.startswith(LAYER) else 1
 
 
-def least_of(case: Case) -> roofline.Roofline:
+def least_of(case: Case, kv_dtype: str) -> roofline.Roofline:
     if case.prefill is not None:
         return roofline.prefill(case.config, case.form, case.hardware, case.prefill)
-    return roofline.decode(case.config, case.form, case.hardware, case.batch, case.context, case.nodes)
+    width = {"fp8_e4m3": 656 / 576, "fp8_ds_mla": 656 / 576, "fp8_per_tensor": 1, "fp8_e5m2": 1}.get(kv_dtype, 2)
+    return roofline.decode(case.config, case.form, case.hardware, case.batch, case.context, case.nodes, width)
 
 
 def time_of(lines: Iterable[Line], hardware: Hardware) -> float:

@@ -44,11 +44,11 @@ def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     with ServerProcess(flags) as server, _other_process() as sender:
         server.wait_ready()
-        streams = [_request(server.port, "/v1/completions", _neighbour(rng)) for _ in range(NEIGHBOURS)]
+        streams = [request_bytes(server.port, "/v1/completions", _neighbour(rng)) for _ in range(NEIGHBOURS)]
         for number in range(rounds + 1):
             for name in rng.sample(KINDS, len(KINDS)):
                 enum = {"cached enum": kept, "new enum": _enum(next(numbers))}.get(name)
-                sender.send_bytes(_request(server.port, "/v1/chat/completions", _arriving(enum)))
+                sender.send_bytes(request_bytes(server.port, "/v1/chat/completions", arriving(enum)))
                 _, read = read_streams(server.port, streams, when_running=lambda: sender.send_bytes(b"now"))
                 took = json.loads(sender.recv_bytes())
                 if number:  # the first round starts the process that checks grammars
@@ -75,14 +75,14 @@ def _neighbour(rng: random.Random) -> dict[str, Any]:
             "ignore_eos": True}  # fmt: skip
 
 
-def _arriving(enum: list[str] | None) -> dict[str, Any]:
+def arriving(enum: list[str] | None) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "Data: "}], "max_tokens": 1}
     if enum is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "data", "schema": {"enum": enum}}}
     return body
 
 
-def _request(port: int, path: str, body: dict[str, Any]) -> bytes:
+def request_bytes(port: int, path: str, body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
@@ -93,7 +93,7 @@ def _other_process() -> Iterator[Connection]:
     """A process that gets a request, sends it when it gets any further message, and answers the seconds it took."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_send_requests, args=(theirs,), daemon=True)
+    process = context.Process(target=send_requests, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -103,7 +103,8 @@ def _other_process() -> Iterator[Connection]:
         process.join()
 
 
-def _send_requests(commands: Connection) -> None:
+def send_requests(commands: Connection) -> None:
+    """Gets a request, sends it when any further message comes, and reports the seconds until its answer; repeatedly."""
     while True:
         try:
             request = commands.recv_bytes()

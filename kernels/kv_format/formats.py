@@ -1,16 +1,15 @@
 """KV cache row formats by dtype name: sizes and layout. Imports no torch: the memory ledger (before launch) and the
 allocation use the same rules.
 
-`fp8_e4m3` has three fraction bits and a small exponent range, so its values carry scales, in records of bytes
-(`E4M3`), or all rows of a layer have one (`E4M3_TENSOR`):
+`fp8_e4m3` has three fraction bits and a small exponent range, so its values carry scales, in records of bytes; only
+`fp8_per_tensor` has none:
 - `FP8_GROUPS`, MLA where the latent allows it: C e4m3 values, C/128 float32 scales (powers of two), P bfloat16 rotary
   channels; 656 bytes for 512 + 64. FlashMLA's record. Rotary channels are few, large and sensitive: they stay bf16.
 - `FP8_TOKEN`, other latents: C + P e4m3 values, padding to 16 bytes, a float32 scale of the latent and one of the
   rotary channels, padding to 16 bytes; 592 bytes for 512 + 64.
 - a GQA head's key or value: Dh e4m3 values, padding to 4 bytes, a float32 scale; 132 bytes for 128.
 - `FP8_TENSOR`, MLA: C + P e4m3 values and nothing else, 576 bytes for 512 + 64, as trtllm-gen's, FlashInfer's and
-  FlashMLA's dense kernels read them. The scale is 1 for these kernels: a layer with another one folds it into its
-  weights. Values saturate.
+  FlashMLA's dense kernels read them. The scale of the tensor is 1. Values saturate.
 `fp8_e5m2` (`FP8_RANGE`) has two fraction bits and float16's exponents: a scale gains nothing, so values are stored
 unscaled, one byte each.
 

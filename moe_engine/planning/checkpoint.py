@@ -14,7 +14,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import format_in_files
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import layer_index
+from moe_engine.models.tensors import KV_SCALES, layer_index
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -22,11 +22,13 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tik
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers."""
+    """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers. `kv_scales`:
+    it has scales of the KV cache."""
 
     num_files: int
     num_elements: int
     stored_bytes: int
+    kv_scales: bool = False
 
 
 def embedded_model() -> Path:
@@ -89,4 +91,5 @@ def sums(
         stored += tensor.num_bytes
         if not format.is_scale(name) and layer_index(name) < num_layers:
             num_elements += prod(tensor.shape)
-    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored)
+    scaled = any(name.endswith(KV_SCALES) for name in files)
+    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scaled)

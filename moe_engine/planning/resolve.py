@@ -19,7 +19,7 @@ from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_compile import compile_settings
 from moe_engine.planning.resolve_drafts import resolve_drafts
-from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype
+from moe_engine.planning.resolve_dtype import note_kv_scales, resolve_dtype, resolve_kv_dtype
 from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
 from moe_engine.planning.resolve_names import resolve_served_name, with_demo_parsers
@@ -78,7 +78,8 @@ def resolve(
     part = own_part(machine, parallel)
     found = checkpoint, speculation, drafts, parallel, experts, lora
     steps = resolve_steps(args, model, part, dtype, kv_dtype, context_len, *found, record)
-    sizing = steps.sizing
+    sizing, kv_dtype = steps.sizing, steps.kernels.model.need.kv_dtype
+    note_kv_scales(kv_dtype, checkpoint, record)
     return ResolvedConfig(
         args=with_demo_parsers(args, path, record),
         parallel=steps.parallel,
@@ -89,7 +90,7 @@ def resolve(
         served_model_name=args.model.served_model_name or resolve_served_name(args, path, record),
         device=device,
         dtype=dtype,
-        kv_cache_dtype=steps.kernels.model.need.kv_dtype,
+        kv_cache_dtype=kv_dtype,
         context_len=context_len,
         kernels=steps.kernels,
         chunked_prefill_size=steps.limits.chunk,

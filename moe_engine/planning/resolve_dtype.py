@@ -6,6 +6,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
 from moe_engine.models.config import MLAConfig, ModelConfig, activation_dtype
+from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 
@@ -70,6 +71,15 @@ def kv_forms(
         what = "has sparse attention" if isinstance(part.attention, MLAConfig) else "has no latent attention (MLA)"
         raise ConfigError(f"--kv-cache-dtype {asked}: {part.source} {what}; use {E4M3}")
     return (E4M3, E4M3_TENSOR) if asked == E4M3 and not deterministic else (kv_dtype,)
+
+
+def note_kv_scales(kv_dtype: str, checkpoint: CheckpointFacts | None, record: Record) -> None:
+    """Remarks on scales of the KV cache in the checkpoint, which are not applied."""
+    if kv_dtype == E4M3_TENSOR and checkpoint is not None and checkpoint.kv_scales:
+        record.remark(
+            f"the checkpoint has scales of the KV cache (k_scale); {kv_dtype} stores every latent with the scale 1. "
+            f"--kv-cache-dtype {RECORDS} computes a scale for each row"
+        )
 
 
 def _note_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import random
+import threading
 
 import pytest
 
 from benchmarks import many_streams
 from benchmarks.stream_clients import ReadStream, read_streams
+from benchmarks.structured_output import gaps
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import real_server
 
@@ -27,6 +31,29 @@ def test_every_stream_is_counted(slow):
     for stream in streams:
         assert len(stream.gaps) == len(stream.moments) - 1 and all(gap >= 0 for gap in stream.gaps)
         assert stream.moments[-1] <= seconds and len(stream.moments) <= stream.num_events <= 12 + 2
+
+
+def test_a_request_beside_running_streams():
+    """The sender of `benchmarks.structured_output.gaps` answers once its request has its answer."""
+    client, called = FakeClient(max_total_num_tokens=100_000, context_len=4096, max_req_input_len=4000), list[str]()
+    with real_server(client) as address:
+        port = int(address.rpartition(":")[2])
+        ours, theirs = multiprocessing.Pipe()
+        sender = threading.Thread(target=gaps.send_requests, args=(theirs,))
+        sender.start()
+
+        def arrive() -> None:
+            called.append("arrived")
+            ours.send_bytes(b"now")
+
+        streams = [many_streams.request_bytes(port, [1, 2, 3], 30) for _ in range(3)]
+        ours.send_bytes(gaps.request_bytes(port, "/v1/chat/completions", gaps.arriving(None)))
+        _, read = read_streams(port, streams, when_running=arrive, running_events=5)
+        assert json.loads(ours.recv_bytes()) > 0
+        ours.close()
+        sender.join(10)
+    assert called == ["arrived"] and all(stream.num_tokens == 30 for stream in read) and not sender.is_alive()
+    assert len(client.requests) == 4
 
 
 def test_events_split_between_reads_and_cut_streams():

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from moe_engine.demo import CHECKPOINT_DIR
 from tests.engine.harness import InProcessEngine, Scripted
@@ -98,3 +100,23 @@ def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tm
         assert together[item.rid].token_ids == want.token_ids, f"seed {seed} {item.rid}"
         assert together[item.rid].logprobs == want.logprobs, f"seed {seed} {item.rid}"
         assert drafted[item.rid].token_ids == want.token_ids, f"seed {seed} {item.rid} with drafts"
+
+
+def test_scales_of_a_checkpoint_are_noted(tmp_path: Path) -> None:
+    """A checkpoint with k_scale and v_scale, as quantization tools write them, gives the tokens of one without."""
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=random.randrange(2**31))
+    script = [Scripted("r", [5, 6, 7], 8, 0, sampling={"temperature": 0.0, "ignore_eos": True})]
+    flags = {"dtype": "float32", "kv_cache_dtype": "fp8_per_tensor", "max_total_tokens": 64}
+    found = []
+    for number in range(2):
+        engine = InProcessEngine(path, tmp_path / f"status{number}", **flags)
+        try:
+            found.append(engine.run(script)["r"].token_ids)
+            notes = [note for note in engine.config.notes if "k_scale" in note]
+        finally:
+            engine.close()
+        assert len(notes) == number
+        file = path / "model.safetensors"
+        names = [f"model.layers.0.self_attn.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale")]
+        save_file(load_file(file) | {name: torch.tensor(0.5) for name in names}, file, metadata={"format": "pt"})
+    assert found[0] == found[1]

@@ -17,7 +17,9 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.delta import triton_delta
+from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker import worker
@@ -236,6 +238,14 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Any], int, GraphSettings, int]] = {
         "some windows", lambda: FlashInferGQA(flashinfer_emulator.module()), 4, PADDED, ALL_ROWS,
     ),
     "fa3, some windows": ("some windows", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, ALL_ROWS),
+    "flashinfer, fp8": (
+        "mla", lambda: FlashInferMLA(flashinfer_emulator.module(9), 9, E4M3_TENSOR), 4, PADDED, ALL_ROWS,
+    ),
+    "trtllm_mla, fp8": ("mla", lambda: TrtllmMLA(flashinfer_emulator.module(10), 10), 32, PADDED, ALL_ROWS),
+    "flashmla, fp8, drafts": (
+        "mla", lambda: FlashMLA(flash_mla_emulator.module(9, wheel=True), TorchMLA(), 9, None, E4M3_TENSOR), 64, PADDED,
+        ALL_ROWS,
+    ),
 }  # fmt: skip
 
 
@@ -357,8 +367,8 @@ def mixed_script(seed: int) -> list[Scripted]:
     ]  # fmt: skip
 
 
-QUICK = ("flashinfer", "fa3, drafts", "flashinfer, some windows", "fa3, some windows")
-"""One library each for windows, a latent cache, drafts. `test_plans.py` has the plans of all."""
+QUICK = ("flashinfer", "fa3, drafts", "flashinfer, some windows", "fa3, some windows", "trtllm_mla, fp8")
+"""One library each for windows, a latent cache, drafts, e4m3 queries. `test_plans.py` has the plans of all."""
 
 
 @pytest.mark.parametrize(
@@ -381,7 +391,8 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     engine = InProcessEngine(
         path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=page_size, max_total_tokens=512,
         max_running_requests=3, context_length=24, chunked_prefill_size=max(8, page_size), disable_cuda_graph=True,
-        moe_runner_backend="torch", **FEW, **(chain if drafts else {}),
+        moe_runner_backend="torch", kv_cache_dtype=E4M3_TENSOR if "fp8" in name else "auto",
+        **FEW, **(chain if drafts else {}),
     )  # fmt: skip
     try:
         assert bool(engine.config.num_window_slots) == kind.endswith("windows")
@@ -410,6 +421,6 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     eager = [step.plan for step in found.steps if step.plan.rows and not step.cuda_graph]
     assert any(len(plan.rows) > plan.num_decodes for plan in eager)  # prompts
     for layer in runner.kv_pool.layers:
-        assert all(part[: runner.kv_pool.page_size].isfinite().all() for part in layer)
+        assert all(part[: runner.kv_pool.page_size].float().isfinite().all() for part in layer)
     if name == "flashinfer":  # its page-locked plan is overwritten only after the copy has ended
         assert all(wait.startswith("Event.synchronize: vendors/flashinfer.py") for wait in found.waits), found.waits
