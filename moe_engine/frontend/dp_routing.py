@@ -47,7 +47,9 @@ class Router:
 
     Ties are broken round-robin, so that equal loads are spread evenly. ``cache_aware`` prefers the scheduler with the
     longest known prefix of the prompt over the one with the fewest tokens, as long as the first answer comes no later
-    and the load stays balanced (`MAX_AHEAD`). Without a known prefix it is ``total_tokens``.
+    and the load stays balanced (`MAX_AHEAD`). A prefix that n prompts have continued, such as a system prompt, will be
+    continued by more of them: computing it on another scheduler with free KV cache pays off n times as soon, so the
+    bound is divided by 1 + n. Without a known prefix it is ``total_tokens``.
 
     Args:
         room: limits of each scheduler, for ``cache_aware``.
@@ -80,6 +82,7 @@ class Router:
             return 0
         known = self._known[endpoint]
         matched = known.match(prompt.keys)
+        known.count(prompt.keys, matched)
         known.use(prompt.keys)
         return prompt.num_tokens - matched
 
@@ -110,16 +113,20 @@ class Router:
         at_least = matched.get(least, 0)
         homes = [endpoint for endpoint, tokens in matched.items() if tokens > at_least]
         for home in sorted(homes, key=lambda endpoint: (-matched[endpoint], self.loads[endpoint].num_tokens)):
-            if self._may_follow(home, least, matched[home] - at_least, prompt.num_tokens):
+            saved = matched[home] - at_least
+            ahead = MAX_AHEAD * saved
+            if known[least].has_room(prompt.num_tokens):
+                ahead //= 1 + known[home].num_continued(prompt.keys, matched[home])
+            if self._may_follow(home, least, saved, ahead, prompt.num_tokens):
                 return home
         return least
 
-    def _may_follow(self, home: int, least: int, saved: int, num_tokens: int) -> bool:
-        """Whether `saved` prompt tokens with KV at `home` outweigh its load."""
+    def _may_follow(self, home: int, least: int, saved: int, ahead: int, num_tokens: int) -> bool:
+        """Whether `saved` prompt tokens with KV at `home` outweigh its load, which may exceed the least by `ahead`."""
         at_home, at_least = self.loads[home], self.loads[least]
         return (
             at_home.num_uncomputed - at_least.num_uncomputed <= saved
-            and at_home.num_tokens - at_least.num_tokens <= MAX_AHEAD * saved
+            and at_home.num_tokens - at_least.num_tokens <= ahead
             and (self._has_room(at_home, num_tokens) or not self._has_room(at_least, num_tokens))
         )
 

@@ -57,8 +57,9 @@ class KnownPrefixes:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max_tokens // BLOCK
-        self.blocks: OrderedDict[int, None] = OrderedDict()
-        """Keys, only to be read: without its first block a prompt has no known prefix."""
+        self.blocks: OrderedDict[int, int] = OrderedDict()
+        """Key -> number of prompts that were known up to this block. Only to be read: without its first block a prompt
+        has no known prefix."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -68,11 +69,24 @@ class KnownPrefixes:
         blocks = self.blocks
         return BLOCK * bisect_left(range(len(keys)), True, key=lambda index: keys[index] not in blocks)
 
+    def count(self, keys: Sequence[int], matched: int) -> None:
+        """Counts a prompt that is known up to `matched` tokens."""
+        if matched:
+            self.blocks[keys[matched // BLOCK - 1]] += 1
+
+    def num_continued(self, keys: Sequence[int], matched: int) -> int:
+        """Number of prompts so far that were known up to this block: few for a session, many for a shared prompt."""
+        return self.blocks[keys[matched // BLOCK - 1]] if matched else 0
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many more tokens drop no block."""
+        return len(self.blocks) + num_tokens // BLOCK <= self._max_blocks
+
     def use(self, keys: Sequence[int]) -> None:
         """Adds a prompt: its last block becomes the first to drop, its first block the last."""
         blocks = self.blocks
         for key in reversed(keys):
-            blocks[key] = None
+            blocks.setdefault(key, 0)
             blocks.move_to_end(key)
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
