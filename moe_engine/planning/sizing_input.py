@@ -78,7 +78,8 @@ class SizingInput:
     @property
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
-        return kept_format(self.model.weight_format, self.machine.device, self.kernels.model.codes)
+        kernels = self.kernels.model
+        return kept_format(self.model.weight_format, self.machine.device, kernels.codes, kernels.blocks)
 
     @property
     def local_model(self) -> ModelConfig:
