@@ -82,6 +82,11 @@ class KernelPlan:
         return frozenset(family for family in ("linear", "experts") if self.row(family).codes)
 
     @property
+    def blocks(self) -> frozenset[str]:
+        """Families whose rows multiply block FP8 as stored; others get dequantized weights."""
+        return frozenset(family for family in ("linear", "experts") if self.row(family).blocks)
+
+    @property
     def refuses_capture(self) -> str | None:
         """The reason why steps with these rows cannot be captured as CUDA graphs, or None."""
         rows = (choice.row for choice in self.choices if choice.family != "experts" or self.need.moe)

@@ -7,7 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moe_engine.models.config_fields import Fields, is_whole
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.plain import FLOATS, PLAIN
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +37,12 @@ class BlockFP8Format:
     Attributes:
         block: rows and columns per scale; blocks at the edges are smaller.
         scale_format: ``ue8m0``: scales are powers of two, also those of activations.
+        kept: kernel families whose rows multiply the weights as stored, for the memory ledger.
     """
 
     block: tuple[int, int] = _KERNEL_BLOCK
     scale_format: str | None = None
+    kept: frozenset[str] = FAMILIES
 
     checkpoint: ClassVar[str] = "block-FP8"
 
@@ -74,7 +76,11 @@ class BlockFP8Format:
         return name.endswith(("_scale_inv", ".scale", "_scale"))
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
-        return 1 + Fraction(4, prod(self.block))
+        return 1 + Fraction(4, prod(self.block)) if family_of(prefix) in self.kept else Fraction(dtype_bytes)
+
+    def held_by(self, kept: frozenset[str]) -> BlockFP8Format:
+        """The format in which kernels hold the weights, if rows of these families multiply them as stored."""
+        return replace(self, kept=kept)
 
     def kept_on(self, device: str) -> bool:
         return device == "cuda" and self.block == _KERNEL_BLOCK

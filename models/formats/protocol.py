@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 Shape = tuple[int, ...]
+FAMILIES = frozenset(("linear", "experts"))
+"""Kernel families that multiply matrices of a checkpoint."""
+
+
+def family_of(prefix: str) -> str:
+    """The kernel family that multiplies a matrix."""
+    return "experts" if ".experts." in prefix else "linear"
 
 
 @dataclass(frozen=True)

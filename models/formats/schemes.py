@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class SchemeFormat:
     method: str
     rules: tuple[tuple[Modules, Scheme], ...]
     skipped: Modules = NONE
-    kept: frozenset[str] = frozenset(("linear", "experts"))
+    kept: frozenset[str] = FAMILIES
     """Kernel families whose rows multiply the weights as stored, for the memory ledger."""
 
     stores_head: ClassVar[bool] = False
@@ -80,12 +80,13 @@ class SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
 
-    def kept_by(self, device: str, coded: frozenset[str]) -> frozenset[str]:
-        """Kernel families that multiply the weights as stored; `coded`: those with rows for 4 and 8 bits."""
+    def kept_by(self, device: str, coded: frozenset[str], blocks: frozenset[str] = FAMILIES) -> frozenset[str]:
+        """Kernel families that multiply the weights as stored, of those with rows for 4 and 8 bits (`coded`) and for
+        block FP8 on a GPU (`blocks`)."""
         if any(scheme.coded for _, scheme in self.rules):
             return coded
         every = device == "cuda" and any(scheme.blocks for _, scheme in self.rules)
-        return frozenset(("linear", "experts")) if every else frozenset()
+        return blocks if every else frozenset()
 
     def held_by(self, kept: frozenset[str]) -> SchemeFormat:
         """The format in which kernels hold the weights, if rows of these families multiply them as stored."""
@@ -118,8 +119,7 @@ class SchemeFormat:
         return any(name.endswith(scheme.extras) for _, scheme in self.rules)
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
-        family = "experts" if ".experts." in prefix else "linear"
-        scheme = self.scheme_of(prefix) if family in self.kept else None
+        scheme = self.scheme_of(prefix) if family_of(prefix) in self.kept else None
         found = None if scheme is None else scheme.bytes_per_element(shape)
         return Fraction(dtype_bytes) if found is None else found
 

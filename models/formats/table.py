@@ -18,7 +18,7 @@ from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.protocol import FAMILIES, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 
 FORMATS: dict[str, type[Any]] = {
@@ -55,15 +55,23 @@ def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFor
     return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
 
 
-def kept_format(declared: WeightFormat, device: str, coded: frozenset[str] = frozenset()) -> WeightFormat:
+def kept_format(
+    declared: WeightFormat,
+    device: str,
+    coded: frozenset[str] = frozenset(),
+    blocks: frozenset[str] = FAMILIES,
+) -> WeightFormat:
     """The format in which a device holds the weights: `PLAIN` if they are dequantized.
 
     Args:
         coded: kernel families whose rows multiply weights of 4 and 8 bits.
+        blocks: kernel families whose rows on a GPU multiply block FP8.
     """
     if isinstance(declared, SchemeFormat):
-        kept = declared.kept_by(device, coded)
+        kept = declared.kept_by(device, coded, blocks)
         return declared.held_by(kept) if kept else PLAIN
+    if isinstance(declared, BlockFP8Format):
+        return declared.held_by(blocks) if declared.kept_on(device) and blocks else PLAIN
     if isinstance(declared, FusedExpertsFormat):
         return declared if declared.has_kernel_formats and "experts" in coded else PLAIN
     return declared if declared.kept_on(device) else PLAIN

@@ -79,7 +79,7 @@ def resolve_steps(
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
-    kept = kept_format(model.weight_format, part.device, kernels.model.codes)
+    kept = kept_format(model.weight_format, part.device, kernels.model.codes, kernels.model.blocks)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
     )  # fmt: skip
@@ -139,6 +139,7 @@ def _size(
             max_total_tokens=memory.max_total_tokens,
             running_is_auto=memory.max_running_requests is None,
             image_cache_bytes=args.multimodal.vlm_cache_size_mb << 20,
+            divides_images=args.multimodal.mm_enable_dp_encoder,
             checkpoint=checkpoint,
             uses_mtp=speculation is not None and speculation.method == "nextn",
             draft=None if draft is None else draft.local(parallel.topology.attn_tp_size),

@@ -61,6 +61,8 @@ class SizingInput:
     offload: WeightOffload = NONE
     image_cache_bytes: int = 0
     """Results of the vision tower that are kept."""
+    divides_images: bool = False
+    """Whether the ranks of an attention group divide the images of a step."""
 
     @property
     def page_size(self) -> int:
@@ -76,7 +78,8 @@ class SizingInput:
     @property
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
-        return kept_format(self.model.weight_format, self.machine.device, self.kernels.model.codes)
+        kernels = self.kernels.model
+        return kept_format(self.model.weight_format, self.machine.device, kernels.codes, kernels.blocks)
 
     @property
     def local_model(self) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -50,6 +51,21 @@ def test_v3_weights_are_counted_as_loaded(resolved):
     assert ledger.weight_bytes == pytest.approx(parameters * 2 + kv_b_copy, rel=0.002)
     detail = ledger.rows[0].detail
     assert "671.03 B parameters" in detail and "dequantised" in detail
+
+
+def test_gpu_rows_without_fp8_hold_dequantised_weights(resolved):
+    """Each kernel family by its own row."""
+    gpu = dataclasses.replace(machine(140, 141, "cuda"), capability=(9, 0))
+    fp8 = SMALL | {"quantization_config": V3["quantization_config"]}
+
+    def counted(model, linear, experts):
+        flags = {"linear_backend": linear, "moe_runner_backend": experts, "attention_backend": "torch"}
+        return resolved(model, on=gpu, **flags).ledger.weight_bytes
+
+    plain = counted(SMALL, "torch", "torch")
+    assert counted(fp8, "torch", "torch") == plain
+    saved = [plain - counted(fp8, *rows) for rows in (("triton", "torch"), ("torch", "triton"), ("triton", "triton"))]
+    assert min(saved) > 0.05 * plain and saved[0] + saved[1] == saved[2]
 
 
 def test_sum_and_rest(resolved):

@@ -16,6 +16,7 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
+from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of
 
@@ -119,6 +120,27 @@ def test_transformers_reads_the_copy(tmp_path: Path, kind: str, target: Target) 
     with torch.no_grad():
         wanted: torch.Tensor = theirs(torch.tensor([[3, 141, 59, 26, 5]])).logits[0]
     torch.testing.assert_close(logits_of(tmp_path / "out")[:5], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="pip install compressed-tensors")
+def test_transformers_rounds_the_routed_experts_of_the_copy(tmp_path: Path) -> None:
+    """To the dtype of the scales, whatever dtype is asked for; other matrices have the exact values, as all of ours."""
+    from transformers import AutoModelForCausalLM
+
+    source = make_checkpoint("deepseek_v3", tmp_path / "in", seed=3, **WIDE)
+    quantize_checkpoint(source, tmp_path / "out", Target("int4", 32), quiet)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        model(torch.tensor([[3, 141]]))  # its first call decompresses the matrices that are not routed experts
+    theirs = model.state_dict()
+    format = load_model_config(tmp_path / "out").weight_format
+    reader, mlp = WeightReader(tmp_path / "out", torch.float32, format=format), "model.layers.1.mlp"
+    shared = reader.linear(f"{mlp}.shared_experts.down_proj", (128, 64))
+    assert torch.equal(theirs[f"{mlp}.shared_experts.down_proj.weight"], shared)
+    for expert in (0, 11):
+        ours = [reader.linear(f"{mlp}.experts.{expert}.{name}_proj", (64, 128)) for name in ("gate", "up")]
+        found = theirs[f"{mlp}.experts.gate_up_proj"][expert]
+        assert torch.equal(found.float(), torch.cat(ours).bfloat16().float())
 
 
 @pytest.mark.usefixtures("forked_processes")

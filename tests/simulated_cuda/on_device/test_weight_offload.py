@@ -27,6 +27,8 @@ from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine
 from tests.kernels.vendors import fa3_emulator
+from tests.models.checkpoints import make_checkpoint
+from tests.models.lora import make_adapter
 from tests.simulated_cuda import libraries
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, LIMITS, NONE, check_answers, script, watched
@@ -34,6 +36,8 @@ from tests.speculation.agreeing import agreeing_checkpoint
 
 GB = 1 << 30
 SAMPLED = {"temperature": 0.8, "top_k": 5, "sampling_seed": 2}
+ROTARY = 50_000
+"""Bytes of a rotary table for all positions of the model, which the ledger counts."""
 REQUESTS = script([GREEDY, SAMPLED], logprob=True)
 
 
@@ -74,6 +78,34 @@ def test_a_mixture_has_the_tokens_and_the_memory_of_the_plan(tmp_path: Path) -> 
     check_answers(found[1].answers, found[0].answers)
     assert found[1].waits == found[0].waits
     assert used[0] - used[1] == pytest.approx(saved, rel=0.02) and saved > 0
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("form", ["fp8", "int8", "lora"])
+def test_formats_and_adapters(form: str, kind: str, tmp_path: Path) -> None:
+    """FP8 dequantized by the torch rows, weights quantized while loading, and more adapters than slots."""
+    fp8 = {"fp8": True, "hidden_size": 128, "intermediate_size": 256} if form == "fp8" else {}
+    path = make_checkpoint(kind, tmp_path / "model", 3, num_hidden_layers=4, tokenizer=False, **fp8)
+    flags: dict[str, Any] = NONE | ({"quantization": "int8"} if form == "int8" else {})
+    requests = REQUESTS
+    if form == "lora":
+        targets = (["o_proj", "kv_a_proj_with_mqa"], ["o_proj"])
+        adapters = [make_adapter(tmp_path / f"{i}", path, names, 4, i) for i, names in enumerate(targets)]
+        flags |= {"lora_paths": [f"{a.name}={a}" for a in adapters], "max_loras_per_batch": 1}
+        requests = [replace(item, more=item.more | {"lora_id": 2 - i}) for i, item in enumerate(REQUESTS)]
+    found = []
+    for offload in (0.0, 1.0):
+        served = engine(path, tmp_path, cpu_offload_gb=offload, **flags)
+        try:
+            found.append(served.run(requests))
+            weights, ledger = served.worker.info.weight_bytes, served.config.ledger
+            counted = ledger.bytes_of("weights") + ledger.bytes_of(BUFFERS_ROW)
+            assert abs(weights - counted) <= 0.02 * counted + ROTARY
+        finally:
+            served.close()
+    assert len(served.config.offloaded_layers) == 4
+    check_answers(found[1], found[0])
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
