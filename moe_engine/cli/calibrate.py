@@ -22,9 +22,10 @@ from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.tuning.calibration import Limits, Probes
+from moe_engine.tuning.calibration import Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary
+from moe_engine.tuning.measured_points import Limits
 
 DESCRIPTION = "Starts a server with the given flags, measures its step costs, writes a cost file and stops the server."
 EPILOG = """\

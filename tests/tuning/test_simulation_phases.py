@@ -14,9 +14,9 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning import mixed_probe, phases
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.calibration import PREFILL, Limits, Probes
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts, own_and_cached_pairs
 from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.measured_points import PREFILL, Limits, MeasuredPoints
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica import ReplicaSpec
@@ -193,12 +193,14 @@ def test_steps_with_several_prompts_and_with_cached_prefixes():
 
 
 def test_what_several_prompts_in_a_step_save():
-    probes = Probes("", Limits(64, 2000, 9999, 512, range(9)))
-    probes._rounds.begin()
-    for length in probes._prompt_lengths():
-        probes._rounds.add((PREFILL, length), 0.002 + 1e-4 * length)
-    assert probes._split_second() is None
-    probes._split = [(0, (0, 256, 4, 0.0, 0.002 + 0.0256 - (256 * 257 // 2 - 4 * 64 * 65 // 2) * 3e-8))] * 3
-    assert probes._split_second() == pytest.approx(3e-8)
-    probes._split = [(0, (0, 256, 4, 0.0, 0.05))]
-    assert probes._split_second() == 0
+    points = MeasuredPoints(Limits(64, 2000, 9999, 512, range(9)))
+    points.rounds.begin()
+    for length in points.prompt_lengths():
+        points.rounds.add((PREFILL, length), 0.002 + 1e-4 * length)
+    assert points.split_second() is None
+    with pytest.raises(MoeEngineError, match="no step of the point"):
+        points.file()
+    points.split = [(0, (0, 256, 4, 0.0, 0.002 + 0.0256 - (256 * 257 // 2 - 4 * 64 * 65 // 2) * 3e-8))] * 3
+    assert points.split_second() == pytest.approx(3e-8)
+    points.split = [(0, (0, 256, 4, 0.0, 0.05))]
+    assert points.split_second() == 0

@@ -13,11 +13,11 @@ from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.answer_steps import Stream, between_tokens, chunks_of, common_steps
-from moe_engine.tuning.calibration import Limits, Probes, ascending
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
 from moe_engine.tuning.gap_histogram import GapHistogram
+from moe_engine.tuning.measured_points import Limits, MeasuredPoints, ascending
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
@@ -173,10 +173,10 @@ def test_chunks_of_several_tokens():
 
 
 def test_acceptance_that_explains_the_accepted_drafts():
-    probes = Probes("", Limits(1, 1, 1, 1, range(2), drafts=3))
+    points = MeasuredPoints(Limits(1, 1, 1, 1, range(2), drafts=3))
     rate = random.uniform(0.2, 0.9)
-    probes._steps, probes._accepted = 1000, 1000 * (rate + rate**2 + rate**3)
-    assert probes._acceptance() == pytest.approx((rate,) * 3, abs=1e-5)
+    points.steps, points.accepted = 1000, 1000 * (rate + rate**2 + rate**3)
+    assert points.acceptance() == pytest.approx((rate,) * 3, abs=1e-5)
 
 
 @pytest.mark.parametrize("text", ["rank=1", "rank=9@t=3s", "rank=-1@t=3s", "rank=1@t=3d", "1@3"])

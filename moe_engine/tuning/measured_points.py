@@ -1,0 +1,197 @@
+"""Measured points of a server, and the cost file that follows from them (`moe_engine.tuning.calibration`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.tuning import mixed_probe
+from moe_engine.tuning.answer_steps import Decode
+from moe_engine.tuning.costs.measured import CostFile, Curve
+from moe_engine.tuning.rounds import Rounds
+from moe_engine.tuning.stats import median
+
+POINT_SECONDS = 4.0
+"""A point that has taken this time gets no further round."""
+PREFIX_SECONDS = 1.5
+"""Max time of prompts that only fill the cache."""
+DECODE_TOKENS = 96
+STAGGER_TOKENS = 6
+"""Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
+PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
+OUTSIDE, SPLIT = "outside the steps", "several prompts"
+"""Points of the rounds."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the server: concurrent requests, prompt tokens of a request, tokens of the pool and of a prefill step,
+    ids of ordinary tokens, drafts each (0: none)."""
+
+    max_running: int
+    max_input: int
+    pool: int
+    chunk: int
+    vocab: Sequence[int]
+    drafts: int = 0
+    num_groups: int = 1
+
+
+class MeasuredPoints:
+    """Which points are measured, and what was found.
+
+    Attributes:
+        rounds: values of the points. decodes: answers that decoded beside each other, by their number.
+        long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
+        prefix: tokens of the cached prefix.
+        entries: seconds until the server had read a request: idle, and beside decodes.
+        delays: of steps by requests that arrive at once. between: seconds from one of them to the next, in the front
+        end.
+        split: steps with several prompts, with their round. steps, accepted: of drafts.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.rounds = Rounds(POINT_SECONDS)
+        self.decodes: dict[int, list[Decode]] = {}
+        self.long: tuple[int, int, float] | None = None
+        self.prefix: list[int] = []
+        self.entries: dict[bool, list[float]] = {False: [], True: []}
+        self.delays: list[float] = []
+        self.between: list[float] = []
+        self.split: list[tuple[int, mixed_probe.Step]] = []
+        self.steps, self.accepted = 0, 0.0
+
+    def file(self) -> CostFile:
+        """Costs by the rounds so far, without `mixed_probe`. Raises MoeEngineError: the server recorded no step of a
+        point."""
+        try:
+            return self._file()
+        except KeyError as error:
+            raise MoeEngineError(f"the server recorded no step of the point {error}; run calibrate again") from None
+
+    def _file(self) -> CostFile:
+        rounds, groups, drafts = self.rounds, self.limits.num_groups, self.limits.drafts
+        lengths, counts = self.prompt_lengths(), self.row_counts()
+        prefill = ascending([rounds.value((PREFILL, length)) for length in lengths])
+        base = self.context(counts[0])
+        per_context = self.context_second()
+        of_group = {max(count // groups, 1): count for count in counts}
+        seconds = ascending(
+            [
+                rounds.value((DECODE, count)) - n * (self.context(count) - base) * per_context
+                for n, count in of_group.items()
+            ]
+        )
+        answer = rounds.value(OUTSIDE)
+        per_cached, per_pair = self.cached_seconds()
+        idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE), 0.0)
+        between = median([decode.token_seconds for decode in self.decodes[counts[-1]]])
+        return CostFile(
+            {drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
+            Curve(tuple(map(float, lengths)), tuple(max(s, 1e-6) for s in prefill)),
+            context_second=per_context,
+            context_base=base,
+            cached_second=per_cached,
+            pair_second=per_pair,
+            split_second=self.split_second(),
+            answer_seconds=answer,
+            arrival_seconds=max(median(self.delays), 0.0) if self.delays else 0.0,
+            idle_seconds=idle,
+            busy_seconds=max(median(self.entries[True]) - median(self.entries[False]), 0.0),
+            request_seconds=min(median(self.between), answer),
+            token_seconds=min(between, answer),
+            acceptance=self.acceptance(),
+        )
+
+    @property
+    def short(self) -> int:
+        return min(32, self.limits.max_input // 4)
+
+    def row_counts(self) -> list[int]:
+        limits, groups = self.limits, self.limits.num_groups
+        each = (1 + limits.drafts) * (DECODE_TOKENS + 32)
+        counts = [
+            groups * count
+            for count in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+            if count <= limits.max_running and count * (each + STAGGER_TOKENS * count) < 0.8 * limits.pool
+        ]
+        return counts or [groups]
+
+    def prompt_lengths(self) -> list[int]:
+        most = min(self.limits.chunk, self.limits.max_input - 8)
+        lengths = [length for length in (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096) if length < most]
+        return [*lengths, most]
+
+    def tails(self) -> tuple[int, int]:
+        """New tokens behind a cached prefix."""
+        return 32, min(256, self.prompt_lengths()[-1], self.limits.max_input - len(self.prefix) - 8)
+
+    def quick_length(self) -> int:
+        """Prompt tokens computed in `PREFIX_SECONDS`."""
+        lengths = self.prompt_lengths()
+        return max((n for n in lengths if self.rounds.value((PREFILL, n)) <= PREFIX_SECONDS), default=0)
+
+    def context(self, count: int) -> float:
+        """Context tokens of each of `count` decoding requests with short prompts."""
+        return median([decode.context for decode in self.decodes[count]])
+
+    def prefill_seconds(self, length: int) -> float:
+        """Of the steps of a prompt, as far as measured."""
+        lengths = self.prompt_lengths()
+        known = [(n, self.rounds.value((PREFILL, n))) for n in lengths]
+        return Curve(*(tuple(map(float, column)) for column in zip(*known))).at(length)
+
+    def context_second(self) -> float:
+        """Seconds of a context token: long contexts against short ones."""
+        if self.long is None:
+            return 0.0
+        count, _, context = self.long
+        more = self.rounds.value(LONG) - self.rounds.value((DECODE, count))
+        return max(more, 0.0) / (max(count // self.limits.num_groups, 1) * (context - self.context(count)))
+
+    def cached_seconds(self) -> tuple[float, float]:
+        """Seconds of a cached token before a prompt's new tokens, and of a pair of a new and a cached token."""
+        tails, prefix = self.tails(), len(self.prefix)
+        try:
+            found = [self.rounds.value((CACHED, tail)) for tail in tails]
+        except KeyError:
+            return 0.0, 0.0
+        more = [(value - self.prefill_seconds(tail)) / prefix for tail, value in zip(tails, found)]
+        pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
+        return max(more[1] - pair * tails[1], 0.0), pair
+
+    def split_second(self) -> float | None:
+        """Seconds that a pair of tokens in different prompts saves; None: no step had several prompts."""
+        slowness, saved = self.rounds.slowness(), []
+        for number, (_, tokens, prompts, *_, seconds) in self.split:
+            whole = self.prefill_seconds(int(tokens))
+            pairs = mixed_probe.pairs_of(int(tokens), 1) - mixed_probe.pairs_of(int(tokens), int(prompts))
+            saved.append((whole - seconds / slowness[number]) / max(pairs, 1))
+        return max(median(saved), 0.0) if saved else None
+
+    def acceptance(self) -> tuple[float, ...]:
+        """The acceptance rate, assumed equal at all positions, that gives the measured number of accepted drafts a
+        step."""
+        drafts = self.limits.drafts
+        if not drafts or not self.steps:
+            return ()
+        mean, low, high = self.accepted / self.steps, 0.0, 1.0
+        for _ in range(40):
+            rate = (low + high) / 2
+            expected = sum(rate ** (i + 1) for i in range(drafts))
+            low, high = (rate, high) if expected < mean else (low, rate)
+        return (round(low, 6),) * drafts
+
+
+def ascending(values: Sequence[float]) -> list[float]:
+    """The nearest values (least squares) that never fall: a step with more work takes no less time, whatever else
+    the machine did during a measurement."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (high, more), (low, count) = blocks[-2:]
+            blocks[-2:] = [((high * more + low * count) / (more + count), more + count)]
+    return [value for value, count in blocks for _ in range(count)]
