@@ -35,6 +35,8 @@ class ImageRows:
     tokens: Tensor  # [n] int64
     rows: Tensor  # [n, VisionConfig.row_width]
     axes: Tensor  # [3, n] int64
+    before: int = 0
+    """Image tokens of the other half before this one (two-batch overlap): both halves' positions are in one table."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip
+_HEAD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+"""Older names of the norms of an EAGLE-3 head's three states."""
 _BODY = ("embed_tokens.", "layers.", "norm.")
 
 
@@ -83,6 +85,9 @@ def read_head(directory: Path) -> dict[str, WeightFile]:
 
 def _head_name(name: str) -> str:
     name = name.removeprefix("model.")
+    for old, new in _HEAD_NORMS.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
     for prefix in ("midlayer.", "layers.0."):
         if name.startswith(prefix):
             return f"model.layers.0.{name.removeprefix(prefix)}"

@@ -77,6 +77,9 @@ class EagleHead:
             RMSNorm(ops, reader, f"fc_norm.{i}", head.target_hidden, layer.norm_eps)
             for i in range(head.num_states if head.norms_states else 0)
         ]
+        self._joined_norm: RMSNorm | None = None
+        if head.norms_joined:
+            self._joined_norm = RMSNorm(ops, reader, "input_norm", head.num_states * head.target_hidden, layer.norm_eps)
         self._embedding_norm = self._hidden_norm = self._norm = None
         if head.is_eagle3:
             self._embedding_norm = RMSNorm(ops, reader, f"{LAYER}.input_layernorm", size, layer.norm_eps)
@@ -115,6 +118,8 @@ class EagleHead:
         """The target's states [T, F] (of several layers side by side) -> [T, D], hidden states of `forward`."""
         if not self.config.is_eagle3 or self._fc is None:
             return states
+        if self._joined_norm is not None:
+            states = self._joined_norm(states)
         if self._state_norms:
             parts = states.split(self.config.target_hidden, dim=1)
             states = torch.cat([norm(part) for norm, part in zip(self._state_norms, parts)], dim=1)

@@ -49,6 +49,7 @@ class HeadConfig:
         has_bias: `fc` has a bias.
         norms_residual: the residual stream starts with the normed state, not with the state itself.
         norms_states: each state has a norm before `fc`.
+        norms_joined: the states side by side have a norm before `fc`, and before `norms_states`.
         norms_output: a draft step passes on its result after the final norm, not before it.
         token_map: file of the frequent tokens (`models.token_map`), the only ones that the head drafts, with their rows
             of the target's LM head; "": none.
@@ -65,6 +66,7 @@ class HeadConfig:
     has_bias: bool = False
     norms_residual: bool = False
     norms_states: bool = False
+    norms_joined: bool = False
     norms_output: bool = False
     token_map: str = ""
     num_mapped: int = 0
@@ -141,7 +143,8 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
         target_hidden=fields.integer("target_hidden_size", None) or layer.hidden_size,
         has_bias="fc.bias" in files,
         norms_residual=is_eagle3 and fields.flag("norm_before_residual"),
-        norms_states=is_eagle3 and bool(raw.get("fc_norm")),
+        norms_states=reads_taps and bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
+        norms_joined=reads_taps and bool(eagle.get("norm_before_fc", raw.get("norm_before_fc"))),
         norms_output=is_eagle3 and fields.flag("norm_output"),
     )
     return _with_vocabulary(head, fields, files)
@@ -155,6 +158,8 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
         yield TensorSpec("fc.weight", (hidden, width))
         if head.has_bias:
             yield TensorSpec("fc.bias", (hidden,), Kind.PLAIN)
+    if head.norms_joined:
+        yield TensorSpec("input_norm.weight", (head.num_states * head.target_hidden,), Kind.WIDE)
     if head.norms_states:
         for i in range(head.num_states):
             yield TensorSpec(f"fc_norm.{i}.weight", (head.target_hidden,), Kind.WIDE)

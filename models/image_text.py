@@ -99,13 +99,14 @@ class ImageInputs(Decoder):
         images = batch.images
         assert images is not None
         table: RotaryTable = self.rotary
-        count = len(images.tokens)
-        last = self._first_row + count
+        count, first = len(images.tokens), self._first_row + images.before
+        last = first + count
         if last > len(table.cos_sin):
-            raise ValueError(f"{count} image tokens in a step, room for {len(table.cos_sin) - self._first_row}")
+            total, room = images.before + count, len(table.cos_sin) - self._first_row
+            raise ValueError(f"{total} image tokens in a step, room for {room}")
         columns = torch.arange(len(axis_of), device=axis_of.device)
-        table.cos_sin[self._first_row : last] = table.cos_sin[images.axes[axis_of].T, columns]  # [n, R]
-        places = torch.arange(self._first_row, last, device=axis_of.device)
+        table.cos_sin[first:last] = table.cos_sin[images.axes[axis_of].T, columns]  # [n, R]
+        places = torch.arange(first, last, device=axis_of.device)
         return replace(batch, positions=batch.positions.index_copy(0, images.tokens, places))
 
 

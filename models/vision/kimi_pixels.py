@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class KimiProcessor:
             mean=tuple(given.get("image_mean", cls.mean)),
             std=tuple(given.get("image_std", cls.std)),
         )
+
+    def within(self, max_pixels: int | None) -> KimiProcessor:
+        """With another limit of an image's pixels."""
+        return self if max_pixels is None else replace(self, most=max(1, max_pixels // self.patch**2))
 
     @property
     def max_patches(self) -> int:

@@ -33,6 +33,23 @@ class MultimodalArgs:
         aliases=("--media-url-max-file-size-mb",),
         metavar="MB",
     )
+    max_media_megapixels: int = flag(
+        64,
+        "Largest image of a request in megapixels (2^20), by its header: larger images are refused before decoding.",
+        metavar="MP",
+    )
+    mm_process_config: str = flag(
+        "{}",
+        "JSON object with bounds for the size to which images are scaled, in place of the checkpoint's: "
+        '\'{"image": {"max_pixels": 1003520, "min_pixels": 3136}}\'.',
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    mm_enable_dp_encoder: bool = flag(
+        False,
+        "The ranks of an attention group divide the images of a step among themselves, and exchange the results of the "
+        "vision tower. By default each rank encodes every image.",
+    )
     allowed_media_domains: str = flag(
         "",
         "Hosts from which images are read, redirects included, for instance cdn.example.com. Left out: all public "

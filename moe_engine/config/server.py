@@ -13,7 +13,7 @@ MORE_PARSERS = "more output parsers"
 def _reasoning_parsers() -> tuple[str, ...]:
     from moe_engine.tokenizer.reasoning import REASONING_PARSERS
 
-    return REASONING_PARSERS
+    return ("auto", *REASONING_PARSERS)
 
 
 def _completion_templates() -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def _completion_templates() -> tuple[str, ...]:
 def _tool_call_parsers() -> tuple[str, ...]:
     from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
-    return tuple(TOOL_FORMATS)
+    return ("auto", *TOOL_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class ServerArgs:
     )
     reasoning_parser: str | None = flag(
         None,
-        "Parser that moves the model's reasoning into `reasoning_content`. Left out: reasoning stays in the text; the "
-        "embedded model gets its own parser.",
+        "Parser that moves the model's reasoning into `reasoning_content`; auto: the one of the chat template. Left "
+        "out: reasoning stays in the text; the embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "deepseek-v4", "deepseek-v41", "mistral", "nemotron_3", "hunyuan", "mimo",
+            ("deepseek-v4", "deepseek-v41", "mistral", "nemotron_3", "hunyuan", "mimo",
              "apertus2509", "beam", "dots", "ling3", "k2_horizon", "kimi_k3", "muse", "poolside_v1", "minimax-m3",
              "nanbeige", "step3p5", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
@@ -87,11 +87,11 @@ class ServerArgs:
     )  # fmt: skip
     tool_call_parser: str | None = flag(
         None,
-        "Parser that turns the model's tool calls into `tool_calls`, by format. Left out: tool calls stay in the text; "
-        "the demo model gets its own parser.",
+        "Parser that turns the model's tool calls into `tool_calls`, by format; auto: the one of the chat template. "
+        "Left out: tool calls stay in the text; the demo model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "deepseekv41", "step3", "hunyuan", "mimo",
+            ("deepseekv41", "step3", "hunyuan", "mimo",
              "apertus2509", "beam", "cohere_command4", "dots", "k2_horizon", "kimi_k3", "lfm2", "ling3", "minicpm5",
              "muse", "poolside_v1", "spark25", "step3p5", "minimax-m3", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),

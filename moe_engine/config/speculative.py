@@ -32,7 +32,12 @@ class SpeculativeArgs:
         "vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"),
-        unsupported=dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters"),
+        unsupported={
+            "DFLASH": "drafters that fill in a block of tokens at once (block diffusion)",
+            "DSPARK": "drafters of blocks of tokens with learned confidences (DeepSeek V4, Kimi K3)",
+            "UNO": "drafts by a LoRA adapter of the model itself",
+            "FROZEN_KV_MTP": "drafters that read the KV of the model's layers (assistants of Gemma 4)",
+        },
         parse=str.upper,
     )
     speculative_draft_model_path: str | None = flag(

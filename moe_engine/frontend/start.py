@@ -15,7 +15,7 @@ from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import FrontendSettings
 from moe_engine.media.settings import MediaSettings
-from moe_engine.planning.images import max_images
+from moe_engine.planning.images import max_images, pixel_bounds
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
@@ -97,6 +97,6 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
     """The flags that apply to every request, from HTTP or Python."""
     preferred = json.loads(config.server.preferred_sampling_params)
     grammars = config.select(GrammarSettings)
-    media = config.select(MediaSettings, max_images=max_images(config.args))
+    media = config.select(MediaSettings, max_images=max_images(config.args), **pixel_bounds(config.args))
     more = {"grammars": grammars, "media": media, "uses_priority": config.scheduling.uses_priority}
     return config.select(FrontendSettings, preferred_sampling_params=preferred, **more)

@@ -1,8 +1,8 @@
 """Child process that decodes images and runs the checkpoint's image processor, so that a slow or broken image affects
 no other request. It imports no torch: transformers' Pillow processors compute with numpy.
 
-Frames on standard input and output: 4 bytes of length, then msgpack. The first frame in is the checkpoint's folder, the
-others are encoded images. It exits when its input closes.
+Frames on standard input and output: 4 bytes of length, then msgpack. The first frame in is `ImageSetup`, the others are
+encoded images. It exits when its input closes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from moe_engine.processes.pipe_frames import read_frame, write_frame
 
 MAX_MEMORY_BYTES = 8 << 30
 NICENESS = 5
-MAX_PIXELS = 1 << 27
-"""Max pixels of a sent image; larger images are not decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "AVIF", "JPEG2000")
 """Formats that are decoded. Pillow knows others, of which some start programs (EPS: Ghostscript)."""
-_LESS = f"; send at most {MAX_PIXELS >> 20} megapixels"
 _TOO_LARGE = "needs too much memory; send a smaller image"
+
+
+class ImageSetup(msgspec.Struct, array_like=True):
+    """The checkpoint's folder, the most pixels of an image that is decoded, and bounds of the scaled image in pixels
+    (None: the checkpoint's)."""
+
+    folder: str
+    max_decoded: int
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class Processed(msgspec.Struct, array_like=True):
@@ -54,9 +61,10 @@ def main() -> None:
 
 
 def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
-    folder: str = msgspec.msgpack.decode(read_frame(requests))
+    setup = msgspec.msgpack.decode(read_frame(requests), type=ImageSetup)
     try:
-        process = partial(_processed, load_processor(folder))
+        processor = load_processor(setup.folder, setup.min_pixels, setup.max_pixels)
+        process = partial(_processed, processor, setup.max_decoded)
         write_frame(answers, msgspec.msgpack.encode(None))
     except Exception as error:
         write_frame(answers, msgspec.msgpack.encode(f"{type(error).__name__}: {error}"))
@@ -65,34 +73,39 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
         write_frame(answers, msgspec.msgpack.encode(process(read_frame(requests))))
 
 
-def load_processor(folder: str) -> Any:
-    """The image processor of a checkpoint, in transformers' form for Pillow, or this project's."""
+def load_processor(folder: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
+    """The image processor of a checkpoint, in transformers' form for Pillow, or this project's. Bounds of the scaled
+    image replace the checkpoint's."""
     file = Path(folder) / "preprocessor_config.json"
     own = KimiProcessor.of(msgspec.json.decode(file.read_bytes())) if file.is_file() else None
     if own is not None:
-        return own
+        return own.within(max_pixels)
     from transformers import AutoImageProcessor
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    bounds = {name: value for name, value in given.items() if value is not None}
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", **bounds)
 
 
-def _processed(processor: Any, data: bytes) -> Processed:
+def _processed(processor: Any, max_decoded: int, data: bytes) -> Processed:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    less = f"; send at most {max_decoded >> 20} megapixels (--max-media-megapixels)"
+    Image.MAX_IMAGE_PIXELS = max_decoded  # Pillow's own limit is twice this number, for frames inside a file
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
                 width, height = opened.size
-                if width * height > MAX_PIXELS:
-                    return Processed(f"the image has {width} x {height} pixels{_LESS}")
+                if width * height > max_decoded:
+                    return Processed(f"the image has {width} x {height} pixels{less}")
                 image = ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError:
         return Processed(f"is not an image of a known format ({', '.join(FORMATS)})")
     except Image.DecompressionBombError:
-        return Processed(f"the image has too many pixels{_LESS}")
+        return Processed(f"the image has too many pixels{less}")
     except MemoryError:
         return Processed(_TOO_LARGE)
     except Exception as error:  # decoders raise errors of many classes for broken files

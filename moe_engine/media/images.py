@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moe_engine.errors import InputError
 from moe_engine.image_tokens import ImageTokens, image_key
 from moe_engine.media.addresses import MediaError
+from moe_engine.media.image_process import ImageSetup
 from moe_engine.media.processors import Processors
 from moe_engine.media.read import read_media
 from moe_engine.media.settings import ImageSource, MediaSettings
@@ -40,7 +41,8 @@ class Images:
 
     def __init__(self, vision: VisionConfig, folder: str, settings: MediaSettings) -> None:
         self.vision, self._settings = vision, settings
-        self._processors = Processors(folder)
+        bounds = settings.min_pixels, settings.max_pixels
+        self._processors = Processors(ImageSetup(folder, settings.max_decoded_pixels, *bounds))
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="image reads")
         self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="images")
         self._known: OrderedDict[bytes, Picture] = OrderedDict()

@@ -6,7 +6,7 @@ import msgspec
 
 from moe_engine.errors import GenerationError
 from moe_engine.media.addresses import MediaError
-from moe_engine.media.image_process import Processed
+from moe_engine.media.image_process import ImageSetup, Processed
 from moe_engine.processes.frame_child import FrameChild, FrameChildren
 
 PROCESS_SECONDS = 60.0
@@ -14,12 +14,8 @@ START_SECONDS = 120.0
 
 
 class Processors:
-    """Args:
-    folder: of the checkpoint.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._children = FrameChildren(lambda: _Child(folder))
+    def __init__(self, setup: ImageSetup) -> None:
+        self._children = FrameChildren(lambda: _Child(setup))
 
     def process(self, data: bytes) -> Processed:
         """Blocking. Raises MediaError: the image is wrong. GenerationError: the process does not start."""
@@ -34,14 +30,14 @@ class Processors:
 
 
 class _Child(FrameChild):
-    def __init__(self, folder: str) -> None:
+    def __init__(self, setup: ImageSetup) -> None:
         super().__init__("moe_engine.media.image_process")
-        self._folder = folder
+        self._setup = setup
 
     def begin(self) -> None:
         """Raises GenerationError."""
         try:
-            answer = self.exchange(msgspec.msgpack.encode(self._folder), START_SECONDS)
+            answer = self.exchange(msgspec.msgpack.encode(self._setup), START_SECONDS)
             problem = "not in time" if answer is None else msgspec.msgpack.decode(answer)
         except EOFError:
             problem = "it has ended; see the server's log"

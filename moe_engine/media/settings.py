@@ -14,6 +14,10 @@ class MediaSettings:
     allow_private_media_urls: bool = False
     media_fetch_timeout: float = 10.0
     max_media_mb: int = 32
+    max_media_megapixels: int = 64
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    """Bounds of a scaled image (--mm-process-config); None: those of the checkpoint."""
     allowed_media_domains: str = ""
     """Host names, with spaces between; empty: all."""
     max_images: int = 16
@@ -22,6 +26,10 @@ class MediaSettings:
     @property
     def max_bytes(self) -> int:
         return self.max_media_mb << 20
+
+    @property
+    def max_decoded_pixels(self) -> int:
+        return self.max_media_megapixels << 20
 
 
 class ImageSource(NamedTuple):

@@ -1,4 +1,4 @@
-"""Models with a vision tower: the largest image, the flags that images exclude, memory of the tower's results and of
+"""Models with a vision tower: the largest image, values of the flags of images, memory of the tower's results and of
 its largest run."""
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
@@ -22,6 +21,7 @@ from moe_engine.planning.step_limits import StepLimits
 PROCESSOR_FILE = "preprocessor_config.json"
 DEFAULT_TOKENS = 1280
 """Pixels of the largest image if the processor's file has no limit: the processor's default."""
+BOUNDS = ("min_pixels", "max_pixels")
 ANGLE_COPIES = 3
 """Copies of an image's rotary table: in the processor's order, in the order of windows, and a row for a part of it."""
 
@@ -37,6 +37,8 @@ class ImageInput(Protocol):
     def limits(self) -> StepLimits: ...
     @property
     def image_cache_bytes(self) -> int: ...
+    @property
+    def divides_images(self) -> bool: ...
 
 
 def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConfig:
@@ -53,35 +55,45 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
     file = folder / PROCESSOR_FILE
     raw = read_json(file) if file.is_file() else {}
     fields = Fields(raw, str(file))
+    bounds = pixel_bounds(args)
+    most = bounds.get("max_pixels")
     if (processor := KimiProcessor.of(raw)) is not None:
+        if "min_pixels" in bounds:
+            raise ConfigError("--mm-process-config image: min_pixels: this model's image processor has no lower bound")
+        processor = processor.within(most)
         return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=processor.max_patches))
     token = (vision.patch_size * vision.merge) ** 2
     size = fields.section("size")
     asked = None if size is None else size.integer("longest_edge", None) or size.integer("max_pixels", None)
-    pixels = asked or fields.integer("max_pixels", None) or DEFAULT_TOKENS * token
+    pixels = most or asked or fields.integer("max_pixels", None) or DEFAULT_TOKENS * token
     patches = pixels // vision.patch_size**2
     return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=patches))
 
 
-def check_images(args: EngineArgs, model: ModelConfig) -> None:
+def pixel_bounds(args: EngineArgs) -> dict[str, int]:
+    """`min_pixels` and `max_pixels` of --mm-process-config; those that it has."""
+    bounds = json.loads(args.multimodal.mm_process_config).get("image")
+    given = bounds if isinstance(bounds, dict) else {}
+    return {name: given[name] for name in BOUNDS if isinstance(given.get(name), int) and given[name] > 0}
+
+
+def check_images(args: EngineArgs) -> None:
     """
     Raises:
-        ConfigError: a flag that images exclude, or a wrong value of a flag of images.
+        ConfigError: a wrong value of a flag of images.
     """
     for complaint in _wrong_values(args):
         raise ConfigError(complaint)
-    if model.vision is not None:
-        for complaint in _excluded(args):
-            raise ConfigError(f"{complaint}; leave it out, or serve text alone with --language-model-only")
 
 
 def _wrong_values(args: EngineArgs) -> Iterator[str]:
     flags = args.multimodal
-    for name in ("media_fetch_timeout", "max_media_mb"):
+    for name in ("media_fetch_timeout", "max_media_mb", "max_media_megapixels"):
         if getattr(flags, name) <= 0:
             yield f"--{name.replace('_', '-')} {getattr(flags, name):g}: must be more than 0"
     if flags.vlm_cache_size_mb < 0:
         yield f"--vlm-cache-size-mb {flags.vlm_cache_size_mb}: must be 0 or more"
+    yield from _wrong_bounds(json.loads(flags.mm_process_config))
     root = flags.allowed_local_media_path
     if root is not None and not Path(root).is_dir():
         yield f"--allowed-local-media-path {root}: is not a folder"
@@ -96,12 +108,21 @@ def _wrong_values(args: EngineArgs) -> Iterator[str]:
             yield f"{name} {most}: {kind} input is not supported; give 0 or leave it out"
 
 
-def _excluded(args: EngineArgs) -> Iterator[str]:
-    mode = args.disaggregation.disaggregation_mode
-    if args.parallel.enable_two_batch_overlap:
-        yield "--enable-two-batch-overlap: not available yet with images: the halves of a step share a rotary table"
-    if mode != OFF:
-        yield f"--disaggregation-mode {mode}: not available yet with images"
+def _wrong_bounds(given: dict[str, Any]) -> Iterator[str]:
+    name = "--mm-process-config"
+    for kind, fields in given.items():
+        if kind not in ("image", "video", "audio") or not isinstance(fields, dict):
+            yield f"{name}: {kind!r} must be image, with an object of settings"
+        elif kind != "image" and fields:
+            yield f"{name} {kind}: {kind} input is not supported; leave it out"
+        for field, value in fields.items() if kind == "image" and isinstance(fields, dict) else ():
+            if field not in BOUNDS:
+                yield f"{name} image: {field!r} is not supported; supported: {', '.join(BOUNDS)}"
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                yield f"{name} image: {field} must be a whole number of at least 1, found {value!r}"
+    image = given.get("image")
+    if isinstance(image, dict) and len(image) == 2 and image.get("min_pixels", 0) > image.get("max_pixels", 0):
+        yield f"{name} image: min_pixels {image['min_pixels']} is more than max_pixels {image['max_pixels']}"
 
 
 def max_images(args: EngineArgs) -> int:
@@ -118,6 +139,8 @@ def image_rows(given: ImageInput) -> list[LedgerRow]:
     patches = largest_image(vision, given.limits.context_len)
     tokens = patches // vision.merge**2
     step = given.limits.num_tokens * vision.row_width * given.dtype_bytes
+    if given.divides_images:  # the exchanged results of the step's images, the first and last of which are cut
+        step += (given.limits.num_tokens + 2 * tokens) * vision.row_width * given.dtype_bytes
     table = given.limits.num_tokens * given.model.rope.width * 4
     kept = LedgerRow("image results", given.image_cache_bytes, "of the vision tower, --vlm-cache-size-mb")
     detail = f"an image of {tokens} tokens, and the image tokens of a step"

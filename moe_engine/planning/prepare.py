@@ -38,6 +38,7 @@ from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_lora import read_adapters
 from moe_engine.planning.resolve_storage import storage_settings
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.template_parsers import with_template_parsers
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
@@ -71,6 +72,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     folder = find_gguf(folder) or folder
     config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
     check_deletion(args, config_folder)
+    args, remarks = with_template_parsers(args, config_folder)
     draft = load_draft(args, model)
     model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
@@ -103,7 +105,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     if on_cpu and resolved.compiled.max_tokens and found.compiler is None:
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
-    return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
+    return dataclasses.replace(resolved, notes=(*resolved.notes, *remarks, *unread_variables(os.environ), *more))
 
 
 def _unloaded(model: ModelConfig) -> str | None:

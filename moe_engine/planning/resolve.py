@@ -63,7 +63,7 @@ def resolve(
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     validate.check(args)
-    check_images(args, model)
+    check_images(args)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record := Record()), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")

@@ -139,6 +139,7 @@ def _size(
             max_total_tokens=memory.max_total_tokens,
             running_is_auto=memory.max_running_requests is None,
             image_cache_bytes=args.multimodal.vlm_cache_size_mb << 20,
+            divides_images=args.multimodal.mm_enable_dp_encoder,
             checkpoint=checkpoint,
             uses_mtp=speculation is not None and speculation.method == "nextn",
             draft=None if draft is None else draft.local(parallel.topology.attn_tp_size),

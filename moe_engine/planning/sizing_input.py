@@ -61,6 +61,8 @@ class SizingInput:
     offload: WeightOffload = NONE
     image_cache_bytes: int = 0
     """Results of the vision tower that are kept."""
+    divides_images: bool = False
+    """Whether the ranks of an attention group divide the images of a step."""
 
     @property
     def page_size(self) -> int:

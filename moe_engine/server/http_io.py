@@ -136,11 +136,11 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     Raises:
         InputError: not JSON, not an object, or not of the type; names the field.
     """
-    body, schema = cut_schema(body, kind)
+    rest, schema = cut_schema(body, kind)
     try:
-        decoded: T = _decoder(kind).decode(body)  # type: ignore[arg-type]  # types are hashable
+        decoded: T = _decoder(kind).decode(rest)  # type: ignore[arg-type]  # types are hashable
     except _REFUSALS:
-        decoded = checked(_decode_leniently(body), kind)
+        return checked(_decode_leniently(body), kind)
     if schema is not None:
         schema.put_back(decoded)
     return decoded
@@ -148,13 +148,13 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
 
 def decode_body_and_rest(body: bytes | bytearray, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """Like `decode_body`, with the whole object, whose parts may have fields that the type lacks."""
-    body, schema = cut_schema(body, kind)
+    rest, schema = cut_schema(body, kind)
     try:
-        value = msgspec.json.decode(body)
+        value = msgspec.json.decode(rest)
         decoded = msgspec.convert(value, kind, str_keys=True)
     except _REFUSALS:
         value = _decode_leniently(body)
-        decoded = checked(value, kind)
+        return checked(value, kind), value
     if schema is not None:
         schema.put_back(decoded)
     return decoded, value

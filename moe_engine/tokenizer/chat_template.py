@@ -69,6 +69,11 @@ class ChatTemplate:
         """Whether it loops over the parts of a message; else it gets their text joined."""
         return all(self._wants_parts.values())
 
+    @property
+    def text(self) -> str:
+        """The sources of all templates."""
+        return "\n".join(self._sources.values())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self._sources, self._special_tokens)
 

@@ -6,6 +6,7 @@ Legend: n image tokens of the step, N tokens of an image.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from moe_engine.image_tokens import ImageTokens
 from moe_engine.models.batch import ImageRows
 from moe_engine.models.image_text import ImageInputs
+from moe_engine.parallel.collectives import Group
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.device_stream import DeviceStream
 
@@ -22,22 +24,28 @@ class ImageEncoder:
 
     Args:
         max_bytes: limit of the results kept between steps; results of the current step may exceed it.
+        group: ranks with the same images, which divide them among themselves (--mm-enable-dp-encoder); None: every
+            rank encodes all.
     """
 
-    def __init__(self, model: ImageInputs, max_bytes: int, stream: DeviceStream) -> None:
+    def __init__(self, model: ImageInputs, max_bytes: int, stream: DeviceStream, group: Group | None = None) -> None:
         self._model, self._max_bytes, self._stream = model, max_bytes, stream
+        self._group = group
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()  # [N, VisionConfig.row_width] each
         self.num_bytes = 0
         self.num_encoded = 0
         """Images encoded so far."""
 
-    def rows(self, step: StepImages) -> ImageRows:
-        """The model's input rows for the image tokens of a step. Images are encoded one by one, so that the peak memory
-        is that of the largest image."""
+    def rows(self, step: StepImages, before: int = 0) -> ImageRows:
+        """The model's input rows for the image tokens of a step (`before` as in `ImageRows`). Images are encoded one by
+        one, so that the peak memory is that of the largest image."""
         upload = self._stream.upload
+        if self._group is not None:
+            self._encode_together(self._group, {image.key: image for image, _ in step.parts})
         rows = [self._encoded(image).index_select(0, upload(torch.from_numpy(own))) for image, own in step.parts]
         self._drop_oldest()
-        return ImageRows(upload(torch.from_numpy(step.tokens)), torch.cat(rows), upload(torch.from_numpy(step.axes)))
+        tokens, axes = upload(torch.from_numpy(step.tokens)), upload(torch.from_numpy(step.axes))
+        return ImageRows(tokens, torch.cat(rows), axes, before)
 
     def warm_up(self) -> None:
         """Runs the tower once, so that its kernels are compiled before the first image."""
@@ -58,16 +66,51 @@ class ImageEncoder:
         if known is not None:
             self._known.move_to_end(image.key)
             return known
+        return self._keep(image, self._encode(image))
+
+    def _encode(self, image: ImageTokens) -> Tensor:
         if not image.pixels:
             raise ValueError("an image token is computed whose image came without pixels")
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.float32)
-        patches = image.grid[0] * image.grid[1] * image.grid[2]
-        rows = self._model.encode(self._stream.upload(pixels.view(patches, -1)), image.grid)
+        self.num_encoded += 1
+        return self._model.encode(self._stream.upload(pixels.view(num_patches(image), -1)), image.grid)
+
+    def _keep(self, image: ImageTokens, rows: Tensor) -> Tensor:
         self._known[image.key] = rows
         self.num_bytes += rows.nbytes
-        self.num_encoded += 1
         return rows
+
+    def _encode_together(self, group: Group, images: Mapping[bytes, ImageTokens]) -> None:
+        """Each rank encodes its part of the unknown images; the sum over ranks of tables that are 0 elsewhere has the
+        rows of all. Ranks know the same images, because they run the same steps."""
+        unknown = [image for key, image in images.items() if key not in self._known]
+        if len(unknown) < 2:
+            return  # one image: its rows cost less than their way from another rank
+        vision = self._model.config.vision
+        assert vision is not None
+        counts = [vision.num_tokens(image.grid) for image in unknown]
+        dtype = self._model.embedding.weight.dtype
+        table = torch.zeros(sum(counts), vision.row_width, dtype=dtype, device=self._stream.device)
+        parts = table.split(counts)
+        for image, part, owner in zip(unknown, parts, divide([num_patches(image) for image in unknown], group.size)):
+            if owner == group.rank:
+                part.copy_(self._encode(image))
+        for image, part in zip(unknown, group.all_reduce(table).split(counts)):
+            self._keep(image, part.clone())
 
     def _drop_oldest(self) -> None:
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._known.popitem(last=False)[1].nbytes
+
+
+def num_patches(image: ImageTokens) -> int:
+    return image.grid[0] * image.grid[1] * image.grid[2]
+
+
+def divide(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each image: the largest first, each to the rank with the fewest patches so far."""
+    loads, owners = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = min(range(ranks), key=lambda rank: loads[rank])
+        loads[owners[i]] += sizes[i]
+    return owners

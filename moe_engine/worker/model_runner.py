@@ -266,14 +266,19 @@ class ModelRunner:
             batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, half)
             for batch, (_, half) in zip(batches, parts)
         ]
+        before = 0
+        for i, batch in enumerate(batches):
+            if batch.images is not None:
+                forwards[i] = self._with_images(forwards[i], batch.images, before)
+                before = len(batch.images.tokens)
         self._phase = f"{RUNNING} in two halves"
         hidden = self._run_overlapped(forwards)
         return concatenate(*batches), torch.cat(hidden)
 
-    def _with_images(self, forward: ForwardBatch, images: StepImages) -> ForwardBatch:
+    def _with_images(self, forward: ForwardBatch, images: StepImages, before: int = 0) -> ForwardBatch:
         assert self.images is not None
         self._phase = f"encoding {len(images.parts)} images"
-        return replace(forward, images=self.images.rows(images))
+        return replace(forward, images=self.images.rows(images, before))
 
     def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
         assert isinstance(self.model, Decoder | ExpertRecordingModel)

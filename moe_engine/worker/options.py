@@ -44,6 +44,7 @@ class WorkerOptions:
         lora: LoRA adapters; None without --enable-lora.
         offloaded_layers: layers whose weights wait in host memory.
         image_cache_bytes: results of the vision tower that are kept.
+        mm_enable_dp_encoder: the ranks of an attention group divide the images of a step.
         kv_connector: name or path of its class (`moe_engine.kv_connectors`).
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
     """
@@ -81,6 +82,7 @@ class WorkerOptions:
     storage: StorageSettings | None = None
     lora: LoraSettings | None = None
     image_cache_bytes: int = 0
+    mm_enable_dp_encoder: bool = False
     offloaded_layers: tuple[int, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
@@ -84,6 +84,69 @@ def test_heads_by_architecture_and_tensors(target: Path, tmp_path: Path) -> None
         assert found(start(target, tmp_path / "d", "NEXTN")) == head
     assert found(start(target, write(tmp_path / "e", "pytorch_model.bin", **EAGLE2), "EAGLE")).layer.hidden_size == 64
     assert found(start(target, tmp_path / "a", load_format="dummy")).own_head == 100
+
+
+def renamed(folder: Path, names: dict[str, str], file: str = "model.safetensors", **more: torch.Tensor) -> Path:
+    """The head with beginnings of names replaced, and more tensors."""
+    stored = folder / "model.safetensors"
+    tensors = load_file(stored) | more
+    stored.unlink()
+    found = {}
+    for name, tensor in tensors.items():
+        old = next((old for old in names if name.startswith(old)), "")
+        found[names.get(old, "") + name.removeprefix(old)] = tensor
+    (torch.save if file.endswith(".bin") else save_file)(found, folder / file)
+    return folder
+
+
+EMBEDDING = {"embed_tokens.weight": torch.ones(320, 64)}
+T2D = {"t2d": torch.ones(320, dtype=torch.bool)}
+TAPS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8], "use_aux_hidden_state": True}}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], str, dict[str, torch.Tensor]]] = {
+    "the authors' EAGLE-3": ({"architectures": ["LlamaForCausalLM"]}, {}, "pytorch_model.bin", T2D),
+    "SpecForge": ({}, {}, "model.safetensors", EMBEDDING | T2D),
+    "ModelOpt": (TAPS, {"midlayer.": "layers.0."}, "model.safetensors", T2D),
+    "under model.": (
+        {},
+        {"midlayer.": "model.layers.0.", "fc.": "model.fc.", "norm.": "model.norm."},
+        "model.safetensors",
+        {"model.embed_tokens.weight": EMBEDDING["embed_tokens.weight"]},
+    ),
+    "norms of each state, by older names": (
+        {"use_aux_norm": True},
+        {f"fc_norm.{i}.": f"aux_norm_{place}." for i, place in enumerate(("low", "mid", "high"))},
+        "model.safetensors",
+        {},
+    ),
+    "a norm before fc": ({"norm_before_fc": True}, {}, "model.safetensors", {}),
+    "the authors' EAGLE-2": (
+        {**EAGLE2, "architectures": ["LlamaForCausalLM"], "bias": True},
+        {"model.layers.0.": "layers.0."},
+        "pytorch_model.bin",
+        EMBEDDING | {"fc.bias": torch.ones(64)},
+    ),
+    "with the state's norm before the residual, and no own head": (
+        {"norm_before_residual": True, "draft_vocab_size": 320},
+        {},
+        "model.safetensors",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_layouts(target: Path, tmp_path: Path, name: str) -> None:
+    fields, names, file, more = LAYOUTS[name]
+    is_eagle3 = "draft_vocab_size" not in fields or fields["draft_vocab_size"]
+    written = {"architectures": FIELDS["architectures"]} if is_eagle3 else {}
+    folder = renamed(write(tmp_path / "head", **fields | written), names, file, **more)
+    if "architectures" in fields:
+        config = json.loads((folder / "config.json").read_text()) | {"architectures": fields["architectures"]}
+        (folder / "config.json").write_text(json.dumps(config))
+    head = found(start(target, folder, "EAGLE3" if is_eagle3 else "EAGLE"))
+    assert head.is_eagle3 == bool(is_eagle3) and head.has_bias == ("fc.bias" in more)
+    assert head.norms_states == ("use_aux_norm" in fields) and head.norms_joined == ("norm_before_fc" in fields)
+    assert head.norms_residual == ("norm_before_residual" in fields)
 
 
 def test_the_ledger_knows_weights_and_kv(target: Path, tmp_path: Path) -> None:

@@ -36,10 +36,14 @@ def test_memory(path: Path) -> None:
     halves = launch(path, tp_size=2)  # every rank has the whole tower
     assert halves.ledger.bytes_of("weights") > 4 * tower
     assert config.ledger.bytes_of("vision tower") == halves.ledger.bytes_of("vision tower") > 0
+    divided = launch(path, tp_size=2, mm_enable_dp_encoder=True)
+    assert divided.ledger.bytes_of("vision tower") > halves.ledger.bytes_of("vision tower")
 
 
 def test_largest_image(path: Path, tmp_path: Path) -> None:
-    """By the processor's file; at most a context."""
+    """By the processor's file or --mm-process-config; at most a context."""
+    bounded = launch(path, mm_process_config=json.dumps({"image": {"max_pixels": 20 * TOKEN_PIXELS**2}}))
+    assert bounded.model.vision.max_patches == 80
     rows = [launch(path, context_length=length).ledger.bytes_of("vision tower") for length in (16, 64, 512)]
     assert rows[0] < rows[1] <= rows[2]
 
@@ -47,7 +51,14 @@ def test_largest_image(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: not available yet with images"),
+        ({"mm_process_config": '{"image": {"size": 3}}'}, "image: 'size' is not supported; supported: min_pixels, max"),
+        ({"mm_process_config": '{"image": {"max_pixels": "many"}}'}, "max_pixels must be a whole number"),
+        (
+            {"mm_process_config": '{"image": {"max_pixels": 1, "min_pixels": 2}}'},
+            "min_pixels 2 is more than max",
+        ),
+        ({"mm_process_config": '{"video": {"fps": 2}}'}, "video input is not supported"),
+        ({"max_media_megapixels": 0}, "--max-media-megapixels 0: must be more than 0"),
         ({"vlm_cache_size_mb": -1}, "--vlm-cache-size-mb -1: must be 0 or more"),
         ({"max_media_mb": 0}, "--max-media-mb 0: must be more than 0"),
         ({"allowed_local_media_path": "/absent/folder"}, "--allowed-local-media-path /absent/folder: is not a folder"),

@@ -11,8 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from moe_engine.media.image_process import load_processor
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
+from tests.models.parity_families import address
+from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
@@ -61,6 +64,30 @@ def test_tokens_are_those_of_one_server(pair: Pair, tmp_path: Path) -> None:
     chat = pair.post("/v1/chat/completions", question).json()
     assert "Paris" in chat["choices"][0]["message"]["content"]
     idle_and_free(pair)
+
+
+def test_images(tmp_path: Path) -> None:
+    """Behind text, at the end of the prompt, and the same image again: tokens of transformers; KV is transferred."""
+    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    path = make_checkpoint("qwen3_vl_moe", tmp_path / "model", random.randrange(1000))
+    oracle, processor = Oracle(path), load_processor(str(path))
+    pictures = [random_picture(90, 130, random.randrange(1000)) for _ in range(2)]
+    images = []
+    for picture in pictures:
+        made = processor(images=[picture], return_tensors="pt")
+        images.append(Pixels(tuple(made["image_grid_thw"][0].tolist()), made["pixel_values"]))
+    text = [random.randrange(250) for _ in range(40)]
+    with Pair(tmp_path, "--model-path", str(path)) as pair:
+        for chosen in ([0], [0, 1], [1], [0]):
+            ids = text + [token for i in chosen for token in (i, START, IMAGE)]
+            whole = text + [token for i in chosen for token in (i, START, *[IMAGE] * images[i].num_tokens)]
+            data = [address(pictures[i]) for i in chosen]
+            answer = pair.post("/generate", body(ids, image_data=data)).json()
+            expected = [token for token, _ in oracle.greedy(whole, [images[i] for i in chosen], 12)]
+            assert answer["output_ids"][: len(expected)] == expected
+            meta = answer["meta_info"]
+            assert meta["prompt_tokens"] == len(whole) and meta["cached_tokens"] >= len(whole) - 2
+        idle_and_free(pair)
 
 
 def test_prompt_logprobs_and_streams(tmp_path: Path) -> None:

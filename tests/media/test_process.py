@@ -18,6 +18,7 @@ from PIL import Image
 
 from moe_engine.media import image_process
 from moe_engine.media.image_process import Processed, load_processor
+from moe_engine.media.settings import MediaSettings
 from tests.examples import examples
 
 ROTATED = Image.Exif()
@@ -54,8 +55,11 @@ BROKEN = {
     "too flat": (lambda: encoded(drawn(8000, 10)), "aspect ratio must be smaller than 200, got 800"),
     "truncated JPEG": (lambda: encoded(drawn(80, 80), "JPEG")[:1500], "image file is truncated"),
     "truncated PNG": (lambda: encoded(drawn(80, 80))[:3000], "image file is truncated"),
-    "many pixels": (lambda: header(30000, 30000), "too many pixels; send at most 128 megapixels"),
-    "more pixels than decoded": (lambda: header(12000, 12000), "12000 x 12000 pixels; send at most 128 megapixels"),
+    "many pixels": (
+        lambda: header(30000, 30000),
+        "megapixels (--max-media-megapixels)",
+    ),
+    "more pixels than decoded": (lambda: header(8192, 8193), "8192 x 8193 pixels; send at most 64 megapixels"),
 }
 
 
@@ -78,7 +82,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def processed(processor: Any, data: bytes) -> Processed:
-    return image_process._processed(processor, data)
+    return image_process._processed(processor, MediaSettings().max_decoded_pixels, data)
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -97,6 +101,16 @@ def test_pixels_are_those_of_transformers(processor: Any, name: str) -> None:
 def test_the_reason_against_an_image(processor: Any, name: str) -> None:
     make, words = BROKEN[name]
     assert words in (processed(processor, make()).problem or "")
+
+
+@pytest.mark.parametrize("bounds", [(None, 7000), (11000, None), (3136, 6272)])
+def test_bounds_replace_those_of_the_checkpoint(tmp_path: Path, bounds: tuple[int | None, int | None]) -> None:
+    own = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12544}
+    Path(tmp_path, "preprocessor_config.json").write_text(json.dumps(own))
+    least, most = bounds[0] or own["min_pixels"], bounds[1] or own["max_pixels"]
+    given = load_processor(str(tmp_path), *bounds)
+    large, small = (processed(given, encoded(drawn(*size))).grid for size in ((500, 300), (20, 30)))
+    assert large[1] * large[2] * 14**2 <= most and small[1] * small[2] * 14**2 >= least
 
 
 def test_broken_files_are_answered(processor: Any, recwarn: pytest.WarningsRecorder) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.errors import CheckpointError
 from moe_engine.media.image_process import load_processor
 from moe_engine.models.batch import ImageRows
 from moe_engine.models.checkpoint_files import read_checkpoint
@@ -95,8 +95,6 @@ def test_requests(made: Made, tmp_path: Path) -> None:
             assert_equal(answers[f"a{i}"], expected)
             assert_equal(answers[f"b{i}"], expected)
     engine.close()
-    with pytest.raises(ConfigError, match="--disaggregation-mode prefill: not available yet with images"):
-        prepare(EngineArgs.from_kwargs(model_path=str(made.path), disaggregation_mode="prefill"))
     alone = prepare(EngineArgs.from_kwargs(model_path=str(made.path), language_model_only=True, max_total_tokens=64))
     assert alone.model.vision is None
 

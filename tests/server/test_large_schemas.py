@@ -95,12 +95,22 @@ def test_bodies_that_stay_whole() -> None:
         (_dumped(ASKED)[:-1] + ', "guided_json": ').encode() + text.encode("latin-1", "replace") + b'"\xff"}',
     ):
         assert cut_schema(body, ChatRequest) == (body, None)
+    for fields in ({"temperature": "x"}, {"response_format": [schema, 1]}, {"max_tokens": 2.0}):
+        wrong = _dumped({**ASKED, "guided_json": schema, **fields}).encode()
+        assert _outcome(wrong) == _outcome(bytearray(wrong))
     # the last of equal names counts, as in any JSON object
     doubled = _dumped(ASKED)[:-1] + ', "guided_json": ' + text + ', "guided_json": {"a": ' + text + "}}"
     assert cut_schema(doubled.encode(), ChatRequest)[1] is not None
     request = decode_body(doubled.encode(), ChatRequest)
     assert isinstance(request.guided_json, Raw) and json.loads(bytes(request.guided_json)) == {"a": schema}
     assert request.messages == ASKED["messages"]
+
+
+def _outcome(body: bytes | bytearray) -> Any:
+    try:
+        return decode_body(body, ChatRequest)
+    except InputError as error:
+        return error.message
 
 
 def test_faults_of_unread_schemas() -> None:

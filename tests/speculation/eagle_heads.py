@@ -68,6 +68,7 @@ class Form:
     bias: bool = False
     norms_residual: bool = False
     norms_states: bool = False
+    norms_joined: bool = False
     norms_output: bool = False
     own_head: bool = True
 
@@ -115,6 +116,8 @@ class ReferenceHead(nn.Module):
         self.hidden_norm, self.norm = norm(size, config.rms_norm_eps), norm(size, config.rms_norm_eps)
         if form.own_head:
             self.lm_head = nn.Linear(size, form.num_tokens or of.vocab_size, bias=False)
+        if form.norms_joined:
+            self.input_norm = norm(len(TAPS) * size, config.rms_norm_eps)
         if form.norms_states:
             self.fc_norm = nn.ModuleList(norm(size, config.rms_norm_eps) for _ in TAPS)
 
@@ -126,6 +129,8 @@ class ReferenceHead(nn.Module):
         """[T, F] -> [T, D], hidden states of the first draft step."""
         if not self.form.eagle3:
             return states
+        if self.form.norms_joined:
+            states = self.input_norm(states)
         if self.form.norms_states:
             parts = states.chunk(len(TAPS), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
@@ -207,6 +212,7 @@ class ReferenceHead(nn.Module):
         if form.eagle3:
             config |= {"draft_vocab_size": form.num_tokens or size, "norm_before_residual": form.norms_residual}
             config |= {"fc_norm": form.norms_states, "norm_output": form.norms_output}
+            config |= {"norm_before_fc": form.norms_joined}
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder

@@ -22,7 +22,7 @@ FORMS = {
     "eagle2 mapped": ("qwen3", Form(eagle3=False, token_map=MAP)),
     "eagle3": ("qwen3", Form(num_tokens=200)),
     "eagle3 on mla": ("deepseek_v3", Form(num_tokens=160)),
-    "eagle3 of mla": ("deepseek_v3", Form(layer="deepseek", norms_states=True, norms_output=True)),
+    "eagle3 of mla": ("deepseek_v3", Form(layer="deepseek", norms_states=True, norms_joined=True, norms_output=True)),
     "eagle3 variants": ("llama", Form(norms_residual=True, own_head=False)),
     "eagle2 of mla": ("deepseek_v2_lite", Form(eagle3=False, layer="deepseek")),
 }

@@ -27,7 +27,16 @@ COUNT = 4
     ("kind", "flags"),
     [
         # every rank keeps its rows of the residual stream, to which deepstack adds
-        ("qwen3_vl_moe", {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"}),
+        (
+            "qwen3_vl_moe",
+            {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all", "enable_two_batch_overlap": True}
+            | {"mm_enable_dp_encoder": True},
+        ),
+        pytest.param(
+            "qwen3_vl_moe",
+            {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("qwen3_vl_moe", {"tp_size": 2, "attn_dp_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_vl_moe", {"dp_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param("qwen2_5_vl", {"tp_size": 2}, marks=pytest.mark.exhaustive),

@@ -148,6 +148,20 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "norm_route_kernel", "greedy_kernel"}
 
 
+def test_e4m3_latents_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache rows and attention in Triton: the tokens of the CPU, whose last bits may round to another e4m3 number."""
+    monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, first_k_dense_replace=1)
+    requests, both = script([GREEDY, GREEDY]), {"kv_cache_dtype": E4M3_TENSOR}
+    expected = serve(path, tmp_path, requests, device="cpu", **both)
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
+    found = serve(path, tmp_path, requests, device="cuda", **both, **more)
+    check_answers(found.answers, expected.answers, tolerance=0.02)
+    assert any(answer.cached_tokens for answer in found.answers.values())
+    assert found.num_graphs == 2 and found.waits == []
+    assert set(kernels.launches) >= {"latent_kernel", "gather_kernel", "absorb_kernel"}
+
+
 def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek V3.2 in this project's kernels, with contexts within the top-k and beyond it, and prompts in chunks: the
     tokens of the CPU, replayed decodes, no waits. With the steps of every size before READY."""

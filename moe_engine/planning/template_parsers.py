@@ -1,0 +1,55 @@
+"""`--reasoning-parser auto` and `--tool-call-parser auto`: the parsers of the chat template that the server uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.field import option_of
+from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.planning.resolve_names import DEMO_PARSERS
+
+AUTO = "auto"
+_NAMES = ("reasoning_parser", "tool_call_parser")
+
+
+def with_template_parsers(args: EngineArgs, folder: Path) -> tuple[EngineArgs, tuple[str, ...]]:
+    """The flags with the chosen parsers in the place of auto, and remarks. Reads the tokenizer only with auto.
+
+    Args:
+        folder: of the checkpoint, or its GGUF file.
+
+    Raises:
+        ConfigError: no such template, or a broken one.
+    """
+    asked = [name for name in _NAMES if getattr(args.server, name) == AUTO]
+    if not asked:
+        return args, ()
+    found: Mapping[str, str | None] = DEMO_PARSERS if folder == CHECKPOINT_DIR else _of_template(args, folder)
+    remarks = tuple(
+        f"{option_of(name)} auto: {found.get(name) or 'none, the chat template shows no known format'}"
+        for name in asked
+    )
+    chosen: dict[str, Any] = {name: found.get(name) for name in asked}
+    return dataclasses.replace(args, server=dataclasses.replace(args.server, **chosen)), remarks
+
+
+def _of_template(args: EngineArgs, folder: Path) -> dict[str, str | None]:
+    from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
+    from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
+    from moe_engine.tokenizer.tokenizer import load_tokenizer
+
+    if args.model.skip_tokenizer_init:
+        return {}
+    path = args.model.tokenizer_path or folder
+    trust, revision = args.model.trust_remote_code, args.model.revision
+    own = load_tokenizer(path, mode=args.model.tokenizer_mode, trust_remote_code=trust, revision=revision).chat_template
+    template = load_chat_template(args.model.chat_template, own, {}, folder if folder.is_dir() else folder.parent)
+    if template is None:
+        return {}
+    if not isinstance(template, ChatTemplate):
+        return {"reasoning_parser": "deepseek-v3", "tool_call_parser": "deepseekv32"}  # the built-in encoder's
+    return {"reasoning_parser": reasoning_format(template.text), "tool_call_parser": tool_format(template.text)}

@@ -1,0 +1,53 @@
+"""Formats of reasoning and tool calls by the marks in a chat template (`--reasoning-parser auto`,
+`--tool-call-parser auto`)."""
+
+from __future__ import annotations
+
+import re
+
+from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
+
+_TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpt-oss", ("<|channel|>", "<|message|>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minimax-m2", ("<minimax:tool_call>",)),
+    ("deepseekv32", ("｜DSML｜",)),
+    ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
+    ("glm", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("qwen25", ("<tool_call>",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>", '"parameters"')),
+)
+"""Parser and its marks. The first whose marks are all in the template: some have the marks of a later one too."""
+_OF_TOOLS = {"gpt-oss": "gpt-oss", "kimi_k2": "kimi_k2", "minimax-m2": "minimax", "glm": "glm45"}
+_SWITCH = re.compile(r"\bthinking\b")
+
+
+def tool_format(template: str) -> str | None:
+    """The `--tool-call-parser` of the calls that a template writes; None: it writes none in a known format."""
+    return next((name for name, marks in _TOOLS if all(mark in template for mark in marks)), None)
+
+
+def reasoning_format(template: str) -> str | None:
+    """The `--reasoning-parser` of the answers to a template's prompts; None: they have no reasoning in a known
+    format."""
+    tools = tool_format(template)
+    if tools == "gpt-oss":
+        return "gpt-oss"
+    if "◁think▷" in template:
+        return "kimi"
+    if THINK_END not in template:
+        return None
+    if tools in _OF_TOOLS:
+        return _OF_TOOLS[tools]
+    if "enable_thinking" in template:
+        return "qwen3"
+    if tools is not None and tools.startswith("deepseek") and _SWITCH.search(template):
+        return "deepseek-v3"
+    opens = THINK_START in template[template.rfind("add_generation_prompt") :]
+    if not opens:
+        return None
+    return "qwen3-thinking" if tools in ("qwen25", "qwen3_coder") else "deepseek-r1"

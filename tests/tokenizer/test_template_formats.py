@@ -1,0 +1,81 @@
+"""Parsers by the marks of a chat template: the shapes of the published templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.planning.template_parsers import with_template_parsers
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS
+from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
+from tests.models.byte_tokenizer import write_tokenizer
+
+ASK = "{%- if add_generation_prompt %}"
+BACK = "{{ content.split('</think>')[-1] }}"
+"""How templates leave earlier reasoning out."""
+SWITCHED = BACK + ASK + "{%- if enable_thinking is false %}<think>\n\n</think>\n\n{%- endif %}{%- endif %}"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+HERMES = '<tool_call>\n{"name": {{ name }}}</tool_call>'
+CODER = "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>"
+TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
+    "DeepSeek V3": (DEEPSEEK + "function\n```json", None, "deepseekv3"),
+    "DeepSeek R1": (DEEPSEEK + "\n```json" + BACK + ASK + "<｜Assistant｜><think>\\n", "deepseek-r1", "deepseekv3"),
+    "DeepSeek V3.1": (
+        BACK + DEEPSEEK + ASK + "{%- if thinking %}<think>{% else %}</think>",
+        "deepseek-v3",
+        "deepseekv31",
+    ),
+    "Kimi K2": ("<|tool_calls_section_begin|>", None, "kimi_k2"),
+    "Kimi K2 Thinking": (BACK + "<|tool_calls_section_begin|>" + ASK + "<think>", "kimi_k2", "kimi_k2"),
+    "Qwen2.5": (HERMES + ASK + "<|im_start|>assistant\n", None, "qwen25"),
+    "Qwen3": (HERMES + SWITCHED, "qwen3", "qwen25"),
+    "Qwen3 Thinking": (HERMES + BACK + ASK + "<|im_start|>assistant\n<think>\n", "qwen3-thinking", "qwen25"),
+    "Qwen3-Coder": (CODER + ASK, None, "qwen3_coder"),
+    "Qwen3.5": (CODER + SWITCHED, "qwen3", "qwen3_coder"),
+    "GLM-4.5": ("<tool_call>{{ name }}\n<arg_key>" + SWITCHED, "glm45", "glm"),
+    "MiniMax-M2": ("<minimax:tool_call>" + BACK + ASK + "<think>", "minimax", "minimax-m2"),
+    "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss", "gpt-oss"),
+    "Mistral": ("[AVAILABLE_TOOLS][TOOL_CALLS]", None, "mistral"),
+    "Llama 3.1": ("<|start_header_id|><|python_tag|>", None, "llama3"),
+    "Llama 3.2": ('<|start_header_id|>{"name": function, "parameters": {}}', None, "llama3"),
+    "plain": ("{{ messages }}", None, None),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_formats_of_published_templates(name: str) -> None:
+    template, reasoning, tools = TEMPLATES[name]
+    assert (reasoning_format(template), tool_format(template)) == (reasoning, tools)
+    assert {reasoning} <= {None, *REASONING_FORMATS} and {tools} <= {None, *TOOL_FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "expected"),
+    [
+        (HERMES, {}, (None, "qwen25")),
+        (HERMES, {"chat_template": "deepseek-v32"}, ("deepseek-v3", "deepseekv32")),
+        (HERMES, {"skip_tokenizer_init": True}, (None, None)),
+        (None, {}, (None, None)),
+        (None, {"reasoning_parser": "glm45"}, ("glm45", None)),
+    ],
+)
+def test_auto(
+    template: str | None, flags: dict[str, Any], expected: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    file.write_text(json.dumps(config | ({"chat_template": template} if template else {})))
+    asked = {"reasoning_parser": "auto", "tool_call_parser": "auto"} | flags
+    args = EngineArgs.from_kwargs(model_path=str(tmp_path), **asked)
+    found, remarks = with_template_parsers(args, tmp_path)
+    assert (found.server.reasoning_parser, found.server.tool_call_parser) == expected
+    assert len(remarks) == list(asked.values()).count("auto") and all("auto:" in remark for remark in remarks)
+    assert with_template_parsers(found, tmp_path) == (found, ())
