@@ -12,9 +12,9 @@ all further layers. There are no other ranks, and routing is uniform.
 A launch takes: gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages). Streams overlap, and the
 host prepares the next step meanwhile unless it waits. Every constant is in step_costs/hardware.json, with its source.
 The roofline (step_costs/roofline.py) is a formula over config.json: weights used, KV and messages once at the device's
-rates. `of roofline` is the roofline's share of the step's time, an estimate for comparing builds; launches, bytes and
-waits are exact. --rows triton: no vendor library is installed; vendors: DeepGEMM, FlashAttention 3 and DeepEP are
-installed.
+rates. `of roofline` is the roofline's share of the step's time, an estimate for comparing builds; `constants allow` is
+the most that it can be with the rates that kernels reach by the same constants. Launches, bytes and waits are exact.
+--rows triton: no vendor library is installed; vendors: DeepGEMM, FlashAttention 3 and DeepEP are installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from benchmarks.step_costs.models import MODELS, config_of
 from benchmarks.step_costs.roofline import FORMS
 
 COLUMNS = {
-    "case": "case", "fraction": "of roofline", "us": "step us", "roofline_us": "roofline us",
+    "case": "case", "fraction": "of roofline", "allowed": "constants allow", "us": "step us",
+    "roofline_us": "roofline us",
     "tokens_per_s_per_gpu": "tok/s/GPU", "launches_a_dense_layer": "dense layer", "launches_a_moe_layer": "MoE layer",
     "launches_outside": "outside", "host_waits": "waits",
 }  # fmt: skip
@@ -92,6 +93,10 @@ def print_summary(summary: Any, lines: bool) -> None:
         f"{least.links_us:.0f}): {summary.fraction:.1%}; {summary.tokens_per_s:.0f} tok/s/GPU; "
         f"{summary.num_waits} waits of the host"
     )
+    print(
+        f"the constants allow {summary.allowed:.1%}: the same work takes {summary.allowed_us:.0f} us at their rates, "
+        "with these messages and nothing else"
+    )
     print(report.table(("dearest launches", "us"), [(name, f"{us:.0f}") for us, name in summary.dearest()]))
     for times, wait in summary.waits:
         print(f"the host waits {times} times: {wait.what}, {wait.where}")
@@ -135,10 +140,14 @@ def as_table(cases: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
     for values in cases:
-        shown = [f"{values[key]:.1%}" if key == "fraction" else f"{values[key]:,}" if key != "case" else values[key]
-                 for key in COLUMNS]  # fmt: skip
-        lines.append("| " + " | ".join(shown) + " |")
+        lines.append("| " + " | ".join(_shown(key, values[key]) for key in COLUMNS) + " |")
     return "\n".join(lines)
+
+
+def _shown(key: str, value: Any) -> str:
+    if key in ("fraction", "allowed"):
+        return f"{value:.1%}"
+    return str(value) if key == "case" else f"{value:,}"
 
 
 def run_every_group(hardware: str) -> int:

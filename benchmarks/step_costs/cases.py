@@ -14,10 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = Path(__file__).with_name("expected.json")
 """Values of `CHECKED` groups that CI checks."""
-HELD = (
-    "host_waits", "launches_a_dense_layer", "launches_a_moe_layer", "launches_outside", "bytes", "nvlink_bytes",
-    "network_bytes",
-)  # fmt: skip
+HELD = ("host_waits", "launches_a_layer", "launches_outside", "bytes", "nvlink_bytes", "network_bytes")
 DECODES = (1, 32, 128, 256)
 
 
@@ -36,6 +33,7 @@ class Group:
     attention: str = "auto"
     topk: int = 1
     threshold: float = 1.0
+    context: int = 2048
 
     @property
     def name(self) -> str:
@@ -44,11 +42,12 @@ class Group:
         work += f" tree {self.topk}" if self.topk > 1 else ""
         work += f" threshold {self.threshold}" if self.threshold < 1 else ""
         work += f" {self.attention}" if self.attention != "auto" else ""
+        work += f" after {self.context}" if self.context != 2048 else ""
         return f"{self.model} {self.form} {self.rows} {work}" + f" {self.dispatch}" * (self.dispatch != "deepep")
 
     def arguments(self) -> list[str]:
         more = ["--prefill", self.prefill] if self.prefill else ["--batch", *self.batches, "--mtp", self.mtp]
-        found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", 2048, *more]
+        found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", self.context, *more]
         found += ["--dispatch", self.dispatch, "--drafter", self.drafter, "--attention", self.attention]
         found += ["--topk", self.topk, "--threshold", self.threshold]
         return [str(x) for x in found]
@@ -71,6 +70,9 @@ GROUPS = (
     Group("v3", "tp8", (32,), mtp=3, topk=4),
     Group("v3", "tp8", (32,), mtp=3, threshold=0.9),
     Group("v3", "tp8", (32,), mtp=3, drafter="standalone"),
+    Group("v3.2", "dp8ep8", context=8192),
+    Group("gpt-oss-120b", "tp4"),
+    Group("qwen3-next", "tp4"),
     Group("v2-lite", "tp1", (1,), prefill=8192),
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3", "tp8", (1,), prefill=8192),
@@ -81,7 +83,11 @@ CHECKED = (
     Group("v3", "tp8", (1,)),
     Group("v3", "dp8ep8", (32,), mtp=1),
     Group("v3", "dp8ep8", (128,), dispatch="symm_mem"),
+    Group("v3", "tp8", (8,), mtp=3, topk=4),
     Group("v3", "dp8ep8", (1,), prefill=8192),
+    Group("v3.2", "dp8ep8", (8,), context=8192),
+    Group("gpt-oss-120b", "tp4", (8,)),
+    Group("qwen3-next", "tp4", (8,)),
 )
 """Groups that are fast enough for every run of the tests."""
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step_costs.layers import LAYER_TYPES, kinds_of
+
 KEPT = 2
 """Layers of each kind that run: the last represents all further layers."""
 
@@ -14,6 +16,9 @@ _COMMON: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
     "rope_theta": 10000, "max_position_embeddings": 163840, "bos_token_id": 0, "eos_token_id": 1,
     "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+_BLOCK_FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "v2-lite": _COMMON | {
@@ -30,10 +35,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "vocab_size": 129280,
         "num_nextn_predict_layers": 1,
+        "quantization_config": _BLOCK_FP8,
+    },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088,
+        "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "bos_token_id": 199998, "eos_token_id": 200002,
         "quantization_config": {
-            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         },
     },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.25, "rope_theta": 10000000, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "hidden_act": "silu", "bos_token_id": 151643, "eos_token_id": 151645,
+    },
+}  # fmt: skip
+MODELS["v3.2"] = MODELS["v3"] | {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64,
+    "index_head_dim": 128,
 }  # fmt: skip
 
 
@@ -66,15 +100,14 @@ def config_of(model: str) -> dict[str, Any]:
 
 def shortened(config: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """The config with at most `KEPT` layers of each kind, and the number of layers that each represents."""
-    layers = config["num_hidden_layers"]
-    dense = config.get("first_k_dense_replace", 0) if config.get("n_routed_experts") else layers
-    counts = [*_counts(dense), *_counts(layers - dense)]
-    short = config | {"num_hidden_layers": len(counts)}
-    if config.get("n_routed_experts"):
-        short["first_k_dense_replace"] = min(dense, KEPT)
+    kinds = kinds_of(config)
+    kept = sorted(i for kind in set(kinds) for i in [j for j, other in enumerate(kinds) if other == kind][:KEPT])
+    last = {kinds[i]: i for i in kept}
+    counts = [kinds.count(kinds[i]) - KEPT + 1 if last[kinds[i]] == i and kinds.count(kinds[i]) > KEPT else 1
+              for i in kept]  # fmt: skip
+    short = config | {"num_hidden_layers": len(kept)}
+    if "first_k_dense_replace" in config:
+        short["first_k_dense_replace"] = sum(not kinds[i][1] for i in kept)
+    if len({mixer for mixer, _ in kinds}) > 1:
+        short["layer_types"] = [LAYER_TYPES[kinds[i][0]] for i in kept]
     return short, counts
-
-
-def _counts(layers: int) -> list[int]:
-    kept = min(layers, KEPT)
-    return [1] * (kept - 1) + [layers - kept + 1] if kept else []

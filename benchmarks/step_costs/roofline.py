@@ -9,13 +9,12 @@ as in a layer; launches, activations and padding take no time. Legend: B request
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
-from benchmarks.step_work import AttentionWork, mla_work, share_touched
-
-BF16 = 2
+from benchmarks.step_costs.layers import BF16, bytes_of, layers_of, num_experts
+from benchmarks.step_work import share_touched
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Form:
 
 
 FORMS = {
-    "tp1": Form("tp1"), "tp8": Form("tp8", tp=8), "dp8ep8": Form("dp8ep8", dp=8, ep=8),
+    "tp1": Form("tp1"), "tp4": Form("tp4", tp=4), "tp8": Form("tp8", tp=8), "dp8ep8": Form("dp8ep8", dp=8, ep=8),
     "dp16ep16": Form("dp16ep16", dp=16, ep=16),
 }  # fmt: skip
 
@@ -73,72 +72,60 @@ def decode(
         kv_bytes: of a channel of the cache, its share of the scales included.
     """
     tokens, tp = batch * query_tokens, form.tp
-    sizes = _Sizes.of(config)
-    touched = share_touched(tokens * form.dp, config.get("num_experts_per_tok", 0), sizes.experts)
-    layers, moe = config["num_hidden_layers"], sizes.moe_layers
-    experts = sizes.experts / form.ep
-    share = tp if form.ep == 1 else 1
-    weights = layers * sizes.attention.weights / tp + (layers - moe) * sizes.dense / tp
-    weights += moe * (sizes.shared / tp + touched * experts * sizes.expert / share)
-    kind = sizes.weight_bytes
-    weight_bytes = weights * kind + moe * sizes.gate * BF16 + config["vocab_size"] * config["hidden_size"] * BF16 / tp
-    active = layers * sizes.attention.weights / tp + (layers - moe) * sizes.dense / tp
-    active += moe * (sizes.shared / tp + config.get("num_experts_per_tok", 0) * sizes.expert / share)
-    flops = 2.0 * tokens * (active + config["vocab_size"] * config["hidden_size"] / tp)
-    kv = layers * batch * context * sizes.attention.kv_elements * kv_bytes
-    attention_flops = layers * tokens * context * sizes.attention.decode_flops / tp
-    nvlink, network = _links(config, form, hardware, tokens, moe, layers)
+    step = _products(config, form, hardware, tokens)
+    kv = state = flops = 0.0
+    for count, layer in layers_of(config):
+        kept = min(tp, layer.kv_heads)
+        kv += count * batch * (layer.seen(context) * layer.record / BF16 * kv_bytes / kept + context * layer.indexed)
+        state += count * batch * 2 * layer.state / tp
+        seen = layer.seen(context) * layer.flops / tp + context * layer.index_flops + layer.token_flops / tp
+        flops += count * tokens * seen
     peak = hardware["peak_bytes_per_s"]
-    rate = hardware["peak_flops"]["fp8" if kind == 1 else "bf16"]
-    attention_us = max(kv / peak, attention_flops / hardware["best_attention_flops"]) * 1e6
-    return Roofline(
-        weight_bytes, kv, flops, attention_flops, nvlink, network, max(weight_bytes / peak, flops / rate) * 1e6,
-        attention_us, max(nvlink / hardware["nvlink_bytes_per_s"], network / hardware["network_bytes_per_s"]) * 1e6,
-    )  # fmt: skip
+    attention_us = max((kv + state) / peak, flops / hardware["best_attention_flops"]) * 1e6
+    return replace(step, kv_bytes=kv + state, attention_flops=flops, attention_us=attention_us)
 
 
 def prefill(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: int) -> Roofline:
     """One prompt of `tokens` tokens on each attention group."""
-    step = decode(config, form, hardware, tokens, 0)
-    flops = config["num_hidden_layers"] * mla_work(config).prefill_flops / form.tp * tokens * (tokens + 1) / 2
+    step = _products(config, form, hardware, tokens)
+    flops = 0.0
+    for count, layer in layers_of(config):
+        most = min(tokens, layer.most or tokens)
+        pairs = most * (most + 1) / 2 + (tokens - most) * most
+        every = tokens * (tokens + 1) / 2
+        seen = layer.prefill_flops / form.tp * pairs + layer.index_flops * every
+        flops += count * (seen + layer.token_flops * tokens / form.tp)
     head = 2.0 * (tokens - 1) * config["vocab_size"] * config["hidden_size"] / form.tp
-    rate = hardware["peak_flops"]["fp8" if "quantization_config" in config else "bf16"]
     products = step.product_flops - head
-    weights_us = max(step.weight_bytes / hardware["peak_bytes_per_s"], products / rate) * 1e6
-    return Roofline(
-        step.weight_bytes, 0.0, products, flops, step.nvlink_bytes, step.network_bytes, weights_us,
-        flops / hardware["best_attention_flops"] * 1e6, step.links_us,
+    weights_us = max(step.weight_bytes / hardware["peak_bytes_per_s"], products / _rate(config, hardware)) * 1e6
+    return replace(
+        step, product_flops=products, attention_flops=flops, weights_us=weights_us,
+        attention_us=flops / hardware["best_attention_flops"] * 1e6,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Weights of a layer, in elements: dense MLP, shared expert, one routed expert, gate."""
+def _rate(config: Mapping[str, Any], hardware: Hardware) -> float:
+    return float(hardware["peak_flops"]["fp8" if bytes_of(config)[1] == 1 else "bf16"])
 
-    attention: AttentionWork
-    dense: int
-    shared: int
-    expert: int
-    gate: int
-    experts: int
-    moe_layers: int
-    weight_bytes: int
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _Sizes:
-        hidden = config["hidden_size"]
-        experts = config.get("n_routed_experts") or 0
-        expert = 3 * hidden * config["moe_intermediate_size"] if experts else 0
-        return cls(
-            attention=mla_work(config),
-            dense=3 * hidden * config["intermediate_size"],
-            shared=config.get("n_shared_experts", 0) * expert,
-            expert=expert,
-            gate=experts * hidden,
-            experts=experts,
-            moe_layers=config["num_hidden_layers"] - config["first_k_dense_replace"] if experts else 0,
-            weight_bytes=1 if "quantization_config" in config else BF16,
-        )
+def _products(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: int) -> Roofline:
+    """Weights, products and messages of `tokens` tokens of a rank; nothing of attention."""
+    tp, ranks = form.tp, form.tp if form.ep == 1 else 1  # ranks of a token's weights, and of an expert's
+    experts, top_k = num_experts(config), config.get("num_experts_per_tok") or 0
+    touched = share_touched(tokens * form.dp, top_k, experts) * experts / form.ep
+    of_expert, of_others = bytes_of(config)
+    head = config["vocab_size"] * config["hidden_size"] / tp
+    weight_bytes, active, mixtures = head * BF16, head, 0
+    for count, layer in layers_of(config):
+        common = (layer.attention + layer.dense) / tp
+        weight_bytes += count * (common * of_others + layer.gate * BF16 + touched * layer.expert / ranks * of_expert)
+        active += count * (common + top_k * layer.expert / ranks)
+        mixtures += count if layer.expert else 0
+    nvlink, network = _links(config, form, hardware, tokens, mixtures, config["num_hidden_layers"])
+    flops = 2.0 * tokens * active
+    weights_us = max(weight_bytes / hardware["peak_bytes_per_s"], flops / _rate(config, hardware)) * 1e6
+    links_us = max(nvlink / hardware["nvlink_bytes_per_s"], network / hardware["network_bytes_per_s"]) * 1e6
+    return Roofline(weight_bytes, 0.0, flops, 0.0, nvlink, network, weights_us, 0.0, links_us)
 
 
 def _links(
@@ -150,7 +137,7 @@ def _links(
     if form.ep == 1:
         rows = 2 * layers * tokens * hidden * BF16 * 2 * (form.tp - 1) / form.tp
         return rows, 0.0
-    quantized = hidden + hidden // 128 * 4 if "quantization_config" in config else hidden * BF16
+    quantized = hidden + hidden // 128 * 4 if bytes_of(config)[1] == 1 else hidden * BF16
     row = quantized + hidden * BF16
     nodes, pairs = form.nodes(hardware), tokens * config["num_experts_per_tok"]
     near = pairs * (form.ranks // nodes - 1) / form.ranks * row * moe

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.layers import num_experts, num_shared
 from benchmarks.step_costs.models import draft_model, shortened
 from benchmarks.step_costs.roofline import Form
 
@@ -62,6 +63,7 @@ class Case:
         work += f"-tree{self.topk}" if self.topk > 1 else ""
         work += f"-threshold{self.threshold}" if self.threshold < 1 else ""
         rows += f"-{self.attention}" if self.attention != "auto" else ""
+        work += f"-C{self.context}" if self.prefill is None and self.context != 2048 else ""
         rows += f"-{self.kv}" if self.kv != "auto" else ""
         return f"{self.model}-{self.form.name}-{work}{rows}"
 
@@ -98,6 +100,10 @@ class Session:
         recorder = self._recorder
         recorder.settings = _settings(case)
         recorder.forget_graphs()
+        if config.kernels.model.need.index is not None:  # graphs of a selection need a step with one before them
+            before = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
+            before.enter()
+            before.leave()
         _capture(self._worker, config, batch, case)
         steps = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
         if case.prefill is not None:
@@ -125,8 +131,8 @@ def _settings(case: Case) -> dict[str, Any]:
     from benchmarks.step_costs.costs import Routing, Setting
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
-    experts, top_k = case.config.get("n_routed_experts") or 0, case.config.get("num_experts_per_tok", 0)
-    shared = case.config.get("n_shared_experts") or 0 if case.form.ep == 1 else 0  # fused into the routed ones
+    experts, top_k = num_experts(case.config), case.config.get("num_experts_per_tok") or 0
+    shared = num_shared(case.config) if case.form.ep == 1 else 0  # fused into the routed ones
 
     def with_tokens(tokens: int) -> Setting:
         local = experts // case.form.ep
@@ -138,7 +144,7 @@ def _settings(case: Case) -> dict[str, Any]:
 
 def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
-    from benchmarks.step_costs import exchange_costs, triton_costs  # noqa: F401
+    from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
     from benchmarks.step_costs.recorder import Recorder
     from tests.simulated_cuda import install, memory, observer
@@ -227,7 +233,14 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     counts = (case.nodes,) if case.mtp else (1,)
     settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1)
     runner.graphs = None
-    worker.call(lambda: capture_graphs(runner, settings)).result()
+    planner, index = None, config.kernels.model.need.index
+    if index is not None:
+        from moe_engine.kernels.indexer.in_place import decode_planner
+
+        backends = runner.model.backends
+        planner = decode_planner(backends.attention, backends.indexer, index)
+    if not worker.call(lambda: capture_graphs(runner, settings, planner)).result():
+        raise RuntimeError("the decode step was not captured")
 
 
 def _without_compiling() -> None:

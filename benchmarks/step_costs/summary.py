@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.step_costs import roofline
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.layers import bytes_of, names_of
 from benchmarks.step_costs.models import shortened
 from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line
 from benchmarks.step_costs.session import Case, Recorded
@@ -75,6 +76,30 @@ class Summary:
         return float(eager * hardware["host_launch_us"] + self.num_waits * hardware["wait_us"])
 
     @property
+    def allowed_us(self) -> float:
+        """The roofline's work at the rates that the constants give, with the messages of this step and nothing else: no
+        gap, norm, padding or head. A fused exchange counts as messages for what its products do not hide."""
+        hardware, least = self.case.hardware, self.least
+        flops = least.product_flops / hardware["product_flops"]["fp8" if bytes_of(self.case.config)[1] == 1 else "bf16"]
+        weights = max(least.weight_bytes / hardware["product_bytes_per_s"], flops)
+        computed = least.attention_flops / hardware["attention_flops"]
+        attention = max(least.kv_bytes / hardware["attention_bytes_per_s"], computed)
+        messages = sum(part.repeats * sum(map(self._message_us, part.lines)) for part in self.sections)
+        return (weights + attention) * 1e6 + messages
+
+    def _message_us(self, line: Line) -> float:
+        cost = line.cost
+        if not cost.nvlink and not cost.network:
+            return 0.0
+        products = self.case.hardware.microseconds("product", replace(cost, link_us=0.0), True) if cost.flops else 0.0
+        return max(0.0, cost.link_us - products)
+
+    @property
+    def allowed(self) -> float:
+        """The roofline's share of `allowed_us`: no build reaches more with these constants and messages."""
+        return min(1.0, self.least.microseconds / self.allowed_us)
+
+    @property
     def num_waits(self) -> int:
         return sum(times for times, _ in self.waits)
 
@@ -97,9 +122,13 @@ class Summary:
         return self.least.microseconds / self.microseconds
 
     def launches_of(self, kind: str) -> int:
-        """Launches in a layer of a kind: ``dense layer`` or ``MoE layer``."""
-        found = [part.launches for part in self.sections if part.name == kind]
-        return max(found, default=0)
+        """Most launches in a layer of a kind: ``dense layer`` or ``MoE layer``, of any attention."""
+        return max((part.launches for part in self.sections if part.name.endswith(kind)), default=0)
+
+    @property
+    def launches_a_layer(self) -> dict[str, int]:
+        """By kind; of the layer that represents most layers."""
+        return {part.name: part.launches for part in self.sections if part.name.endswith("layer")}
 
     def dearest(self, count: int = 10) -> list[tuple[float, str]]:
         """The launches with the most time over the step, as (microseconds, name and place)."""
@@ -112,8 +141,7 @@ class Summary:
 
 
 def summarize(case: Case, recorded: Recorded) -> Summary:
-    short, _ = shortened(case.config)
-    dense = short["first_k_dense_replace"] if short.get("n_routed_experts") else short["num_hidden_layers"]
+    kinds = names_of(shortened(case.config)[0])
     parts: dict[str, list[Line]] = {}
     for line in recorded.lines:
         parts.setdefault(line.section, []).append(line)
@@ -121,11 +149,11 @@ def summarize(case: Case, recorded: Recorded) -> Summary:
     for name, lines in parts.items():
         repeats, shown = times_of(name, recorded.repeats), name
         if name.startswith(LAYER):
-            shown = "dense layer" if int(name.removeprefix(LAYER)) < dense else "MoE layer"
+            shown = kinds[int(name.removeprefix(LAYER))]
         sections.append(Section(shown, repeats, lines, time_of(lines, case.hardware)))
     waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
-    order = ("dense layer", "MoE layer", "head", DRAFT, OUTSIDE)
-    sections.sort(key=lambda part: order.index(part.name) if part.name in order else len(order))
+    order = [*dict.fromkeys(kinds), "head", DRAFT, OUTSIDE]
+    sections.sort(key=lambda part: order.index(part.name))
     return Summary(case, sections, waits, recorded.rows, least_of(case, recorded.kv_dtype))
 
 
@@ -164,11 +192,12 @@ def values(summary: Summary) -> dict[str, Any]:
     return {
         "case": case.name, "rows": summary.rows, "batch": case.batch, "context": case.context, "mtp": case.mtp,
         "us": round(summary.microseconds, 1), "roofline_us": round(least.microseconds, 1),
-        "fraction": round(summary.fraction, 4), "tokens_per_s_per_gpu": round(summary.tokens_per_s, 1),
+        "fraction": round(summary.fraction, 4), "allowed": round(summary.allowed, 4),
+        "tokens_per_s_per_gpu": round(summary.tokens_per_s, 1),
         "host_waits": summary.num_waits, "host_us": round(summary.host_us, 1),
         "launches_outside": sum(part.launches * part.repeats for part in summary.sections if part.name == OUTSIDE),
         "launches_a_dense_layer": summary.launches_of("dense layer"),
-        "launches_a_moe_layer": summary.launches_of("MoE layer"),
+        "launches_a_moe_layer": summary.launches_of("MoE layer"), "launches_a_layer": summary.launches_a_layer,
         "bytes": round(sum(part.total("bytes") * part.repeats for part in summary.sections)),
         "nvlink_bytes": round(sum(part.total("nvlink") * part.repeats for part in summary.sections)),
         "network_bytes": round(sum(part.total("network") * part.repeats for part in summary.sections)),

@@ -134,8 +134,8 @@ def absorb(a: Any, s: Setting) -> Cost:
 def latent(a: Any, s: Setting) -> Cost:
     """The requests' records once; the scores are computed `SHARES` times. A split block writes partial results in
     float32: at most one per request and program."""
-    requests, rows = len(a.rows), a.q.numel() // a.q.shape[-1]
-    width, context = a.LATENT + a.ROTARY, s.context
+    width, context = a.LATENT + a.ROTARY, min(s.context, a.table.shape[1])  # the table of a selection is narrow
+    requests, rows = len(a.rows), a.q.numel() // width
     record = a.cache.shape[-1] * a.cache.element_size()
     partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
     partial = partials * a.BLOCK_M * (a.LATENT + 1) * FP32

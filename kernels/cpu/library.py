@@ -273,7 +273,8 @@ def _built(flags: list[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             start = time.perf_counter()
-            logger.info("compiling CPU kernels with %s (once for this machine; kept in %s)", compiler, folder)
+            # a warning, which commands without log lines show too: it takes a minute
+            logger.warning("compiling CPU kernels with %s (once for this machine; kept in %s)", compiler, folder)
             _compile(compiler, flags, runtime, target)
             logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
     return target

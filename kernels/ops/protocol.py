@@ -107,6 +107,26 @@ class Absorb(Protocol):
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm weights [Dh] float32 of each head of q and of k."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class GroupedRows(Protocol):
+    """The rows of grouped-query attention in one launch. Caches of FP8 records are not supported."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """q [T, H, Dh], and k and v [T, G, Dh], views of any row strides: `Ops.rms_norm` of q and k by `norms`,
+        `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q, contiguous; the arguments do not change."""
+
+
+@dataclass(frozen=True)
 class OpsCapabilities:
     """The optional parts of a row of ops; None: not supported."""
 
@@ -131,6 +151,8 @@ class OpsCapabilities:
     """`Ops.route` supports `RouterSpec.num_shared`."""
 
     absorb: Absorb | None = None
+
+    grouped_rows: GroupedRows | None = None
 
 
 class Ops(Protocol):

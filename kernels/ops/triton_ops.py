@@ -12,6 +12,7 @@ from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
+from moe_engine.kernels.ops.triton_grouped import grouped_rows
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -45,6 +46,7 @@ class TritonOps:
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
+            grouped_rows=grouped_rows,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,31 +9,23 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.layers.gqa import GQAttention, Groups, group_inputs
+from moe_engine.models.layers.gqa import GQAttention, Groups, ProjectedParts, group_inputs
 
 
 class GatedGQAttention(GQAttention):
     """`GQAttention` whose q_proj has a gate [Dh] after the query of each head. q and k are normed by head."""
 
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
-        k_cache, v_cache = self.cache_of(batch)
+        k_cache, v_cache = cache = self.cache_of(batch)
         groups = group_inputs(batch, self._all_groups, self._backend) if groups is None else groups
-        q, gate, k, v = self._split(hidden, batch.positions)
-        self._ops.write_kv(k, v, groups[self._group].slots, k_cache, v_cache)
+        parts = self._parts(self._qkv(hidden))
+        q = self._rows(parts, batch.positions, groups[self._group].slots, cache)
         mixed = self._attend(q, k_cache, v_cache, groups)
+        gate = parts.qkv[:, 1 : 2 * self._gqa.num_heads : 2]
         return self._o(mixed.mul_(gate.sigmoid()).flatten(1))
 
-    def _project(self, hidden: Activation, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, _, k, v = self._split(hidden, positions)
-        return q, k, v
-
-    def _split(self, hidden: Activation, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """hidden [T, D] -> rotated q [T, H, Dh], its gate [T, H, Dh], rotated k and v [T, G, Dh]."""
+    def _parts(self, projected: Tensor) -> ProjectedParts:
         gqa = self._gqa
-        assert self._q_norm is not None and self._k_norm is not None
-        qkv = self._qkv(hidden).view(-1, 2 * (gqa.num_heads + gqa.num_kv_heads), gqa.head_dim)
+        qkv = projected.view(-1, 2 * (gqa.num_heads + gqa.num_kv_heads), gqa.head_dim)
         first, second = 2 * gqa.num_heads, 2 * gqa.num_heads + gqa.num_kv_heads
-        q, k = self._q_norm(qkv[:, 0:first:2]), self._k_norm(qkv[:, first:second])
-        self._ops.rotate_leading(q, positions, self._rotary)
-        self._ops.rotate_leading(k, positions, self._rotary)
-        return q, qkv[:, 1:first:2], k, qkv[:, second:]
+        return ProjectedParts(qkv[:, 0:first:2], qkv[:, first:second], qkv[:, second:], qkv)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import GQABackend
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.decoder.grouped import FusedGQA, GQALayer
-from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
@@ -39,6 +39,15 @@ class GroupInputs:
     queries: list[tuple[slice, PagedQueries]]
     plan: Any
     slots: Tensor
+
+
+class ProjectedParts(NamedTuple):
+    """The parts of the projection, views of `qkv` [T, H+2G, Dh]; with an output gate `qkv` has its heads, too."""
+
+    q: Tensor  # [T, H, Dh]
+    k: Tensor  # [T, G, Dh]
+    v: Tensor  # [T, G, Dh]
+    qkv: Tensor
 
 
 Groups = Sequence[GroupInputs]
@@ -111,6 +120,10 @@ class GQAttention:
                 RMSNorm(self._ops, reader, f"{prefix}.{name}", gqa.head_dim, config.norm_eps, config.norm_plus)
                 for name in ("q_norm", "k_norm")
             )
+        self._grouped_rows = None if config.rope.axes else backends.ops.capabilities.grouped_rows
+        self._head_norms: HeadNorms | None = None
+        if self._q_norm is not None and self._k_norm is not None:
+            self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, config.norm_eps)
 
         decoder = self._backend.capabilities.decoder
         if decoder is not None and type(self) is GQAttention and self._both_norms is None and not config.rope.axes:
@@ -142,14 +155,24 @@ class GQAttention:
 
     def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, Dh]; writes the tokens' keys and values to the caches' slots."""
-        q, k, v = self._project(hidden, positions)
-        self._ops.write_kv(k, v, slots, *cache)
-        return q
+        return self._rows(self._parts(self._qkv(hidden)), positions, slots, cache)
+
+    def _rows(self, parts: ProjectedParts, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """The result of `before` from the parts of the projection."""
+        q, k, v, _ = parts
+        if self._grouped_rows is None or cache[0].dtype != q.dtype:
+            q, k = self._turned(parts, positions)
+            self._ops.write_kv(k, v, slots, *cache)
+            return q
+        if self._both_norms is not None:
+            q, k = self._norm_both(q, k)
+        return self._grouped_rows(q, k, v, self._head_norms, positions, self._rotary, slots, *cache)
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Writes the keys and values of `forward` without computing its result; for a layer without a window."""
-        _, k, v = self._project(hidden, batch.positions)
-        self._ops.write_kv(k, v, batch.slots, *self.cache_of(batch))
+        parts = self._parts(self._qkv(hidden))
+        _, k = self._turned(parts, batch.positions)
+        self._ops.write_kv(k, parts.v, batch.slots, *self.cache_of(batch))
 
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """This layer's caches, [num_slots, G, Dh] each."""
@@ -170,22 +193,25 @@ class GQAttention:
 
     # -- internals
 
-    def _project(self, hidden: Activation, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, D] -> rotated q [T, H, Dh], rotated k and v [T, G, Dh]."""
+    def _parts(self, projected: Tensor) -> ProjectedParts:
         gqa = self._gqa
         num_heads, both = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
-        qkv = self._qkv(hidden).view(-1, both + gqa.num_kv_heads, gqa.head_dim)  # [T, H+2G, Dh]
-        q, k, v = qkv[:, :num_heads], qkv[:, num_heads:both], qkv[:, both:]
+        qkv = projected.view(-1, both + gqa.num_kv_heads, gqa.head_dim)
+        return ProjectedParts(qkv[:, :num_heads], qkv[:, num_heads:both], qkv[:, both:], qkv)
+
+    def _turned(self, parts: ProjectedParts, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k of the parts, normed and rotated; may overwrite them."""
+        q, k, _, qkv = parts
         if self._both_norms is not None:
             q, k = self._norm_both(q, k)
         elif self._q_norm is None or self._k_norm is None:
-            self._ops.rotate_leading(qkv[:, :both], positions, self._rotary)
-            return q, k, v
+            self._ops.rotate_leading(qkv[:, : q.shape[1] + k.shape[1]], positions, self._rotary)
+            return q, k
         else:
             q, k = self._q_norm(q), self._k_norm(k)
         self._ops.rotate_leading(q, positions, self._rotary)
         self._ops.rotate_leading(k, positions, self._rotary)
-        return q, k, v
+        return q, k
 
     def _norm_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H, Dh] and k [T, G, Dh], normed over all their heads."""

@@ -295,15 +295,18 @@ class MLAAttention:
 
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
-        query, width = self._absorb(q, chunk), self._mla.kv_lora_rank
-        if chunk.selected is not None:
-            assert self._capabilities.sparse is not None
-            mixed = self._capabilities.sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width)
-        else:
-            mixed = self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)  # [T, H, C]
+        mixed = self._mixed(self._absorb(q, chunk), cache, chunk)
         self._linear.run_heads(mixed, self._w_uv, out=out)
         if self.kv_b_adapters is not None:
             self.kv_b_adapters.add_to_values(out, mixed, chunk)
+
+    def _mixed(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
+        """[T, H, C+R] -> [T, H, C], over the chunk's selection if it has one."""
+        width = self._mla.kv_lora_rank
+        if chunk.selected is None:
+            return self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)
+        assert self._capabilities.sparse is not None
+        return self._capabilities.sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width)
 
     def _absorb(self, q: Tensor, chunk: AttentionChunk | None = None) -> Tensor:
         """q [T, H, N+R] -> [T, H, C+R]. `chunk`: whose tokens they are; None: all of the step."""

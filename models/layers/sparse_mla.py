@@ -73,8 +73,18 @@ class SparseMLAAttention(MLAAttention):
                 self._indexer.select(hidden, latent, batch.positions, keys, chunks)
         assert self._q is not None
         q = self._q(latent).view(-1, mla.num_heads, mla.qk_head_dim)
-        self._ops.rotate(q, batch.positions, self._rotary)
         norm = self._kv_norm
+        if (
+            self._absorb_and_write is not None
+            and self._keys is not None
+            and not self._adapted
+            and _one_absorbed(chunks)
+        ):
+            query = self._absorb_and_write(
+                q, self._keys, kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache
+            )
+            return self.after(self._mixed(query, cache, chunks[0]))
+        self._ops.rotate(q, batch.positions, self._rotary)
         self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
@@ -100,3 +110,8 @@ class SparseMLAAttention(MLAAttention):
         page_size = 1 if group is None else group.page_size
         self._indexer.write(hidden, batch.positions, batch.slots, keys, page_size)
         return keys
+
+
+def _one_absorbed(chunks: list[AttentionChunk]) -> bool:
+    """True if all tokens of the step are in one chunk in the absorbed form, as those of decodes are."""
+    return len(chunks) == 1 and chunks[0].absorbed

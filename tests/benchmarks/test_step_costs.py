@@ -13,9 +13,11 @@ from benchmarks.step_costs import libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
 from benchmarks.step_costs.recorder import Line, operator_cost
-from benchmarks.step_costs.summary import time_of
+from benchmarks.step_costs.session import Case
+from benchmarks.step_costs.summary import Section, Summary, time_of
 from tests.fork_server import ForkServer
 from tests.simulated_cuda.install import require
 
@@ -60,7 +62,7 @@ def test_a_step_launches_reads_and_waits_as_expected(group, forked) -> None:
 
 
 def test_a_run_that_fails_says_why() -> None:
-    with pytest.raises(CaseFailed, match=r"nowhere tp1 .*'nowhere' is neither of v2-lite, v3 nor a folder"):
+    with pytest.raises(CaseFailed, match=r"nowhere tp1 .*'nowhere' is neither of v2-lite, v3, .* nor a folder"):
         run(Group("nowhere", "tp1", (1,)))
 
 
@@ -166,13 +168,16 @@ def test_operators_read_inputs_and_write_results_once() -> None:
 def test_latent_attention_reads_each_record_once() -> None:
     """32 requests, 16 heads, 576 channels: 302 MB for 128 requests, and the operations of the roofline."""
     given = SimpleNamespace(
-        rows=meta(128), q=meta(128 * 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
-        partial=meta(64, 1, 16, 512, dtype=torch.float32), LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
+        rows=meta(128), q=meta(128, 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
+        partial=meta(64, 1, 16, 512, dtype=torch.float32), table=meta(128, 4096),
+        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
     )  # fmt: skip
     found = triton_costs.latent(given, SETTING)
     assert found.read == 128 * 16 * 576 * 2 + 128 * 2048 * (576 * 2 + 4)
     assert found.written == 128 * 16 * 512 * 2
     assert found.flops == {"bf16": 2 * 128 * 16 * 2048 * (576 + 512)}
+    given.table = meta(128, 1024)  # of a selection
+    assert triton_costs.latent(given, SETTING).flops == {"bf16": 2 * 128 * 16 * 1024 * (576 + 512)}
 
 
 def test_grouped_products_read_experts_with_tokens_and_valid_rows() -> None:
@@ -255,5 +260,63 @@ def test_layers_that_run_stand_for_the_others() -> None:
         short, repeats = shortened(MODELS[name])
         assert len(repeats) == short["num_hidden_layers"] <= 4
         assert sum(repeats) == MODELS[name]["num_hidden_layers"]
+        assert set(names_of(short)) == set(names_of(MODELS[name]))
     assert shortened(MODELS["v3"])[1] == [1, 2, 1, 57]
     assert shortened(MODELS["v2-lite"])[1] == [1, 1, 25]
+    assert shortened(MODELS["gpt-oss-120b"])[1] == [1, 1, 17, 17]
+    assert shortened(MODELS["qwen3-next"])[1] == [1, 35, 1, 11]
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "total"),
+    [("v2-lite", 2.4e9, 15.7e9), ("v3", 37e9, 671e9), ("gpt-oss-120b", 5.1e9, 117e9), ("qwen3-next", 3e9, 80e9)],
+)
+def test_layers_have_the_published_numbers_of_parameters(name: str, active: float, total: float) -> None:
+    """Of the model cards, which round; one of the two tables of embeddings is active."""
+    config = MODELS[name]
+    table = config["vocab_size"] * config["hidden_size"]
+    used = held = 0.0
+    for count, layer in layers_of(config):
+        each = layer.attention + layer.dense + layer.gate
+        used += count * (each + config["num_experts_per_tok"] * layer.expert)
+        held += count * (each + num_experts(config) * layer.expert)
+    assert held + 2 * table == pytest.approx(total, rel=0.03)
+    assert used + table == pytest.approx(active, abs=0.6e9)
+
+
+def test_the_roofline_of_windows_states_and_selections() -> None:
+    """By hand: 32 requests after 8,192 tokens on 4 ranks (gpt-oss, Qwen3-Next), and on 8 (V3.2)."""
+    four, eight = roofline.FORMS["tp4"], roofline.FORMS["dp8ep8"]
+    oss = roofline.decode(MODELS["gpt-oss-120b"], four, H200, 32, 8192)
+    assert oss.kv_bytes == 18 * 32 * (128 + 8192) * 2 * 2 * 64 * 2  # two of eight KV heads
+    touched = 128 * (1 - (124 / 128) ** 32)
+    experts = 36 * touched / 4 * 3 * 2880 * 2880 * 17 / 32
+    others = 36 * (2880 * 64 * (2 * 64 + 2 * 8) / 4 + 128 * 2880) * 2 + 201088 * 2880 / 4 * 2
+    assert oss.weight_bytes == pytest.approx(experts + others)
+    state = 32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2
+    # KV heads are fewer than ranks
+    qwen = roofline.decode(MODELS["qwen3-next"], four, H200, 32, 8192)
+    assert qwen.kv_bytes == 12 * 32 * 8192 * 2 * 256 * 2 + 36 * 32 * 2 * state / 4
+    sparse = roofline.decode(MODELS["v3.2"], eight, H200, 32, 8192)
+    assert sparse.kv_bytes == 61 * 32 * (2048 * 576 * 2 + 8192 * 132)
+    assert sparse.attention_flops == 61 * 32 * (2048 * 2 * 128 * 1088 + 8192 * 2 * 64 * 128)
+    with_less = roofline.decode(MODELS["v3.2"], eight, H200, 32, 1024)
+    whole = roofline.decode(MODELS["v3"], eight, H200, 32, 1024)
+    assert with_less.kv_bytes - whole.kv_bytes == 61 * 32 * 1024 * 132
+    added = 1536 * 64 * 128 + 7168 * (128 + 64)
+    assert with_less.weight_bytes - whole.weight_bytes == 61 * added
+
+
+def test_the_constants_allow_the_rooflines_work_at_their_rates() -> None:
+    """Of V3 on 8 ranks at 128 requests: 25.4 ms of weights, 9.0 of attention, and messages."""
+    case = Case("v3", MODELS["v3"], roofline.FORMS["dp8ep8"], H200, 128, 2048)
+    least = roofline.decode(case.config, case.form, H200, 128, 2048)
+    weights = least.weight_bytes / 3.9e12 * 1e6
+    attention = least.attention_flops / 497e12 * 1e6
+    alone = Cost(nvlink=1, link_us=100.0)
+    hidden = Cost(read=3.9e8, flops={"fp8": 1.0}, nvlink=1, link_us=130.0)  # products of 100 us and their gap
+    lines = [Line("", "layer 3", "", 1, True, cost) for cost in (alone, hidden, Cost(read=1e9))]
+    found = Summary(case, [Section("MoE layer", 58, lines, 0.0)], [], {}, least)
+    gap = H200["graph_node_us"]
+    assert found.allowed_us == pytest.approx(weights + attention + 58 * (100 + 30 - gap))
+    assert found.allowed == pytest.approx(least.microseconds / found.allowed_us)

@@ -10,15 +10,9 @@ import pytest
 
 from tests.e2e.running_requests import in_background, wait_running
 from tests.e2e.server_process import ServerProcess
-from tests.models.checkpoints import make_checkpoint
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=11, max_position_embeddings=8192)
 
 
 def test_killed_core_is_named_to_all_clients(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,15 +9,9 @@ import pytest
 
 from tests.e2e.running_requests import LENGTH, in_background, wait_running
 from tests.e2e.server_process import ServerProcess
-from tests.models.checkpoints import make_checkpoint
 from tests.waiting import until
 
 pytestmark = pytest.mark.drawn(2)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=11, max_position_embeddings=8192)
 
 
 def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None:

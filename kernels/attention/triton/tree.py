@@ -45,7 +45,7 @@ def tree_kernel(
     count = tl.load(starts + request + 1) - start
     first_row = tl.program_id(1) * BLOCK_M
     if first_row < count * PER_GROUP:
-        dtype: tl.constexpr = q.dtype.element_ty
+        dtype: tl.constexpr = out.dtype.element_ty  # queries and keys may be unscaled e4m3
         before = tl.load(lens + request) - count
         inner = first_row + tl.arange(0, BLOCK_M)
         live = (inner < count * PER_GROUP)[:, None]
@@ -60,7 +60,7 @@ def tree_kernel(
         q_rows, key_rows = token * q_stride + head * q_head_stride, slot * key_stride
         own_keys, own_values = keys + group * key_head_stride, values + group * value_head_stride
         for first in range(0, WIDTH, PART):
-            query = columns(q, q_rows, first, WIDTH, PART, WIDTH % PART != 0)
+            query = columns(q, q_rows, first, WIDTH, PART, WIDTH % PART != 0).to(dtype)
             key = columns(own_keys, key_rows, first, WIDTH, PART, WIDTH % PART != 0).to(dtype)
             scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
         word = tl.load(visible + token)
@@ -99,7 +99,7 @@ def add_tree(
     if not num_tokens:
         return
     per_group, most = heads // keys.shape[1], max(queries.query_lens)
-    constants = _constants(per_group, width, values.shape[2], most, q.dtype)
+    constants = _constants(per_group, width, values.shape[2], most, out.dtype)
     grid = (queries.num_requests, triton.cdiv(most * per_group, constants["BLOCK_M"]), keys.shape[1])
     q = q if q.stride(2) == 1 else q.contiguous()
     tree_kernel[grid](

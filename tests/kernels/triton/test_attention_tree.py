@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.kernels.attention.triton.tree import add_tree
 from moe_engine.kernels.attention.vendors import trees
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
@@ -14,9 +13,10 @@ from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
-from tests.kernels.triton.launches import launches
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
+add_tree = pytest.importorskip("moe_engine.kernels.attention.triton.tree", reason="needs triton").add_tree
+launches = pytest.importorskip("tests.kernels.triton.launches", reason="needs triton").launches
 BF16 = torch.bfloat16
 LATENT, WIDTH = 512, 576
 MLA = {
@@ -89,3 +89,14 @@ def test_the_kernel_equals_torch() -> None:
     want = mask.merge(out, lse * torch.log(torch.tensor(2.0)), *own)
     add_tree(out, lse, q, cache, cache[..., :24], queries, 0.3, base_2=True)
     assert (out - want).abs().max() < 1e-5
+
+
+def test_unscaled_e4m3_queries_and_keys_become_the_results_type() -> None:
+    queries, size = paged_queries([(4, 9), (3, 30)], 1)
+    queries, _ = random_trees(queries)
+    cache, q = (torch.randn(n, h, 48).to(torch.float8_e4m3fn) for n, h in ((size, 1), (queries.num_tokens, 3)))
+    out, lse = normal(queries.num_tokens, 3, 32, dtype=BF16), normal(queries.num_tokens, 3, dtype=torch.float32)
+    mask = trees.TreeMask.of(queries)
+    want = mask.merge(out, lse, *mask.attend(q, cache, cache[..., :32], 0.3))
+    add_tree(out, lse, q, cache, cache[..., :32], queries, 0.3)
+    assert (out - want).abs().max() < 0.05

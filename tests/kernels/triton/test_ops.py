@@ -10,7 +10,7 @@ import torch
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
-from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
@@ -480,3 +480,42 @@ def test_impossible_routers(ops, spec):
 
 def test_no_tokens(ops, dtype):
     check_no_tokens(ops, dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "turned", "norm"),
+    [(8, 2, 64, 64, False), (3, 3, 96, 48, True), (20, 1, 128, 32, True)],
+)
+def test_grouped_rows_equal_the_separate_kernels(
+    heads: int, kv_heads: int, width: int, turned: int, norm: bool, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit; every second head of the projection is a gate, as in Qwen3-Next."""
+    ops, tokens, slots = triton_ops.TritonOps(), 5, torch.tensor([7, 2, 9, 0, 4])
+    table = RotaryTable(torch.randn(50, turned), interleaved)
+    qkv = torch.randn(tokens, 2 * (heads + kv_heads), width).to(dtype)
+    q, k, v = qkv[:, 0 : 2 * heads : 2], qkv[:, 2 * heads : 2 * heads + kv_heads], qkv[:, 2 * heads + kv_heads :]
+    norms = HeadNorms(torch.rand(width) + 0.5, torch.rand(width) + 0.5, 1e-5) if norm else None
+    positions = torch.randint(0, 50, (tokens,))
+    caches = [torch.randn(10, kv_heads, width).to(dtype) for _ in "kv"]
+    want = [cache.clone() for cache in caches]
+    given = qkv.clone()
+    with launches() as found:
+        got = ops.capabilities.grouped_rows(q, k, v, norms, positions, table, slots, *caches)
+    assert found == ["grouped_rows_kernel"] and torch.equal(qkv, given)
+    q, k = (q.clone(), k.clone()) if norms is None else (ops.rms_norm(q, norms.q, 1e-5), ops.rms_norm(k, norms.k, 1e-5))
+    ops.rotate_leading(q, positions, table)
+    ops.rotate_leading(k, positions, table)
+    ops.write_kv(k, v, slots, *want)
+    assert torch.equal(got, q)
+    for cache, expected in zip(caches, want):
+        assert torch.equal(cache, expected)
+
+
+def test_grouped_rows_refuse_other_caches() -> None:
+    rows = torch.randn(2, 4, 16)
+    table, slots = RotaryTable(torch.randn(4, 16), False), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"\[4, 16\] contiguously, not \[4, 20\]"):
+        triton_ops.TritonOps().capabilities.grouped_rows(
+            rows, rows, rows, None, slots, table, slots, *[torch.zeros(3, 4, 20)] * 2
+        )

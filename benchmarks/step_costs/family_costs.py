@@ -1,0 +1,110 @@
+"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer.
+
+Legend: a argument namespace, s setting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.triton_costs import FP32, NAMES
+
+
+def _records(heads: int, width: int, kind: int) -> int:
+    """Bytes of a token's keys and values."""
+    return 2 * heads * width * kind
+
+
+@cost_of("write_kv_kernel", "write_kv_fp8_kernel")
+def write_kv(a: Any, s: Setting) -> Cost:
+    tokens, kind = len(a.slots), a.k.element_size()
+    rows = tokens * _records(a.HEADS, a.WIDTH, kind)
+    return Cost(rows + size(a.slots), tokens * _records(a.HEADS, a.WIDTH, a.k_cache.element_size()))
+
+
+@cost_of("grouped_rows_kernel")
+def grouped_rows(a: Any, s: Setting) -> Cost:
+    """Norms, rotation and cache rows."""
+    tokens = len(a.q)
+    records = _records(a.KV_HEADS, a.WIDTH, 1)
+    read = size(a.q) + tokens * (records * a.k.element_size() + a.TURNED * FP32) + size(a.positions, a.slots)
+    return Cost(read, size(a.out) + tokens * records * a.k_cache.element_size())
+
+
+@cost_of("paged_kernel")
+def paged(a: Any, s: Setting) -> Cost:
+    """The requests' keys and values once; a split block writes partial results in float32: at most one per request and
+    program."""
+    requests, (tokens, heads) = len(a.rows), a.q.shape[:2]
+    groups, kind = a.keys.shape[1], a.keys.element_size()
+    context = min(s.context, a.WINDOW) if a.WINDOW else s.context
+    partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
+    partial = partials * groups * a.BLOCK_M * (a.WIDTH + 1) * FP32
+    flops = 4.0 * tokens * heads * context * a.WIDTH
+    return Cost(
+        size(a.q) + requests * context * (_records(groups, a.WIDTH, kind) + FP32), size(a.out) + partial,
+        {NAMES[a.q.dtype]: flops},
+    )  # fmt: skip
+
+
+# -- gated delta nets
+
+
+@cost_of("conv_update_kernel", "conv_kernel")
+def conv_update(a: Any, s: Setting) -> Cost:
+    """Each request's last inputs are read and written; the gates are not convolved."""
+    tokens, requests = len(a.taken), len(a.starts) - 1
+    tail = requests * a.HEADS * a.MIXED * (a.TAPS - 1) * a.qkvz.element_size()
+    return Cost(size(a.taken) + size(a.conv) + tail, size(a.taken) + tail * (tokens <= requests * 8))
+
+
+@cost_of("tail_kernel")
+def tail(a: Any, s: Setting) -> Cost:
+    moved = len(a.rows) * a.HEADS * a.MIXED * (a.TAPS - 1) * a.qkvz.element_size()
+    return Cost(moved, moved)
+
+
+@cost_of("delta_kernel")
+def delta(a: Any, s: Setting) -> Cost:
+    """A request's state is read once and written after each of its tokens."""
+    tokens, requests, heads = len(a.out), len(a.starts) - 1, a.KEY_HEADS * a.SHARED
+    state = heads * a.KEY * a.VALUE * FP32
+    gates = 2 * tokens * heads * a.ba.element_size()
+    flops = {"fp32": 6.0 * tokens * heads * a.KEY * a.VALUE}
+    return Cost(size(a.taken) + gates + requests * state, size(a.out) + tokens * state, flops)
+
+
+@cost_of("gated_norm_kernel")
+def gated_norm(a: Any, s: Setting) -> Cost:
+    return Cost(2 * size(a.x) + size(a.weight), size(a.x))
+
+
+# -- the indexer
+
+
+@cost_of("keys_kernel")
+def index_keys(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.keys, a.slots), a.count * (a.WIDTH + FP32))
+
+
+@cost_of("queries_kernel")
+def index_queries(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.q, a.weights), size(a.out, a.folded))
+
+
+@cost_of("scores_kernel")
+def index_scores(a: Any, s: Setting) -> Cost:
+    """Index keys of each request once."""
+    tokens, requests = len(a.q), len(a.rows)
+    keys = requests * s.context * (a.WIDTH * a.cache.element_size() + (FP32 if a.FP8 else 0) + FP32)
+    scores = tokens * s.context * FP32
+    flops = 2.0 * tokens * a.NUM_HEADS * s.context * a.WIDTH
+    return Cost(size(a.q, a.weights) + keys, scores, {NAMES[a.q.dtype]: flops})
+
+
+@cost_of("select_kernel")
+def index_select(a: Any, s: Setting) -> Cost:
+    """Three passes find the bound, one writes; the scores come from L2 after the first."""
+    tokens, chosen = len(a.scores), min(a.TOP_K, s.context)
+    return Cost(tokens * s.context * FP32 + tokens * chosen * FP32, tokens * a.width * FP32)

@@ -1,0 +1,171 @@
+"""The layers of a model by its config.json: their kinds, and the least work of a layer of each kind.
+
+Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next); dense layers and
+mixtures. Norms, biases and convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17
+bytes for 32 numbers, whatever an engine makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from benchmarks.step_work import mla_work
+
+BF16, FP32 = 2, 4
+MXFP4 = 17 / 32
+"""Bytes of a number, with its share of the scale."""
+LINEAR, WINDOWED, FULL = "linear", "windowed", "full"
+_KINDS = {"linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL}
+LAYER_TYPES = {kind: name for name, kind in _KINDS.items()}
+"""Names of mixers in `layer_types`."""
+INDEX_SCALE = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Work of a layer. Elements are numbers of weights; `flops` are of all heads, for a query token and a token that it
+    sees."""
+
+    name: str
+    attention: float
+    """Elements that ranks of tensor parallelism divide."""
+    dense: float
+    """Elements of the dense MLP or the shared expert, likewise."""
+    gate: float
+    """Elements of the router, in bfloat16, which each rank reads."""
+    expert: float = 0.0
+    """Elements of a routed expert; 0: a dense layer."""
+    record: float = 0.0
+    """Bytes of KV of a token that attention sees."""
+    kv_heads: int = 1
+    """Ranks of tensor parallelism that can share a record."""
+    flops: float = 0.0
+    prefill_flops: float = 0.0
+    most: int | None = None
+    """Tokens that a query token sees at most: a window, or an indexer's selection."""
+    indexed: float = 0.0
+    """Bytes of index keys of a context token."""
+    index_flops: float = 0.0
+    state: float = 0.0
+    """Bytes of a request's state, read and written in each step."""
+    token_flops: float = 0.0
+    """Operations of a token on the state."""
+
+    def seen(self, context: float) -> float:
+        return context if self.most is None else min(context, self.most)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    return int(config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts") or 0)
+
+
+def num_shared(config: Mapping[str, Any]) -> int:
+    """Shared experts that have the form of routed ones."""
+    return int(config.get("n_shared_experts") or 0)
+
+
+def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Of a weight: of experts, and of all other products."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method == "mxfp4":
+        return MXFP4, BF16
+    return (1, 1) if method == "fp8" else (BF16, BF16)
+
+
+def kinds_of(config: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """(mixer, mixture of experts) of each layer."""
+    layers = config["num_hidden_layers"]
+    return list(zip(_mixers(config, layers), _mixtures(config, layers), strict=True))
+
+
+def _mixers(config: Mapping[str, Any], layers: int) -> list[str]:
+    if (given := config.get("layer_types")) is not None:
+        return [_KINDS[kind] for kind in given[:layers]]
+    if config["model_type"] == "gpt_oss":
+        return [WINDOWED if i % 2 == 0 else FULL for i in range(layers)]
+    if every := config.get("full_attention_interval"):
+        return [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
+    return [FULL] * layers
+
+
+def _mixtures(config: Mapping[str, Any], layers: int) -> list[bool]:
+    if not num_experts(config):
+        return [False] * layers
+    first, dense = config.get("first_k_dense_replace", 0), config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step", 1)
+    return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers)]
+
+
+def name_of(mixer: str, moe: bool, alone: bool) -> str:
+    """``MoE layer``, ``windowed MoE layer``; alone: all layers have the same mixer."""
+    return ("" if alone else f"{mixer} ") + ("MoE layer" if moe else "dense layer")
+
+
+def names_of(config: Mapping[str, Any]) -> list[str]:
+    """The name of each layer's kind."""
+    kinds = kinds_of(config)
+    alone = len({mixer for mixer, _ in kinds}) == 1
+    return [name_of(mixer, moe, alone) for mixer, moe in kinds]
+
+
+def layers_of(config: Mapping[str, Any]) -> list[tuple[int, Layer]]:
+    """(number of layers, their work) of each kind."""
+    kinds = kinds_of(config)
+    alone = len({mixer for mixer, _ in kinds}) == 1
+    made = []
+    for (mixer, moe), alike in groupby(sorted(kinds)):
+        mixing = _mixing(config, mixer)
+        made.append((len(list(alike)), Layer(name_of(mixer, moe, alone), **mixing, **_feed_forward(config, moe))))
+    return made
+
+
+def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, Any]:
+    hidden = config["hidden_size"]
+    if not moe:
+        return {"dense": 3 * hidden * config["intermediate_size"], "gate": 0}
+    expert = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = num_shared(config) * expert + 3 * hidden * (config.get("shared_expert_intermediate_size") or 0)
+    return {"dense": shared, "gate": num_experts(config) * hidden, "expert": expert}
+
+
+def _mixing(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
+    if mixer == LINEAR:
+        return _delta(config)
+    if "kv_lora_rank" in config:
+        return _mla(config)
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or hidden // heads
+    queries = 2 * heads if "linear_num_value_heads" in config else heads  # a gate beside each query
+    pair = 4 * heads * width
+    most = config["sliding_window"] if mixer == WINDOWED else None
+    return {
+        "attention": hidden * width * (queries + heads + 2 * kv_heads), "record": 2 * kv_heads * width * BF16,
+        "kv_heads": kv_heads, "flops": pair, "prefill_flops": pair, "most": most,
+    }  # fmt: skip
+
+
+def _mla(config: Mapping[str, Any]) -> dict[str, Any]:
+    work, found = mla_work(config), {}
+    weights = work.weights
+    if top_k := config.get("index_topk"):
+        heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+        weights += config["q_lora_rank"] * heads * width + hidden * (width + heads)
+        found = {"most": top_k, "indexed": width + INDEX_SCALE, "index_flops": 2 * heads * width}
+    return found | {
+        "attention": weights, "record": work.kv_elements * BF16, "flops": work.decode_flops,
+        "prefill_flops": work.prefill_flops,
+    }  # fmt: skip
+
+
+def _delta(config: Mapping[str, Any]) -> dict[str, Any]:
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value, hidden = config["linear_key_head_dim"], config["linear_value_head_dim"], config["hidden_size"]
+    mixed = 2 * key_heads * key + heads * value
+    tail = mixed * (config["linear_conv_kernel_dim"] - 1) * BF16
+    return {
+        "attention": hidden * (mixed + 2 * heads * value + 2 * heads), "kv_heads": key_heads,
+        "state": heads * key * value * FP32 + tail, "token_flops": 6 * heads * key * value,
+    }  # fmt: skip

@@ -1,0 +1,149 @@
+"""The rows of grouped-query attention in one launch: norms of q and k by head, rotation, and the tokens' cache rows.
+
+One launch instead of two (rotation, cache write) to five (two norms, two rotations, cache write). Sums and roundings
+are those of the separate kernels.
+
+Legend: T tokens, H query heads, G KV heads, Dh head width, R rotated channels, which come first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
+
+_TILE = 2048
+
+
+@triton.jit
+def _head_rows(
+    source, target, weight, table, live_row, eps,
+    NORM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, normed if NORM, the first TURNED ones rotated by
+    the cosines at `table` [1, PAIRS]."""
+    kind: tl.constexpr = source.dtype.element_ty
+    stored: tl.constexpr = target.dtype.element_ty
+    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, PAIRS)[None, :]
+    known, turned = live_row & (channel < WIDTH), live_row & (pair < TURNED // 2)
+    row = tl.load(source + channel, known, 0.0)
+    if INTERLEAVED:
+        lower, upper = 2 * pair, 2 * pair + 1
+    else:
+        lower, upper = pair, pair + TURNED // 2
+    first, second = tl.load(source + lower, turned, 0.0), tl.load(source + upper, turned, 0.0)
+    if NORM:
+        wide = row.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+        row = _normed(row, scale, weight + channel, channel < WIDTH, kind)
+        first = _normed(first, scale, weight + lower, pair < TURNED // 2, kind)
+        second = _normed(second, scale, weight + upper, pair < TURNED // 2, kind)
+    cos = tl.load(table, pair < TURNED // 2, 0.0)
+    sin = tl.load(table + TURNED // 2, pair < TURNED // 2, 0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    tl.store(target + lower, (a * cos - b * sin).to(kind).to(stored), turned)
+    tl.store(target + upper, (a * sin + b * cos).to(kind).to(stored), turned)
+    if WIDTH > TURNED:
+        tl.store(target + channel, row.to(stored), known & (channel >= TURNED))
+
+
+@triton.jit
+def _normed(values, scale, weight, known, KIND: tl.constexpr):
+    rounded = (values.to(tl.float32) * scale).to(KIND).to(tl.float32)  # models are trained with this rounding
+    return (rounded * tl.load(weight, known, 0.0)).to(KIND)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def grouped_rows_kernel(
+    q, k, v, q_norm, k_norm, positions, cos_sin, slots, out, k_cache, v_cache,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, k_cache_stride,
+    v_cache_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k and v [T, KV_HEADS, WIDTH] -> cache rows
+    of their slots. Grid (T, blocks of query heads, then blocks of KV heads)."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table = cos_sin + tl.load(positions + token) * TURNED + tl.arange(0, PAIRS)[None, :]
+    if tile < tl.cdiv(HEADS, BLOCK_H):
+        head = (tile * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        source = q + token * q_stride + head * q_head_stride
+        target = out + token * out_stride + head * WIDTH
+        _head_rows(
+            source, target, q_norm, table, head < HEADS, eps, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS
+        )  # fmt: skip
+    else:
+        head = ((tile - tl.cdiv(HEADS, BLOCK_H)) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        live = head < KV_HEADS
+        slot = tl.load(slots + token).to(tl.int64)
+        source = k + token * k_stride + head * k_head_stride
+        target = k_cache + slot * k_cache_stride + head * WIDTH
+        _head_rows(source, target, k_norm, table, live, eps, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS)
+        channel = tl.arange(0, BLOCK)[None, :]
+        known = live & (channel < WIDTH)
+        value = tl.load(v + token * v_stride + head * v_head_stride + channel, known)
+        place = v_cache + slot * v_cache_stride + head * WIDTH + channel
+        tl.store(place, value.to(v_cache.dtype.element_ty), known)
+
+
+def grouped_rows(
+    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable, slots: Tensor,
+    k_cache: Tensor, v_cache: Tensor,
+) -> Tensor:  # fmt: skip
+    """`OpsCapabilities.grouped_rows`. Raises ValueError for caches of records, or whose slots are not contiguous."""
+    count, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not count:
+        return out
+    for cache in (k_cache, v_cache):
+        if cache.shape[1:] != k.shape[1:] or not cache[:1].is_contiguous():
+            raise ValueError(f"a KV cache slot must hold {list(k.shape[1:])} contiguously, not {list(cache.shape[1:])}")
+    q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
+    constants = _constants(heads, k.shape[1], width, table, norms is not None)
+    block_h = constants["BLOCK_H"]
+    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+    grouped_rows_kernel[(count, triton.cdiv(heads, block_h) + triton.cdiv(k.shape[1], block_h))](
+        q, k, v, q_norm, k_norm, positions.reshape(-1), table.cos_sin, slots, out, k_cache, v_cache,
+        stride_of(q, 0), stride_of(q, 1), stride_of(k, 0), stride_of(k, 1), stride_of(v, 0), stride_of(v, 1),
+        heads * width, stride_of(k_cache, 0), stride_of(v_cache, 0), eps, **constants,
+        num_warps=warps_for(block_h * constants["BLOCK"]),
+    )  # fmt: skip
+    return out
+
+
+def _constants(heads: int, kv_heads: int, width: int, table: RotaryTable, norm: bool) -> dict[str, int]:
+    block = next_power_of_2(width)
+    return {
+        "HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "TURNED": table.width,
+        "INTERLEAVED": table.interleaved, "NORM": norm,
+        "BLOCK_H": min(next_power_of_2(max(heads, kv_heads)), max(1, _TILE // block)), "BLOCK": block,
+        "PAIRS": next_power_of_2(table.width // 2),
+    }  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    """Llama-3-8B, Qwen3-235B on eight ranks, Qwen3-Next and gpt-oss-120b on four."""
+    cases = []
+    for label, heads, kv_heads, width, turned, norm in (
+        ("llama", 32, 8, 128, 128, False), ("qwen3", 8, 1, 128, 128, True), ("qwen3-next", 4, 1, 256, 64, True),
+        ("gpt-oss", 16, 2, 64, 64, False),
+    ):  # fmt: skip
+        constants = _constants(heads, kv_heads, width, RotaryTable(torch.empty(1, turned), interleaved=False), norm)
+        signature = dict.fromkeys(("q", "k", "v", "out", "k_cache", "v_cache"), "*bf16") | {
+            "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(torch.int64)}:1", "eps": "fp32",
+        }  # fmt: skip
+        strides = [f"{x}_{y}" for x in "qkv" for y in ("stride", "head_stride")]
+        signature |= dict.fromkeys((*strides, "out_stride", "k_cache_stride", "v_cache_stride"), "i32:16")
+        norms = dict.fromkeys(("q_norm", "k_norm"), "*fp32" if norm else None)
+        signature |= {name: kind for name, kind in norms.items() if kind is not None}
+        constants |= {name: kind for name, kind in norms.items() if kind is None}  # type: ignore[misc]
+        warps = warps_for(constants["BLOCK_H"] * constants["BLOCK"])
+        cases.append(AotCase(f"grouped rows, {label}", grouped_rows_kernel, signature, constants, warps, 3, False))
+    return cases
