@@ -86,7 +86,7 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Shape (N, K) of each module of the model that can have an adapter, by name."""
     shapes = {}
     for index, is_moe in enumerate(config.moe_layers):
-        for spec in layer_tensors(config, is_moe):
+        for spec in layer_tensors(config, is_moe, index):
             name = spec.name.removesuffix(".weight")
             if spec.kind is Kind.LINEAR and "*" not in name and name.rpartition(".")[2] in TARGETS:
                 shapes[f"model.layers.{index}.{name}"] = (spec.shape[0], spec.shape[1])

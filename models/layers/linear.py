@@ -43,7 +43,8 @@ class Linear:
         prepare = kernel.prepare if format is None else kernel.capabilities.quantized[type(format)]
         self.weight = prepare(weight, bias)
         self.parts: tuple[Projection, ...] = ()
-        """The stored matrices whose rows this weight stacks, with this rank's slices; (): not known."""
+        """The stored matrices whose rows this weight stacks, with this rank's slices; (): not known, or rows of one
+        matrix in several places."""
         self.input_format = kernel.input_format(self.weight)
         """Activation format of x."""
 
@@ -116,7 +117,8 @@ def load_stacked(
             reader.skip(part.name + ".bias")
         start = stop
     linear = Linear(kernel, weight, biases, format)
-    linear.parts = tuple(parts)
+    if len({part.name for part in parts}) == len(parts):
+        linear.parts = tuple(parts)
     return linear
 
 

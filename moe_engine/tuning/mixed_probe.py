@@ -121,7 +121,7 @@ def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int) -> Effects
         begin = rows.stop
     if not matrix[:, -2].any():
         return None
-    found = _robust(matrix, taken)
+    found = _robust(matrix, taken, np.repeat(np.arange(len(parts)), [len(seconds) for seconds in alone]))
     return Effects(found[-2], found[-1], tuple(found[:-2:2]), tuple(found[1:-2:2]))
 
 
@@ -153,15 +153,28 @@ def _shares(steps: Sequence[Step], spans: Sequence[tuple[float, float]]) -> npt.
     return found
 
 
-def _robust(matrix: npt.NDArray[np.float64], taken: npt.NDArray[np.float64]) -> list[float]:
-    """Huber's regression on relative errors, with no coefficient below 0.
+def _spreads(
+    residuals: npt.NDArray[np.float64], part_of: npt.NDArray[np.int64], calm: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float64]:
+    """Of each part, the median residual of the steps without arrivals or ends; none is far below the others."""
+    whole = max(float(np.median(residuals)), 1e-9)
+    chosen = [residuals[calm & (part_of == part)] for part in range(int(part_of.max()) + 1)]
+    found = np.array([float(np.median(values)) if len(values) >= LEAST_STEPS else whole for values in chosen])
+    return np.maximum(found, float(np.median(found)) / 2 + 1e-12)
+
+
+def _robust(
+    matrix: npt.NDArray[np.float64], taken: npt.NDArray[np.float64], part_of: npt.NDArray[np.int64]
+) -> list[float]:
+    """Huber's regression on relative errors, with no coefficient below 0. Parts count by their precision: one beside
+    other programs varies more, and its delays are not those by arrivals.
 
     Steps with and without arrivals or ends have scales of their own: the delays by arrivals vary much, and a common
     scale would leave out the long ones, which count.
     """
     scale = np.maximum(matrix[:, :-2].sum(axis=1), 1e-9)
     left, right = matrix / scale[:, None], taken / scale
-    eventful = matrix[:, -2:].any(axis=1)
+    eventful: npt.NDArray[np.bool_] = np.asarray(matrix[:, -2:].any(axis=1))
     columns = [place for place in range(matrix.shape[1]) if matrix[:, place].any()]
     weights = np.ones(len(taken))
     while True:
@@ -169,10 +182,13 @@ def _robust(matrix: npt.NDArray[np.float64], taken: npt.NDArray[np.float64]) -> 
             root = np.sqrt(weights)
             found = np.linalg.lstsq(left[:, columns] * root[:, None], right * root, rcond=None)[0]
             residuals = np.abs(right - left[:, columns] @ found)
+            spread = _spreads(residuals, part_of, ~eventful)
+            residuals /= spread[part_of]
+            weights = (spread.min() / spread[part_of]) ** 2
             for chosen, beyond in ((eventful, BEYOND_EVENTS), (~eventful, BEYOND)):
                 if chosen.any():
                     limit = max(beyond * 1.4826 * float(np.median(residuals[chosen])), 1e-9)
-                    weights[chosen] = np.minimum(limit / np.maximum(residuals[chosen], 1e-12), 1.0)
+                    weights[chosen] *= np.minimum(limit / np.maximum(residuals[chosen], 1e-12), 1.0)
         negative = [column for column, value in zip(columns, found) if value < 0]
         if not negative:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,17 @@ def test_time_that_requests_add_to_the_steps_beside_them():
     assert median([one.arrival for one in found]) == pytest.approx(arrival, rel=0.2)
     assert median([one.end for one in found]) == pytest.approx(end, rel=0.3)
     assert mixed_probe.effects([mixed_probe.Part([], [], [])], COSTS, 0) is None
+
+
+def test_a_part_beside_other_programs_counts_less():
+    """One of four parts has steps that another program lengthens at random."""
+    rng = random.Random(random.getrandbits(32))
+    found = []
+    for _ in range(3):
+        parts = recorded_parts(rng, 0.002, 0.0005, 1.0)
+        steps = [(*step[:4], step[4] * rng.uniform(1, 6)) for step in parts[0].steps]
+        found.append(mixed_probe.effects([replace(parts[0], steps=steps), *parts[1:]], COSTS, 0))
+    assert median([one.arrival for one in found]) == pytest.approx(0.002, rel=0.25)
 
 
 def test_load_of_the_measurement_beside_each_other():
