@@ -125,9 +125,12 @@ def chunk_limits(scheduler: Scheduler, remaining: Callable[[Request], int]) -> C
     slots, running = kv_cache.slots, len(decodes)
     if (slots.num_pending or kv_cache.rows.num_pending) and slots.num_free < page * running + size:
         return None  # the next step cannot use these slots yet, and would evict others
+    tree = kv_cache.tree
+    if tree.peek(entry.prefix_keys, entry.limit, request.namespace, request.tree_node).length > request.num_in_tree:
+        return None  # another prompt of the same step had these tokens too: the next plan takes its slots
     clip = scheduler.config.clip_max_new_tokens
     reserved = scheduler.ratio.value * sum([expected_growth(other, clip) for other in decodes])
-    room = int(min(slots.num_free + kv_cache.tree.num_evictable, kv_cache.available - reserved)) - size
+    room = int(min(slots.num_free + tree.num_evictable, kv_cache.available - reserved)) - size
     left = len(entry.tokens) - request.num_computed
     chunks = max(min((left - most - 1) // size + 1, room // (2 if decodes else 1) // size), 0)
     limit = UNLIMITED

@@ -78,8 +78,8 @@ class Replica:
         self._held: set[int] = set()
         """Groups with waiting prompts and no decodes, which have no step until prompts may be computed."""
         self._num_live = 0
-        self._busy: set[int] = set()
-        """Groups that had requests when their load was read, or have received one since."""
+        self._changed: set[int] = set()
+        """Groups whose load is another one than the last one read, beyond the tokens of their runs."""
         self._flight: Flight | None = None
         self._collected = 0.0
         """Time at which the newest result was applied."""
@@ -103,14 +103,14 @@ class Replica:
 
     def read_loads(self, loads: Sequence[Load]) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
-        step = self._runs.step
-        for index in list(self._busy):
+        for index in self._changed:
             load, group = loads[index], self.groups[index]
             load.num_requests = len(group.running)
             load.num_uncomputed = group.load_uncomputed
-            load.num_tokens = group.load_tokens + group.run_rows * (step - group.run_from)
-            if not group.running:
-                self._busy.remove(index)
+            self._runs.set_load(index, group.load_tokens - group.run_rows * group.run_from)
+        self._changed.clear()
+        for load, tokens in zip(loads, self._runs.loads()):
+            load.num_tokens = tokens
 
     @property
     def generated(self) -> int:
@@ -134,7 +134,7 @@ class Replica:
         if refused is not None:
             return refused
         self._num_live += 1
-        self._busy.add(index)
+        self._changed.add(index)
         if index in self._runs.members:
             self._runs.wait(index, holds=True)
             group.queued_in_run(self._runs.sums)
@@ -260,6 +260,7 @@ class Replica:
                 self._apply(index)
             if self._runs.members:
                 self._counts.count(self._runs, self.groups, self._flight, previous, self.now)
+                self._changed |= self._flight.chunks
         self._flight = behind
         if behind is None:
             return
@@ -277,6 +278,7 @@ class Replica:
         flight.pending.discard(index)
         self.now = max(self.now, flight.end)
         group = self.groups[index]
+        self._changed.add(index)
         for event in group.finish(flight.cost):
             self._tell(index, group, event)
 
@@ -319,6 +321,7 @@ class Replica:
         self._runs.join(index, shape, limit, holds and waits, waits)
         self._awake.discard(index)
         flight.pending.discard(index)
+        self._changed.add(index)
 
     def _begin_chunks(self, index: int, flight: Flight, holds: bool) -> bool:
         """Begins a run with chunks with the step in flight, if possible."""
@@ -335,6 +338,7 @@ class Replica:
         self._runs.join_chunks(index, shape, limits, most)
         self._awake.discard(index)
         flight.pending.discard(index)
+        self._changed.add(index)
         if limits.begins_with_chunk:
             flight.chunks.add(index)
         return True
@@ -356,6 +360,7 @@ class Replica:
             group.end_run(runs.sums)
         runs.leave(index)
         self._awake.add(index)
+        self._changed.add(index)
         if flight is not None and in_flight:
             flight.pending.add(index)
             flight.chunks.discard(index)
@@ -413,7 +418,7 @@ class Replica:
         self._runs, self._num_live = Runs(self.spec.num_groups), 0
         for groups in (self._awake, self._held, self.lost):
             groups.clear()
-        self._busy = set(range(len(self.groups)))
+        self._changed = set(range(len(self.groups)))
         self._flight = None
         self.now = max(self.now, moment) + seconds
         return lost
@@ -430,6 +435,7 @@ class Replica:
         table = group.scheduler.table
         moved = [(running, rid, table.live[rid].output_ids) for rid, running in group.running.items()]
         self.groups[index] = self._new_group(index)
+        self._changed.add(index)
         self.lost.add(index)
         if self._flight is not None:
             self._flight.pending.discard(index)

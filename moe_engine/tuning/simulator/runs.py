@@ -41,6 +41,8 @@ class Runs:
         """Context tokens extrapolated back to step 0."""
         self._ends = np.full(num_groups, NEVER, np.int64)
         self._chunks = _Chunks(num_groups)
+        self._loads = np.zeros(num_groups, np.int64)
+        """Tokens of all requests, extrapolated back to step 0."""
         self._next_end = NEVER
         self._most_rows = 0
         self._is_stale = False
@@ -80,6 +82,15 @@ class Runs:
         self._rows[group] = self._context[group] = 0
         self._ends[group] = NEVER
         self._is_stale = True
+
+    def set_load(self, group: int, tokens: int) -> None:
+        """Sets the tokens of a group's requests; of a member, extrapolated back to step 0."""
+        self._loads[group] = tokens
+
+    def loads(self) -> list[int]:
+        """Tokens of the requests of each group now."""
+        found: list[int] = (self._loads + self._rows * self.step).tolist()
+        return found
 
     def chunks_in_a_row(self, group: int) -> int:
         """Chunks of a member since its last decode step."""
