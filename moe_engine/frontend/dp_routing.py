@@ -99,11 +99,11 @@ class Router:
     def _least_loaded(self, able: Sequence[int]) -> int:
         loads, count = self.loads, len(self.loads)
         for weight in self._weights:
-            weights = [weight(loads[endpoint]) for endpoint in able]
+            weights = list(map(weight, [loads[endpoint] for endpoint in able]))
             least = min(weights)
+            if weights.count(least) == 1:
+                return able[weights.index(least)]
             able = [endpoint for endpoint, found in zip(able, weights) if found == least]
-            if len(able) == 1:
-                break
         return min(able, key=lambda endpoint: (endpoint - self._next) % count)
 
     def _with_prefix(self, able: Sequence[int], least: int, prompt: PromptBlocks) -> int:

@@ -19,7 +19,8 @@ from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps, between
 from moe_engine.types import Request, StepPlan
 
-UNLIMITED = 1 << 60
+UNLIMITED = NEVER = 1 << 60
+NONE = Steps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +193,23 @@ def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
     sessions, running = scheduler.table.sessions, len(scheduler.table.decodes)
     if sessions.is_off:
         return
-    mark, waits = run.begin, run.contended
+    times, mark, waits = sessions.times, run.begin, NEVER if run.contended is None else run.contended.count
     for chunk in run.chunks:
         if running and chunk.before.count > mark.count:
-            sessions.decoded(running, between(mark, chunk.before), _part(waits, mark, chunk.before), chunk.began)
-        contended = waits is not None and waits.count < chunk.after.count
-        sessions.stepped(chunk.launched, chunk.ended, {0: (0, run.size)}, 0, contended)
+            steps = between(mark, chunk.before)
+            times.add_decodes(running, steps, _part(run, mark, chunk.before, steps), chunk.began)
+        times.add(chunk.launched, chunk.ended, run.size, 0, waits < chunk.after.count)
         mark = chunk.after
     if running:
-        sessions.decoded(running, between(mark, run.end), _part(waits, mark, run.end))
+        steps = between(mark, run.end)
+        sessions.decoded(running, steps, _part(run, mark, run.end, steps))
 
 
-def _part(contended: Steps | None, begin: Steps, end: Steps) -> Steps:
-    """The contended steps of a part."""
-    if contended is None or contended.count >= end.count:
-        return Steps()
-    return between(contended if contended.count > begin.count else begin, end)
+def _part(run: ChunkRun, begin: Steps, end: Steps, steps: Steps) -> Steps:
+    """The contended steps among those from `begin` to `end`."""
+    if run.contended is None or run.contended.count >= end.count:
+        return NONE
+    return between(run.contended, end) if run.contended.count > begin.count else steps
 
 
 def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number: int) -> StepPlan | None:

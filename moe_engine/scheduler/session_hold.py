@@ -127,11 +127,11 @@ class SessionHold:
         num_prompt = sum([end - start for start, end in spans.values()]) if spans else 0
         self.times.add(launched, now, num_prompt, num_decodes, waits)
 
-    def decoded(self, num_decodes: int, steps: Steps, contended: Steps, ended: float | None = None) -> None:
-        """As `stepped` for several steps of the same requests up to `ended` (None: now); `contended`: the last of them,
-        during which requests waited."""
+    def decoded(self, num_decodes: int, steps: Steps, contended: Steps) -> None:
+        """As `stepped` for several steps of the same requests up to now; `contended`: the last of them, during which
+        requests waited."""
         if not self.is_off:
-            self.times.add_decodes(num_decodes, steps, contended, self._clock() if ended is None else ended)
+            self.times.add_decodes(num_decodes, steps, contended, self._clock())
 
     def ended(self, request: Request, node: Node) -> None:
         """Records that a request has ended; its KV is cached up to `node`."""
