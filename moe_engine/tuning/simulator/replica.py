@@ -213,9 +213,7 @@ class Replica:
         for _ in range(steps):
             self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, running)
 
-    def _launch(
-        self, shapes: list[StepShape], pending: set[int], of_runs: tuple[StepShape, int, int] | None
-    ) -> Flight:
+    def _launch(self, shapes: list[StepShape], pending: set[int], of_runs: tuple[StepShape, int, int] | None) -> Flight:
         """`of_runs`: as of `Runs.planned`."""
         cost = self.spec.costs.step(self._busiest(shapes))
         if self.balancer is not None:
