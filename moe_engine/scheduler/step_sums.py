@@ -9,7 +9,7 @@ MEMORY = 1 / 256
 SHORT_MEMORY = 1 / 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Steps:
     """Some successive steps: their number, and the sums of their seconds in which each step has 1 - `MEMORY`
     (`weighted`) or 1 - `SHORT_MEMORY` (`recent`) times the weight of the next one."""

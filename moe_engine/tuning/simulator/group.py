@@ -32,8 +32,8 @@ class Group:
     Attributes:
         load_tokens: prompt and answer tokens of its requests, without those of a run. load_uncomputed: prompt tokens
         without known KV of requests that have no token yet.
-        run_rows: requests that decode in its run; 0: none, or it is in no run. run_from: the step count of the replica at
-        the beginning of its run, plus the chunks in it. chunk_size: of a run with chunks; 0: a run without.
+        run_rows: requests that decode in its run; 0: none, or it is in no run. run_from: the step count of the replica
+        at the begin of its run, plus the chunks in it. chunk_size: of a run with chunks; 0: a run without.
         chunk_times: of the chunks of its run whose results have been applied.
     """
 
