@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
 from moe_engine.models.eagle import EagleHead
 from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource, open_source
@@ -159,9 +160,16 @@ def reload(
     outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, False, seed, partial(outside, config))
+        reader.served_gates = gates_of([part])
         for module in part.modules():
             yield module.module, module.build(reader)
         reader.finish()
+
+
+def gates_of(parts: Iterable[Decoder | MTPLayers]) -> torch.dtype | None:
+    """The dtype of the routers' weights in memory; None without routers."""
+    modules = (module.module for part in parts for module in part.modules())
+    return next((module.gate_dtype for module in modules if isinstance(module, MoE)), None)
 
 
 def open_again(

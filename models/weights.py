@@ -45,10 +45,12 @@ class WeightSource(Protocol):
     """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
     `format`: of the matrices of linear layers and experts. `made_up`: the values are not weights but markers of the
-    elements' positions; no value may be added to them.
+    elements' positions; no value may be added to them. `served_gates`: dtype of the routers' weights that the source
+    replaces; None: it replaces none.
     """
 
     made_up: bool
+    served_gates: torch.dtype | None
 
     dtype: torch.dtype
     device: torch.device
@@ -76,6 +78,9 @@ class WeightSource(Protocol):
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         """True if `linear` can read this slice into a weight of the format's `kernel_format`."""
+
+    def gate_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which the weight of a router is kept: bfloat16 if its values are, else float32."""
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has a tensor of that name."""
@@ -138,6 +143,7 @@ class WeightReader:
         self._directory = Path(directory) if isinstance(directory, (str, Path)) else directory.path
         self._lock = threading.Lock()
         self.num_bytes_read = 0
+        self.served_gates: torch.dtype | None = None
         self._files = _open_files(directory, read)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
@@ -150,6 +156,20 @@ class WeightReader:
         self._ahead = ReadAhead(spans(self._files, self._unread)) if ahead else None
         if self._ahead is not None:
             weakref.finalize(self, self._ahead.close)
+
+    def gate_dtype(self, name: str) -> torch.dtype:
+        """See the protocol. Raises CheckpointError: the served dtype does not hold the values."""
+        stored = torch.bfloat16 if self.dtype_of(name) == "BF16" else torch.float32
+        served = self.served_gates or stored
+        if served == torch.bfloat16 and stored != served and name in self._files:
+            values = torch.empty(self._entry(name).shape)
+            self._files[name].read_into(name, UNCUT, values)
+            if not torch.equal(values.to(served).float(), values):
+                raise CheckpointError(
+                    f"{self._files[name].path}: {name} is served in bfloat16, which does not hold its new values; send "
+                    "it in bfloat16, or restart the server with these weights"
+                )
+        return served
 
     def has(self, name: str) -> bool:
         return name in self._files
