@@ -136,7 +136,7 @@ class WeightReader:
 
     def __init__(
         self,
-        directory: str |def _open_files(directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads)| TensorFile,
+        directory: str | Path | TensorFile,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         format: WeightFormat = PLAIN,
@@ -166,7 +166,7 @@ class WeightReader:
             total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,
             disable=not progress,
         )  # fmt: skip
-        self._ahead = None
+        self._ahead: ReadAhead | None = None
         if ahead:
             window = min(WINDOW_BYTES, host_memory().available_bytes // 4)
             self._ahead = ReadAhead(spans(self._files, self._unread), window, prefetch)
@@ -301,7 +301,7 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def _open_files(directory: str | Path | TensorFile, read: ReadFiles) -> dict[str, TensorFile]:
+def _open_files(directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
     if not isinstance(directory, (str, Path)):
         return dict.fromkeys(directory.entries, directory)
