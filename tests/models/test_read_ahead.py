@@ -146,8 +146,8 @@ class Read(list[tuple[str, int, int]]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        monkeypatch.setattr(os, "preadv", self._note)
         self._read = os.preadv
+        monkeypatch.setattr(os, "preadv", self._note)
 
     def _note(self, file: int, buffers: list[memoryview], start: int) -> int:
         if not threading.current_thread().name.startswith("read-ahead"):

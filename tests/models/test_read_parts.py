@@ -19,7 +19,7 @@ from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import SafetensorsFile
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
-from tests.waiting import wait_until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -116,4 +116,4 @@ def test_a_model_loaded_in_parts(kind: str, tmp_path: Path, monkeypatch: pytest.
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, want)
-    wait_until(lambda: not any(thread.name.startswith("read_") for thread in threading.enumerate()))
+    until(lambda: not any(thread.name.startswith("read_") for thread in threading.enumerate()))
