@@ -38,7 +38,9 @@ DTYPES = {
 
 _HOST = torch.device("cpu")
 PART_BYTES = 1 << 22
-"""Largest part of a read, and largest buffer of one that converts or moves to a device."""
+"""Largest buffer of a read that converts or moves to a device."""
+DIRECT_BYTES = 1 << 20
+"""Parts of a read into place, by one of several threads."""
 _GAP_BYTES = 1 << 13
 """Rows of a column slice with more unused bytes between them are read one by one."""
 
@@ -85,9 +87,10 @@ class SafetensorsFile:
             return
         first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
         row_bytes = max(1, prod(out.shape[1:]) * DTYPES[entry.dtype].itemsize)
-        step = max(1, PART_BYTES // row_bytes)
+        direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
+        step = max(1, (DIRECT_BYTES if direct else PART_BYTES) // row_bytes)
         parts = [(first + start, out[start : start + step]) for start in range(0, out.shape[0], step)]
-        if out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous():
+        if direct:
             self.reads.all([partial(self._read_rows, name, cut, row, to) for row, to in parts])
             return
         found = self.reads.in_order([partial(self._rows, name, cut, row, to.shape) for row, to in parts])

@@ -105,7 +105,8 @@ def test_file_truncated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_reads_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 15)  # several parts
+    for part in ("PART_BYTES", "DIRECT_BYTES"):
+        monkeypatch.setattr(safetensors_file, part, 1 << 15)  # several parts
     rng = random.Random(random.getrandbits(32))
     tensors = {
         "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),  # the other tensors are not aligned

@@ -82,7 +82,8 @@ def test_threads_that_load_whole_weights_read_serially(reads: PartReads) -> None
 
 def test_files_hold_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: PartReads) -> None:
     """Direct reads and converting ones, of whole tensors and of slices; a file that ends early has its one error."""
-    monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 10)
+    for name in ("PART_BYTES", "DIRECT_BYTES"):
+        monkeypatch.setattr(safetensors_file, name, 1 << 10)
     tensors = {"a": torch.randn(random.randrange(40, 90), 70).bfloat16(), "b": torch.randn(900), "c": torch.tensor(2.0)}
     save_file(tensors, tmp_path / "model.safetensors")
     (file,) = {found.path: found for found in read_checkpoint(tmp_path).values()}.values()
@@ -108,7 +109,8 @@ def test_a_model_loaded_in_parts(kind: str, tmp_path: Path, monkeypatch: pytest.
     path = make_checkpoint(kind, tmp_path, dtype="bfloat16", tokenizer=False)
     step = [stepper.Chunk(0, list(range(30, 60)), False)]
     want = stepper.load(path, "cpu").step(step)[0]
-    monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 10)
+    for name in ("PART_BYTES", "DIRECT_BYTES"):
+        monkeypatch.setattr(safetensors_file, name, 1 << 10)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
