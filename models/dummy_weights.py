@@ -42,7 +42,7 @@ class DummyReader:
         self._pool = torch.randn(_POOL, generator=generator).to(self.device)
         self._scaled: dict[tuple[float, torch.dtype], Tensor] = {}
         self.served_gates: torch.dtype | None = None
-        """As in `WeightReader`."""
+        """As in `WeightSource`."""
 
     def gate_dtype(self, name: str) -> torch.dtype:
         usual = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32

@@ -67,7 +67,7 @@ def load_model(
     with torch.no_grad():
         ahead = prefetch is not None or parallel.world_size == 1
         outside = partial(names_outside_model, config)
-        further = {"ahead": ahead, "prefetch": prefetch, "drop": drop_cache}
+        further: dict[str, Any] = {"ahead": ahead, "prefetch": prefetch, "drop": drop_cache}
         reader = _open(path, config, dtype, device, load_format, progress, seed, outside, **further)
         try:
             model: Model = target(config, reader, backends, parallel, **model_options)

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moe_engine.models.load_threads import MAX_THREADS, in_load_thread, mark_load_thread
 
@@ -79,7 +79,7 @@ class PartReads:
             return self._pool
 
 
-def _end(futures: Iterable[Future[T]]) -> None:
+def _end(futures: Iterable[Future[Any]]) -> None:
     """Cancels what has not begun, and waits for the rest: its memory may be freed afterwards."""
     wait([future for future in futures if not future.cancel()])
 
