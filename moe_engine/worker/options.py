@@ -63,7 +63,6 @@ class WorkerOptions:
     weight_loader_prefetch_num_threads: int = 4
     weight_loader_drop_cache_after_load: bool = False
     cpu_threads: int | None = None
-| None = None
     enable_deterministic_inference: bool = False
     disable_shared_experts_fusion: bool = False
     speculation: SpeculationConfig | None = None

@@ -140,8 +140,8 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
     ],
 )
 def test_a_tensor_parallel_engine(case: str, device_server: ForkServer, tmp_path: Path) -> None:
-    """Sums by the custom all-reduce, replayed and eager, or by NCCL if it is disabled; layers whose weights wait in host
-    memory (--cpu-offload-gb)."""
+    """Sums by the custom all-reduce, replayed and eager, or by NCCL if it is disabled; layers whose weights wait in
+    host memory (--cpu-offload-gb)."""
     layers = 4 if "host memory" in case else 2
     found = run_program(device_server, "tensor_parallel_engine", tmp_path, case, num_layers=layers)
     assert found["differences"] == {} and found["offloaded"] == (layers if layers > 2 else 0)
