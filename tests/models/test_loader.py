@@ -20,6 +20,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
+from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
@@ -96,8 +97,8 @@ def test_file_truncated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     file = path / "model.safetensors"
     size, opened = file.stat().st_size, SafetensorsFile.__init__
 
-    def open_and_truncate(self: SafetensorsFile, found: WeightFile) -> None:
-        opened(self, found)
+    def open_and_truncate(self: SafetensorsFile, found: WeightFile, reads: PartReads) -> None:
+        opened(self, found, reads)
         os.truncate(file, size // 3)
 
     monkeypatch.setattr(SafetensorsFile, "__init__", open_and_truncate)
