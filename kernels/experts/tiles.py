@@ -76,7 +76,7 @@ _MXFP4_TILES = ExpertTiles(
             (16, Tiles(16, 64, 4, 4, swap_ab=True)),
             (32, Tiles(32, 64, 4, 4, swap_ab=True)),
             (96, Tiles(64, 64, 4, 4, swap_ab=True)),
-            (None, Tiles(128, 64, 4, 3, swap_ab=True, group=8)),
+            (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
         ),
     ),
     TileTable(
