@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `mxfp4`: weights in
-    MXFP4."""
+    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `mxfp4`: weights
+    in MXFP4."""
 
     name: str
     num_experts: int

@@ -98,7 +98,9 @@ WIDE = ExpertTiles(
 """float32, without tensor cores: correct, not fast."""
 
 _WIDE_MXFP4 = ExpertTiles(
-    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)), TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)), block_k=128
+    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
+    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
+    block_k=128,
 )
 """Likewise; a step is that of the scales."""
 

@@ -462,8 +462,5 @@ def aot_cases() -> list[AotCase]:
     whole = ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B, 32), (GPT_OSS_20B_MXFP4, 32))
     for model, num_experts in whole:
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}
-    fixed = (
-        cases_of(model, count, 8, False, deterministic=True)
-        for model, count in (whole[0], whole[1], whole[3])
-    )
+    fixed = (cases_of(model, count, 8, False, deterministic=True) for model, count in (whole[0], whole[1], whole[3]))
     return [*found.values(), *(case for cases in fixed for case in cases)]

@@ -36,7 +36,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},  # a dense layer between MoE layers
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
     "gpt_oss-mxfp4": {
-        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 160,
     },  # five groups of 32 columns: ranks hold different numbers of them
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
