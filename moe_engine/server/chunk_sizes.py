@@ -48,7 +48,10 @@ class ChunkSizes:
 
     def _begin_chunk(self) -> None:
         digits, self._header = self._header.partition(b";")[0].strip(), b""
-        size = int(digits, 16) if 0 < len(digits) <= SIZE_DIGITS else 0
+        try:
+            size = int(digits, 16) if len(digits) <= SIZE_DIGITS else 0
+        except ValueError:
+            size = 0
         self.declared += size
         self.has_ended = not size
         self._skip = size + len(LINE_END)

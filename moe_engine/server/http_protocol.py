@@ -178,6 +178,8 @@ class Connection(HttpToolsProtocol):
     """Called when the connection is lost; None from then on."""
     _chunks: ChunkSizes | None = None
     """Of the body that is received, if it is chunked."""
+    _tail = b""
+    """The last bytes received, which may be the beginning of `HEAD_END`."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -235,25 +237,27 @@ class Connection(HttpToolsProtocol):
 
     def _parts(self, data: bytes) -> tuple[bytes, ...]:
         """Head and body apart, so that it is known where a chunked body begins."""
-        end = -1 if self.cycle is not None and self.cycle.more_body else data.find(HEAD_END)
-        if end < 0 or end + len(HEAD_END) == len(data):
+        if self.cycle is not None and self.cycle.more_body:
             return (data,)
-        return data[: end + len(HEAD_END)], data[end + len(HEAD_END) :]
+        found = (self._tail + data).find(HEAD_END)
+        end = found + len(HEAD_END) - len(self._tail)
+        return (data,) if found < 0 or end == len(data) else (data[:end], data[end:])
 
     def _take(self, part: bytes) -> None:
         if self.transport.is_closing():  # the part before was refused
             return
         before = self._chunks
         self._parse(part)
-        chunks = self._chunks
-        if chunks is None or self.transport.is_closing():
+        chunks, end = self._chunks, self._tail + part[-len(HEAD_END) :]
+        self._tail = end[1 - len(HEAD_END) :]
+        if chunks is None or not self.cycle.more_body or self.transport.is_closing():
             return
         if chunks is before:
             declared = chunks.declared
             chunks.feed(part)
             if chunks.declared != declared:
                 self.cycle.message_event.set()  # a reader may refuse the body now
-        elif not part.endswith(HEAD_END):  # its body has begun somewhere in this part
+        elif not end.endswith(HEAD_END):  # its body has begun somewhere in this part
             chunks.has_ended = True
 
     def _parse(self, data: bytes) -> None:
