@@ -224,9 +224,11 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        size = len(data)
-        for part in self._parts(data):
-            self._take(part)
+        at, size = 0, len(data)
+        while at < size and not self.transport.is_closing():
+            end = self._end_of_part(data, at)
+            self._take(data[at:end])
+            at = end
         if self._head_bytes is None or self.transport.is_closing():
             return
         self._head_bytes += size
@@ -235,17 +237,17 @@ class Connection(HttpToolsProtocol):
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
 
-    def _parts(self, data: bytes) -> tuple[bytes, ...]:
-        """Head and body apart, so that it is known where a chunked body begins."""
+    def _end_of_part(self, data: bytes, at: int) -> int:
+        """The end of the next part to parse: heads end parts, so that it is known where a chunked body begins."""
         if self.cycle is not None and self.cycle.more_body:
-            return (data,)
-        found = (self._tail + data).find(HEAD_END)
-        end = found + len(HEAD_END) - len(self._tail)
-        return (data,) if found < 0 or end == len(data) else (data[:end], data[end:])
+            return len(data)
+        begun = (self._tail + data[at : at + len(HEAD_END) - 1]).find(HEAD_END)
+        if begun >= 0:
+            return at + begun + len(HEAD_END) - len(self._tail)
+        found = data.find(HEAD_END, at)
+        return len(data) if found < 0 else found + len(HEAD_END)
 
     def _take(self, part: bytes) -> None:
-        if self.transport.is_closing():  # the part before was refused
-            return
         before = self._chunks
         self._parse(part)
         chunks, end = self._chunks, self._tail + part[-len(HEAD_END) :]
