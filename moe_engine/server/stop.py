@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -59,8 +58,8 @@ class SecondSignal:
 
     def exit(self) -> NoReturn:
         """Ends this process. Threads that still read or compute for requests are not waited for."""
-        logging.shutdown()
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(INTERRUPTED if self._number == signal.SIGINT else STOPPED)
 
 
