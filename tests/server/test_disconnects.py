@@ -15,6 +15,7 @@ from tests.server.test_connections import connected, request
 from tests.waiting import until
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [200, 100_000, 400_000])
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
