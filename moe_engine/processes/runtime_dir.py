@@ -96,8 +96,9 @@ def _place() -> str:
             if place != _places()[0]:
                 logger.info("TMPDIR %s is too long for socket paths: using %s", _places()[0], place)
             return place
+    tried = _temporary() or os.environ.get("TMPDIR", "")
     raise ConfigError(
-        f"TMPDIR={_temporary() or os.environ.get('TMPDIR', '')}: the engine's sockets need a writable directory with a path of at most "
+        f"TMPDIR={tried}: the engine's sockets need a writable directory with a path of at most "
         f"{MAX_SOCKET_PATH - len(PREFIX) - RANDOM_CHARACTERS - len(LONGEST_NAME) - 2} bytes, and neither "
         "$XDG_RUNTIME_DIR nor /tmp is one: set TMPDIR to such a directory"
     )

@@ -35,7 +35,7 @@ def test_second_interrupt_ends_the_drain(
     """The requests would run for longer; the exit code tells a drain (0) from an interruption."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), *flags) as server:
-        threads, answers = in_background(server, 2)
+        threads, _ = in_background(server, 2)
         wait_running(server, 2)
         processes = server.children()
         server.process.send_signal(signal.SIGINT)

@@ -57,7 +57,9 @@ def test_declared_sizes_are_those_of_the_body(chunks, seed):
     assert sizes.declared == len(body.data) == sum(len(data) for data, _, _ in chunks)
 
 
-@pytest.mark.parametrize("rest", [b"", b"5", b"5;" + b"x" * 100, b"1" * 17 + b"\r\n", b"zz\r\n", b"0000000000000000000005\r\nabcde"])
+@pytest.mark.parametrize(
+    "rest", [b"", b"5", b"5;" + b"x" * 100, b"1" * 17 + b"\r\n", b"zz\r\n", b"0000000000000000000005\r\nabcde"]
+)
 def test_a_header_that_is_not_read_declares_nothing(rest):
     sizes = ChunkSizes()
     for byte in rest:

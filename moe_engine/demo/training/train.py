@@ -188,7 +188,10 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
     log = (run.folder / "log.jsonl").open("a" if run.resume else "w", encoding="utf-8") if rank == 0 else None
     if rank == 0:
         print(f"{count_parameters(model) / 1e6:.2f} M parameters, steps {first} to {recipe.steps}", flush=True)
-    began, bar = time.monotonic(), tqdm(range(first, recipe.steps), mininterval=10, dynamic_ncols=True, disable=rank > 0)
+    began, bar = (
+        time.monotonic(),
+        tqdm(range(first, recipe.steps), mininterval=10, dynamic_ncols=True, disable=rank > 0),
+    )
     mtp_loss = float("nan")
     for step in bar:
         second = step >= recipe.first_steps
