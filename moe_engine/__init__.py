@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from moe_engine.frontend.engine import Engine
     from moe_engine.models.registry import register as register_model
 
-# The last collection of an exiting interpreter would free msgspec's type information while it is still referred to,
-# and end a program whose work is done with SIGSEGV (github.com/msgspec/msgspec/issues/717). Frozen objects are left out.
+# At exit the last collection would free msgspec's type information while it is still referred to, and end a program
+# whose work is done with SIGSEGV (github.com/msgspec/msgspec/issues/717). It leaves out frozen objects.
 atexit.register(gc.freeze)
 
 __version__ = "0.1.0"
