@@ -63,13 +63,12 @@ def test_the_ledger_bounds_windowed_layers(resolved, model, windowed) -> None:
     ("flags", "reason"),
     [
         ({"max_running_requests": 2, "max_total_tokens": 1024}, "the KV cache has 1024 tokens (--chunked-prefill-size"),
+        (FEW | {"disable_hybrid_swa_memory": True}, "--disable-hybrid-swa-memory"),
         (FEW | {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache needs a layer without a window"),
         (
             FEW | {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
             "takes the KV of all layers",
         ),
-| {"disable_hybrid_swa_memory": True}, "--disable-hybrid-swa-memory"),
-        (FEW | {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache copies the KV of all layers"),
     ],
 )
 def test_windows_that_are_not_bounded_are_reported(resolved, flags, reason) -> None:
