@@ -10,9 +10,9 @@ NO_STATE, LAST_STATE = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Copies KV from `places` of the connector to `slots` of the pool, states from entries of the connector to snapshots
-    of the pool, (entry, snapshot) each, and windows from entries to window pages, (entry, window page) each. The copy may
-    end after the step."""
+    """Copies KV from `places` of the connector to `slots` of the pool, states from entries of the connector to
+    snapshots of the pool, (entry, snapshot) each, and windows from entries to window pages, (entry, window page)
+    each. The copy may end after the step."""
 
     id: int
     places: list[int]

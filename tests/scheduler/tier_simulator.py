@@ -156,7 +156,8 @@ class CopyingWindowedWorker(CopyingWorker, WindowedWorker):
         super().submit(plan)
         arrived = set(plan.kv_ops.arrived) if plan.kv_ops is not None else set()
         pages = [page for n, (load, *_) in self.loading.items() if n not in arrived for _, page in load.windows]
-        assert self.reads[-1].isdisjoint(slot for page in pages for slot in self.window_slots(page)), "used while loading"
+        slots = {slot for page in pages for slot in self.window_slots(page)}
+        assert self.reads[-1].isdisjoint(slots), "used while loading"
 
     def fail(self) -> StepPlan:
         failed = super().fail()

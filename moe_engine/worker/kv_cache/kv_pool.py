@@ -116,8 +116,8 @@ class KVPool:
                     tensor.zero_()
         bounded = set(windowed) if self.num_window_slots else set()
         self._raw, self._raw_windows = (
-            [_bytes(tensor) for layer, parts in enumerate(self._tensors) if (layer in bounded) == of for tensor in parts]
-            for of in (False, True)
+            [_bytes(tensor) for i, parts in enumerate(self._tensors) if (i in bounded) == own for tensor in parts]
+            for own in (False, True)
         )
         of_states = {} if states is None else states.layers
         self.layers: Sequence[Any] = tuple(
@@ -161,8 +161,8 @@ class KVPool:
         ]
 
     def read_rows(self, slots: Tensor) -> Tensor:
-        """The KV of slots [n] in all layers but windowed ones with slots of their own, as bytes [n, sum of `row_widths`];
-        new memory."""
+        """The KV of slots [n], as bytes [n, sum of `row_widths`], in new memory: of all layers but windowed ones with slots
+        of their own."""
         return torch.cat([tensor.index_select(0, slots) for tensor in self._raw], 1)
 
     def write_rows(self, slots: Tensor, rows: Tensor) -> None:
