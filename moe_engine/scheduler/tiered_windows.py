@@ -1,7 +1,8 @@
 """Radix cache of a model with bounded windows whose evicted nodes stay in the tree with KV and windows in host memory.
 
 A request continues where the KV of all tokens before is kept, on the device or in the host tier, and the windowed KV of
-the last window. Both are loaded: the KV of nodes that are not on the device, and missing pages of the last window. If the KV is still on the device, only window pages are loaded.
+the last window. Both are loaded: the KV of nodes that are not on the device, and missing pages of the last window. If
+the KV is still on the device, only window pages are loaded.
 """
 
 from __future__ import annotations

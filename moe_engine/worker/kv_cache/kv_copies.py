@@ -3,8 +3,8 @@
 A place is a row of the host pool: the KV of one token in all layers of this rank, MTP layers included. States of
 requests have entries of their own (`host_states`), and so have the pages of windowed layers with slots of their own.
 On the CPU a copy is done in the step. On an accelerator a thread with its own stream copies, in plan order. Slots that
-are stored are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores more
-than `COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
+are stored are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores
+more than `COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
 """
 
 from __future__ import annotations

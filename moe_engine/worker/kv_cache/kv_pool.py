@@ -161,8 +161,8 @@ class KVPool:
         ]
 
     def read_rows(self, slots: Tensor) -> Tensor:
-        """The KV of slots [n], as bytes [n, sum of `row_widths`], in new memory: of all layers but windowed ones with slots
-        of their own."""
+        """The KV of slots [n], as bytes [n, sum of `row_widths`], in new memory: of all layers but windowed ones with
+        slots of their own."""
         return torch.cat([tensor.index_select(0, slots) for tensor in self._raw], 1)
 
     def write_rows(self, slots: Tensor, rows: Tensor) -> None:
