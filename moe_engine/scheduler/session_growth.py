@@ -95,6 +95,14 @@ class Projection:
             self._tokens[n] += together
             alive *= self._shares[min(turn + n - 1, MAX_TURNS - 1)]
 
+    def num_turns(self, turn: int) -> float:
+        """Expected turns of a session whose first turn ends with that length."""
+        turns, alive = 0.0, 1.0
+        for later in range(MAX_TURNS):
+            turns += alive
+            alive *= self._shares[min(turn + later, MAX_TURNS - 1)]
+        return turns
+
     def add(self, turn: int, size: float) -> None:
         """Adds a session with `size` tokens at the end of its current turn: `turn` turns of mean growth."""
         self._tokens = self._with(turn, size)

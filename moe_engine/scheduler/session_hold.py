@@ -291,7 +291,8 @@ class SessionHold:
         self._projection = Projection(self.growth, shares, int(horizon / cycle) + 1 if cycle else 1)
         self._projection.add_all(members)
         size = self._first + self._output
-        self._projection.add_arrivals(len(members) * (1 - self.returns.share), self._turns(size), size)
+        begins = len(members) / self._projection.num_turns(self._turns(size))  # as many as end, in a steady state
+        self._projection.add_arrivals(begins, self._turns(size), size)
 
     def _growth_reserve(self, horizon: float) -> float:
         """Space that a further session leaves free. Held sessions grow by G tokens a second, and one ends every T
