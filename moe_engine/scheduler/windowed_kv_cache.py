@@ -25,6 +25,11 @@ from moe_engine.scheduler.windowed_radix_cache import WindowedRadixCache
 from moe_engine.types import Request, RowWrite
 
 
+EARLIER_TOKENS = 32
+"""The next turn of a conversation may part from the prompt before it by so many tokens before its end: a chat template
+renders the beginning of an answer in another way than the answer."""
+
+
 class WindowedSlots(SlotAllocator):
     """Slots whose window pages are dropped when they are freed."""
 
@@ -116,7 +121,11 @@ class WindowedKVCacheManager(KVCacheManager):
 
     def cache_unfinished(self, request: Request) -> RowWrite | None:
         self._progress(request)
-        return super().cache_unfinished(request)
+        write = super().cache_unfinished(request)
+        end = min(len(request.prompt_ids), request.num_in_tree)
+        if self.connector is not None and not request.output_ids and request.num_computed >= len(request.prompt_ids):
+            self.windows.resume(request.slots[self._first_page(end) : end : self.page_size])
+        return write
 
     def release(self, request: Request) -> Node:
         self.windows.unpin(self._pinned(request), self.step)
@@ -134,11 +143,10 @@ class WindowedKVCacheManager(KVCacheManager):
     # -- window pages
 
     def _last_window(self, node: Node) -> list[int]:
-        """The pages that a request reads that continues from `node`."""
-        need, page, found = max(0, node.end - self._window + 1), self.page_size, list[int]()
-        while node.parent is not None and node.end > need:
-            begin = max(0, need - node.parent.end) // page * page
-            found += node.slots[begin::page]
+        """The pages that a request reads that continues from `node`, or a little before."""
+        first, found = self._first_page(node.end), list[int]()
+        while node.parent is not None and node.end > first:
+            found += node.slots[max(0, first - node.parent.end) :: self.page_size]
             node = node.parent
         return found
 
@@ -157,6 +165,10 @@ class WindowedKVCacheManager(KVCacheManager):
     def _assign_behind(self, request: Request, used: int) -> None:
         page = self.page_size
         self.windows.assign(request.slots[-(-used // page) * page :: page])
+
+    def _first_page(self, end: int) -> int:
+        """The first token of these pages."""
+        return max(0, end - self._window + 1 - EARLIER_TOKENS) // self.page_size * self.page_size
 
     # -- steps and integrity
 

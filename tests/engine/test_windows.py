@@ -14,7 +14,6 @@ import transformers
 
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
-from tests.engine.test_state_tier import turns
 from tests.models.checkpoints import make_checkpoint
 
 ALTERNATING = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
@@ -208,27 +207,3 @@ def test_the_pool_of_windows_does_not_grow_with_the_context(tmp_path: Path) -> N
     (full, windowed, _), (twice, same, _) = sizes
     assert (twice, same) == (2 * full - 1, windowed)
     assert windowed < full / 2
-
-
-def test_windows_come_back_from_the_host_tier(tmp_path: Path) -> None:
-    """Sessions that exceed the pools, with every write policy; bytes of the tier."""
-    seed = random.randrange(2**31)
-    path = make_checkpoint("qwen3", tmp_path / "model", seed=seed, **ALTERNATING, sliding_window=9)
-    flags = FLAGS | {"max_total_tokens": 160, "max_running_requests": 2, "chunked_prefill_size": 16, "page_size": 4}
-    tier = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
-    engine = InProcessEngine(path, tmp_path / "status", **flags, **tier)
-    model, script = load(path), turns(random.Random(seed))
-    try:
-        check_bounded(engine, engine.config.model.windowed_layers)
-        ledger, copies = engine.config.ledger, engine.worker.runner.kv_copies
-        assert copies.num_bytes == ledger.bytes_of("host KV tier") + ledger.bytes_of("host tier of windows")
-        loaded = []
-        for policy in ("", "write_back", "write_through"):
-            changes = {"hicache_write_policy": policy} if policy else {"host_tier_tokens": 0}
-            answers = engine.run(script, **changes)
-            for item in script:
-                check(model, item, answers[item.rid], f"seed {seed} {item.rid} {policy}")
-            loaded.append(engine.scheduler.stats().host_hit_tokens_total)
-        assert loaded[0] == 0 and min(loaded[1:]) > 100
-    finally:
-        engine.close()
