@@ -87,8 +87,8 @@ class Projection:
             )
 
     def add_arrivals(self, per_turn: float, turn: int, size: float) -> None:
-        """Adds sessions that begin later, `per_turn` of them in each turn from the next on. `turn`, `size`: as of `add`,
-        at the end of their first turn."""
+        """Adds sessions that begin later: `per_turn` in each turn from the next on. `turn`, `size`: as of `add`, at the
+        end of their first turn."""
         together, alive = 0.0, per_turn
         for n in range(1, len(self._tokens)):
             together += alive * (size + (n - 1) * self._growth)

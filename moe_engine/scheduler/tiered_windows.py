@@ -63,7 +63,7 @@ class TieredWindows(TieredCache, WindowedRadixCache):
 
     def reach(self, found: Match, tokens: list[int], limit: int) -> Reach:
         nothing = Reach(found.length)
-        if found.node is None:
+        if found.node is None or not found.node.alive:  # an empty root was dropped
             return nothing
         limit -= limit % self.page_size
         kv = RadixCache.peek(self, tokens, limit, None, found.node)
@@ -99,8 +99,8 @@ class TieredWindows(TieredCache, WindowedRadixCache):
         """The pages of a prefix, the last first: those of absent nodes, with the length used of each, then of a match
         on the device."""
         size = self.page_size
-        for node, count in reversed(absent):
-            places = node.places or []
+        for child, count in reversed(absent):
+            places = child.places or []
             yield from (Page(NONE, places[i] // size) for i in range(count - size, -1, -size))
         node, partial = kv.node, kv.partial
         if node is not None and partial is not None:

@@ -24,7 +24,6 @@ from moe_engine.scheduler.window_tier import WindowHostTier
 from moe_engine.scheduler.windowed_radix_cache import WindowedRadixCache
 from moe_engine.types import Request, RowWrite
 
-
 EARLIER_TOKENS = 32
 """The next turn of a conversation may part from the prompt before it by so many tokens before its end: a chat template
 renders the beginning of an answer in another way than the answer."""

@@ -1,4 +1,4 @@
-"""Host tier with windows of its own: answers equal transformers', over evictions; bytes of windows over device and host."""
+"""Host tier with windows of its own: answers equal transformers', over evictions; bytes over device and host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_every_byte_of_a_window_comes_back(layout: str, device: str = "cpu") -> 
     stream = DeviceStream(device)
     pool = KVPool(KVSpec.mla(3, 4, 2, torch.float32), 8, 2, stream, windowed=(0, 2), num_window_slots=6)
     copies = KVCopies(pool, 8, stream, layout=layout, num_window_slots=10)
-    rows, windows = torch.randint(0, 256, (10, 24), dtype=torch.uint8), torch.randint(0, 256, (8, 48), dtype=torch.uint8)
+    rows, windows = (
+        torch.randint(0, 256, (10, 24), dtype=torch.uint8),
+        torch.randint(0, 256, (8, 48), dtype=torch.uint8),
+    )
     assert (sum(pool.row_widths), sum(pool.window_widths)) == (24, 48)
     pool.write_rows(stream.upload(torch.arange(10)), stream.upload(rows))
     pool.write_windows(stream.upload(torch.arange(8)), stream.upload(windows))
