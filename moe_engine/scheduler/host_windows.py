@@ -10,10 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moe_engine.scheduler.window_pages import WindowPages
 
 NONE = -1
 
@@ -24,9 +20,8 @@ class HostWindows:
         num_entries: pages of the host's window pool.
     """
 
-    def __init__(self, num_entries: int, windows: WindowPages) -> None:
+    def __init__(self, num_entries: int) -> None:
         self.num_entries = num_entries
-        self._windows = windows
         self.reset()
 
     def reset(self) -> None:
@@ -54,18 +49,17 @@ class HostWindows:
         if slot not in self._of_slot:
             self._store(self._of_slot, slot, window_page)
 
-    def left(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        """KV pages leave the device: their entries belong to their places now."""
-        windows = self._windows
-        for slot, place in zip(slots, places):
+    def left(self, slots: Sequence[int], places: Sequence[int], window_pages: Sequence[int]) -> None:
+        """KV pages leave the device: their entries belong to their places. `window_pages`: those to store, or NONE."""
+        for slot, place, page in zip(slots, places, window_pages):
             entry = self._of_slot.pop(slot, NONE)
             if place in self._of_place:
                 if entry != NONE:
                     self._give(entry)
             elif entry != NONE:
                 self._assign(entry, self._of_place, place)
-            elif slot in windows.resumed:
-                self._store(self._of_place, place, windows.page_of[slot])
+            elif page != NONE:
+                self._store(self._of_place, place, page)
 
     def _store(self, owners: dict[int, int], owner: int, window_page: int) -> None:
         """Copies a window page to the host before the next step, if there is room."""

@@ -121,5 +121,6 @@ class TieredWindows(TieredCache, WindowedRadixCache):
         slots = node.slots
         super()._leave_device(node)
         if node.places is not None:
-            size = self.page_size
-            self._host.left(slots[::size], [place // size for place in node.places[::size]])
+            size, windows = self.page_size, self._windows
+            pages = [windows.page_of[slot] if slot in windows.resumed else NONE for slot in slots[::size]]
+            self._host.left(slots[::size], [place // size for place in node.places[::size]], pages)

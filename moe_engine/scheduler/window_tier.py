@@ -59,7 +59,7 @@ class WindowHostTier(HostTier):
         num_window_slots: int,
     ) -> None:
         self._windows, self._window = windows, window
-        self.host = windows.host = HostWindows(num_window_slots // slots.page_size, windows)
+        self.host = windows.host = HostWindows(num_window_slots // slots.page_size)
         self._abandoned_windows: dict[int, list[int]] = {}
         super().__init__(num_places, slots, make_room)
 
