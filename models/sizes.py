@@ -14,7 +14,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import width_group
-from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
+from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, ROUTERS, Kind, TensorSpec, model_tensors
 from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
@@ -71,6 +71,14 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     if (key := ("parameters", include_mtp)) not in config.known_sizes:
         counts = (spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
         config.known_sizes[key] = sum(counts)
+    return config.known_sizes[key]
+
+
+def num_gate_elements(config: ModelConfig) -> int:
+    """Elements of all routers' weights, without those of MTP layers."""
+    if (key := "gates") not in config.known_sizes:
+        found = (spec for spec in model_tensors(config) if spec.name.endswith(ROUTERS))
+        config.known_sizes[key] = sum(spec.num_elements for spec in found)
     return config.known_sizes[key]
 
 

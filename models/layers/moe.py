@@ -86,7 +86,7 @@ class ExpertIdsRecorder(Protocol):
 
 
 class MoE:
-    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias keep their float32 values.
+    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias keep their stored values.
 
     On many ranks with all-to-all, x is this rank's tokens; each rank holds full experts and the full shared expert.
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
@@ -109,7 +109,8 @@ class MoE:
         hidden, wide = config.hidden_size, torch.float32
         self.layer_index = layer_index
         prefix = f"model.layers.{layer_index}.{names.block}"
-        gate = reader.tensor(f"{prefix}.{names.router}", (moe.num_experts, hidden), dtype=wide)
+        router = f"{prefix}.{names.router}"
+        gate = reader.tensor(router, (moe.num_experts, hidden), dtype=reader.gate_dtype(router))
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.{names.router_bias}"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
@@ -191,6 +192,11 @@ class MoE:
                 recorder.on_dispatch(self.layer_index, counts)
 
         return arrived if recorder.counts_dispatched else None
+
+    @property
+    def gate_dtype(self) -> torch.dtype:
+        """Of the router's weight in memory: float32 or bfloat16."""
+        return self._gate.dtype
 
     @property
     def records_experts(self) -> bool:

@@ -59,6 +59,9 @@ class WorkerOptions:
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
     load_format: str = "auto"
+    weight_loader_prefetch_checkpoints: bool = False
+    weight_loader_prefetch_num_threads: int = 4
+    weight_loader_drop_cache_after_load: bool = False
     cpu_threads: int | None = None
     enable_deterministic_inference: bool = False
     disable_shared_experts_fusion: bool = False
