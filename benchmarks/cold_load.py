@@ -2,7 +2,8 @@
 
 Each round drops the files from the page cache and reads them once from begin to end, drops them again and builds the
 model from them. The ratio of the two rates is the share of the disk's rate that a load reaches; target 0.8. The last
-column is the load with a warm page cache: if it is slower than the disk, the processor limits the load.
+column is the load with a warm page cache: if it is slower than the disk, the processor limits the load. Each round also
+loads with one reading thread for each matrix, outside the page cache too: the second ratio is the gain of several.
 
     python -m benchmarks.cold_load --shape moe-390m --rounds 3
     python -m benchmarks.cold_load --model-path /models/Qwen3-0.6B --quantization int4
@@ -17,11 +18,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from moe_engine.config.args import EngineArgs
+from moe_engine.models import weights
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.loader import load_model
+from moe_engine.models.read_parts import SERIAL, PartReads
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.stats import median
 from moe_engine.worker.startup.kernel_choice import build_backends
@@ -48,16 +52,17 @@ def read_plainly(paths: Sequence[Path]) -> float:
     return time.perf_counter() - began
 
 
-def load(config: Any) -> float:
-    """Seconds until the model is built."""
+def load(config: Any, serial: bool = False) -> float:
+    """Seconds until the model is built. `serial`: no matrix is read by several threads."""
     backends = build_backends(config.kernels.model)
-    began = time.perf_counter()
-    load_model(config.model_path, config.model, config.dtype, "cpu", backends, max_positions=config.context_len)
-    return time.perf_counter() - began
+    with patch.object(weights, "PartReads", (lambda count: SERIAL) if serial else PartReads):
+        began = time.perf_counter()
+        load_model(config.model_path, config.model, config.dtype, "cpu", backends, max_positions=config.context_len)
+        return time.perf_counter() - began
 
 
-def measure(config: Any, rounds: int) -> list[tuple[float, float, float]]:
-    """(plain read, cold load, warm load) of each round, in seconds."""
+def measure(config: Any, rounds: int) -> list[tuple[float, float, float, float]]:
+    """(plain read, cold load, warm load, cold load with one reader a matrix) of each round, in seconds."""
     paths = sorted({file.path for file in read_checkpoint(Path(config.model_path)).values()})
     load(config)  # imports, and the kernels' library
     found = []
@@ -66,7 +71,9 @@ def measure(config: Any, rounds: int) -> list[tuple[float, float, float]]:
         plain = read_plainly(paths)
         drop(paths)
         cold = load(config)
-        found.append((plain, cold, load(config)))
+        warm = load(config)
+        drop(paths)
+        found.append((plain, cold, warm, load(config, serial=True)))
     return found
 
 
@@ -85,10 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = sum(file.stat().st_size for file in files) / 1e9
     found = measure(config, own.rounds)
     print(f"{size:.2f} GB in {len(files)} files; medians of {own.rounds} rounds, least and largest ratio in brackets")
-    ratios = [plain / cold for plain, cold, _ in found]
+    ratios, gains = [row[0] / row[1] for row in found], [row[3] / row[1] for row in found]
     plain, cold, warm = (median([row[i] for row in found]) for i in range(3))
     print(f"plain read {size / plain:.2f} GB/s   cold load {size / cold:.2f} GB/s   warm load {size / warm:.2f} GB/s")
     print(f"cold load / plain read: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), target 0.80")
+    print(f"one reader a matrix / cold load: {median(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})")
     return 0
 
 

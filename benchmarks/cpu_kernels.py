@@ -279,6 +279,13 @@ def ops_lines(bench: Bench) -> None:
         for name, (call, data, flops) in calls.items():
             both = {"cpu": call} | ({"torch": plain[name]} if name in plain else {})
             bench.line("ops", f"{tokens} x 1024 {name}", both, data, flops)
+    stored = [torch.randn(128, 1024).to(DTYPE) for _ in range(COLD // (2 * 128 * 1024))]
+    wide, x = [one.float() for one in stored], torch.randn(1, 1024).to(DTYPE)
+    calls_of_gates: dict[str, Call] = {
+        name: rotating(gates, lambda one: ops.route(x, one, bias, spec))
+        for name, gates in (("cpu", stored), ("float32 gate", wide))
+    }
+    bench.line("ops", "1 x 1024 route 128, gate from RAM", calls_of_gates, 2 * 128 * 1024, 0)
 
 
 FAMILIES = {"linear": linear_lines, "experts": experts_lines, "attention": attention_lines, "ops": ops_lines}

@@ -1,11 +1,12 @@
-"""Answers of the embedded model to its held-out questions, with weights in bf16, int8 and int4.
+"""Answers of the embedded model to its held-out questions, with weights in several formats.
 
-The embedded checkpoint (FP8) is dequantized to bf16 once and served with each value of --quantization. An answer is
-correct if all its greedy tokens are the expected ones. Prints the share of each format, the difference to the first
-format in points, and the number of different answers.
+The embedded checkpoint (FP8) is dequantized to bf16 once and served with each value of --quantization, or as a GGUF
+file of each block type (`benchmarks.gguf_blocks`; matrices without whole blocks of 256 columns get a smaller type). An
+answer is correct if all its greedy tokens are the expected ones. Prints the share of each format, the difference to the
+first format in points, and the number of different answers.
 
     python -m benchmarks.format_quality                                   all questions: minutes on two cores
-    python -m benchmarks.format_quality --every 10 --formats none int4
+    python -m benchmarks.format_quality --every 10 --formats none int4 Q4_K Q5_K Q4_1 Q5_0
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from benchmarks.gguf_blocks import BLOCK
+from benchmarks.gguf_export import export
 from moe_engine import Engine
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.demo.training.checkpoint import dequantize, read_tensors
@@ -45,11 +48,18 @@ def plain_copy(source: Path, folder: Path) -> Path:
     return folder
 
 
+def engine_flags(path: Path, name: str) -> dict[str, Any]:
+    """Serves the checkpoint in a format; writes a GGUF file beside it for a block type."""
+    if name in BLOCK:
+        return {"model_path": str(export(path, path / f"{name}.gguf", name))}
+    return {"model_path": str(path)} | ({} if name == "none" else {"quantization": name})
+
+
 def answers(path: Path, name: str, prompts: list[list[int]], wanted: list[list[int]]) -> list[bool]:
     """True for each expected answer."""
-    flags: dict[str, Any] = {} if name == "none" else {"quantization": name}
     good: list[bool] = []
-    with Engine(model_path=str(path), device="cpu", random_seed=0, **flags) as engine:
+    flags = engine_flags(path, name)
+    with Engine(device="cpu", random_seed=0, skip_tokenizer_init=True, **flags) as engine:
         for start in range(0, len(prompts), BATCH):
             ids, expected = prompts[start : start + BATCH], wanted[start : start + BATCH]
             params = [{"temperature": 0.0, "max_new_tokens": len(answer), "ignore_eos": True} for answer in expected]
@@ -82,7 +92,8 @@ def questions(every: int) -> tuple[list[Example], list[list[int]], list[list[int
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench format_quality", description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], help="of --quantization; none: bf16")
+    known = "of --quantization, or block types of GGUF files; none: bf16"
+    parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], help=known)
     parser.add_argument("--every", type=int, default=1, help="use every n-th question only")
     own = parser.parse_args(argv)
     examples, prompts, wanted = questions(own.every)

@@ -1,4 +1,4 @@
-"""A checkpoint in hub layout as a GGUF file with Q4_0 or Q8_0 matrices: ``python -m benchmarks.gguf_export``.
+"""A checkpoint in hub layout as a GGUF file with matrices in blocks: ``python -m benchmarks.gguf_export``.
 
 For comparisons of the same weights with llama.cpp. Names, the order of rows and the metadata are those of llama.cpp's
 converter, for Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral and DeepSeek; blocks are rounded to the nearest numbers. Memory:
@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.gguf_blocks import BLOCK, blocks_of, type_for
 from moe_engine.models.checkpoint_files import read_checkpoint
 
 Stored = Mapping[str, tuple[str, tuple[int, ...], bytes]]
@@ -29,10 +29,6 @@ Stored = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 NUMBERS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q8_0": 8, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
     "BF16": 30,
-}  # fmt: skip
-BLOCK = {
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
@@ -53,28 +49,6 @@ _EXPERT = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
     "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
 }  # fmt: skip
-
-
-def half(values: np.ndarray) -> np.ndarray:
-    """Bytes of float16, the last dimension becoming 2."""
-    return values.astype("<f2")[..., None].view(np.uint8)
-
-
-def blocks_of(kind: str, weight: np.ndarray) -> np.ndarray:
-    """float32 [N, K] -> blocks uint8 [N, bytes] of Q4_0 or Q8_0."""
-    made = {"Q4_0": _q4_0, "Q8_0": _q8_0}[kind](weight.reshape(-1, 32).astype(np.float32))
-    return made.reshape(len(weight), -1)
-
-
-def _q4_0(x: np.ndarray) -> np.ndarray:
-    scale = np.abs(x).max(-1) / 7 + 1e-8
-    codes = np.clip(np.round(x / scale[:, None]) + 8, 0, 15).astype(np.uint8)
-    return np.concatenate((half(scale), codes[:, :16] | codes[:, 16:] << 4), -1)
-
-
-def _q8_0(x: np.ndarray) -> np.ndarray:
-    scale = np.abs(x).max(-1) / 127 + 1e-8
-    return np.concatenate((half(scale), np.round(x / scale[:, None]).astype(np.int8).view(np.uint8)), -1)
 
 
 def reorder(weight: Tensor, heads: int) -> Tensor:
@@ -187,10 +161,15 @@ def tokenizer_metadata(folder: Path, pre: str = "default") -> dict[str, Any]:
     return {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": merges, "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.bos_token_id": vocab[config["bos_token"]],
-        "tokenizer.ggml.eos_token_id": vocab[config["eos_token"]],
+        "tokenizer.ggml.bos_token_id": vocab[_token(config["bos_token"])],
+        "tokenizer.ggml.eos_token_id": vocab[_token(config["eos_token"])],
         "tokenizer.ggml.add_bos_token": config["add_bos_token"], "tokenizer.chat_template": config["chat_template"],
     }  # fmt: skip
+
+
+def _token(value: str | Mapping[str, Any]) -> str:
+    """The text of a token in tokenizer_config.json."""
+    return value if isinstance(value, str) else value["content"]
 
 
 def gguf_tensors(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +203,7 @@ def permuted_heads(name: str, fields: Mapping[str, Any]) -> int | None:
 
 
 def export(source: Path, path: Path, kind: str) -> Path:
-    """Writes the file; embedding, head and matrices in blocks, matrices without whole blocks in F16, vectors in F32."""
+    """Writes the file; embedding, head and matrices in blocks (`type_for`), vectors and routers in F32."""
     fields = json.loads((source / "config.json").read_text())
     files = {file.path for file in read_checkpoint(source).values()}
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -232,10 +211,10 @@ def export(source: Path, path: Path, kind: str) -> Path:
     tensors = {name: t for name, t in tensors.items() if not name.startswith(f"model.layers.{layers}.")}  # MTP
     stored = {}
     for name, tensor in gguf_tensors(tensors, fields):
-        plain = "F32" if tensor.dim() == 1 or "gate_inp" in name else "F16" if tensor.shape[-1] % 32 else kind
+        plain = "F32" if tensor.dim() == 1 or "gate_inp" in name else type_for(kind, tensor.shape[-1])
         array = tensor.float().numpy()
-        if plain == kind:
-            data = blocks_of(kind, array.reshape(-1, array.shape[-1])).tobytes()
+        if plain in BLOCK:
+            data = blocks_of(plain, array.reshape(-1, array.shape[-1])).tobytes()
         else:
             data = array.astype("<f2" if plain == "F16" else "<f4").tobytes()
         stored[name] = (plain, tuple(tensor.shape), data)
@@ -248,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench gguf_export", description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="checkpoint in hub layout, unquantized")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--type", choices=("Q4_0", "Q8_0"), default="Q4_0")
+    parser.add_argument("--type", choices=tuple(BLOCK), default="Q4_0")
     own = parser.parse_args(argv)
     print(export(own.source, own.output, own.type))
     return 0

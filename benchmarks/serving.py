@@ -49,6 +49,7 @@ from benchmarks.load_options import (
 from benchmarks.trace_requests import NAME as MOONCAKE
 from benchmarks.trace_requests import add_trace_arguments, check_trace_arguments, trace_requests
 from moe_engine.errors import ConfigError
+from moe_engine.server.listen import url_host
 from moe_engine.tuning import agent_report, serving_report
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
@@ -260,7 +261,7 @@ def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchReq
 @asynccontextmanager
 async def _connection(args: argparse.Namespace) -> AsyncIterator[_Connection]:
     port = args.port or DEFAULT_PORTS.get(args.backend, 30000)
-    base_url = (args.base_url or f"http://{args.host}:{port}").rstrip("/")
+    base_url = (args.base_url or f"http://{url_host(args.host)}:{port}").rstrip("/")
     headers = headers_of(args)
     async with httpx.AsyncClient(timeout=60, headers=headers) as client:
         await wait_until_ready(client, base_url, args.ready_check_timeout_sec)

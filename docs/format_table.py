@@ -96,28 +96,39 @@ def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
 def place(format: WeightFormat, device: str, prefix: str) -> str:
     """The forms that kernels multiply on a device, with their rows."""
     rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
-    coded = frozenset(family for family in PRODUCTS if any(row.codes for row in rows[family]))
+    coded, mxfp4 = (
+        frozenset(family for family in PRODUCTS if any(getattr(row, name) for row in rows[family]))
+        for name in ("codes", "mxfp4")
+    )
     if format == PLAIN:
         return f"as stored: {names(rows['linear'])}"
-    kept = kept_format(format, device, coded)
+    kept = kept_format(format, device, coded, mxfp4=mxfp4)
     form = None if kept == PLAIN else kept.kernel_format(prefix)
-    takes = [row for row in rows["experts" if prefix == EXPERT else "linear"] if multiplies(row, form)]
+    family = "experts" if prefix == EXPERT else "linear"
+    if prefix == EXPERT:  # with biases
+        rows[family] = [row for row in rows[family] if row.biases]
+    takes = [row for row in rows[family] if multiplies(row, form)]
     if form is None or not takes:
-        return f"dequantized: {names(rows['linear'])}"
-    others = [row for row in rows["linear"] if row.name not in {taken.name for taken in takes}]
+        plain = f"dequantized: {names(rows[family])}"
+        experts = [row for row in rows["experts"] if multiplies(row, form)]
+        return f"{plain}; experts {text_of(form, device)}: {names(experts)}" if experts and kept != PLAIN else plain
+    others = [row for row in rows[family] if row.name not in {taken.name for taken in takes}]
     rest = f"; dequantized: {names(others)}" if others else ""
-    return f"{text_of(form)}: {names(takes)}{rest}"
+    return f"{text_of(form, device)}: {names(takes)}{rest}"
 
 
 def multiplies(row: Row, form: Any) -> bool:
-    return (isinstance(form, GroupCodes) and row.codes) or (isinstance(form, BlockFP8) and row.blocks)
+    if isinstance(form, GroupCodes):
+        return row.codes or (row.mxfp4 and form.mxfp4)
+    return isinstance(form, BlockFP8) and row.blocks
 
 
-def text_of(form: Any) -> str:
+def text_of(form: Any, device: str) -> str:
     if isinstance(form, BlockFP8):
         return "FP8 blocks of 128 x 128"
     kind = "fp4" if form.values == FP4 else f"int{form.bits}"
-    scales = f"a {form.scales} scale " + (f"per {form.group}" if form.group else "per row")
+    kept = "an e8m0" if form.mxfp4 and device == "cuda" else f"a {form.scales}"
+    scales = f"{kept} scale " + (f"per {form.group}" if form.group else "per row")
     return (
         f"{kind}, {scales}"
         + (", zero points" if form.zeros else "")

@@ -82,6 +82,11 @@ class KernelPlan:
         return frozenset(family for family in ("linear", "experts") if self.row(family).codes)
 
     @property
+    def mxfp4(self) -> frozenset[str]:
+        """Families whose rows multiply MXFP4 as stored."""
+        return self.codes | ({"experts"} if self.row("experts").mxfp4 else set())
+
+    @property
     def blocks(self) -> frozenset[str]:
         """Families whose rows multiply block FP8 as stored; others get dequantized weights."""
         return frozenset(family for family in ("linear", "experts") if self.row(family).blocks)

@@ -128,6 +128,11 @@ def _flash_mla_preference(device: Device, need: Need) -> int:
     return 44 if need.kv_dtype == E4M3 and need.index is None else 45
 
 
+def _triton_experts_preference(device: Device, need: Need) -> int:
+    """Before libraries that would multiply MXFP4 weights dequantized, four times the bytes."""
+    return 42 if need.experts is not None and need.experts.mxfp4 else 20
+
+
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED, blocks=True))
@@ -139,9 +144,11 @@ EXPERTS.append(
         20,
         _triton,
         _FIXED,
+        prefers=_triton_experts_preference,
         biases=True,
         blocks=True,
         reads_fp8=_multiplies_fp8,
+        mxfp4=True,
     )
 )
 INDEXER.append(

@@ -41,6 +41,12 @@ class DummyReader:
         generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(_POOL, generator=generator).to(self.device)
         self._scaled: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.served_gates: torch.dtype | None = None
+        """As in `WeightSource`."""
+
+    def gate_dtype(self, name: str) -> torch.dtype:
+        usual = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        return self.served_gates or usual
 
     def has(self, name: str) -> bool:
         return True

@@ -6,6 +6,7 @@ most of the loading time.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,6 +15,17 @@ import torch
 
 State = TypeVar("State")
 MAX_THREADS = 16
+_here = threading.local()
+
+
+def in_load_thread() -> bool:
+    """True in a thread of several that load: work in it is not divided further."""
+    return getattr(_here, "loads", False)
+
+
+def mark_load_thread() -> None:
+    """The calling thread is one of several that load."""
+    _here.loads = True
 
 
 def for_each(count: int, make_state: Callable[[], State], work: Callable[[int, State], None]) -> None:
@@ -35,6 +47,7 @@ def for_each(count: int, make_state: Callable[[], State], work: Callable[[int, S
 
 def _drain(counter: Iterator[int], make_state: Callable[[], State], work: Callable[[int, State], None]) -> None:
     torch.set_num_threads(1)
+    mark_load_thread()
     with torch.no_grad():
         state = make_state()
         for i in counter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
 from moe_engine.models.eagle import EagleHead
 from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.read_ahead import Prefetch
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource, open_source
 from moe_engine.models.widths import widths_of
@@ -38,6 +40,8 @@ def load_model(
     load_format: str = "auto",
     progress: bool = False,
     seed: int = 0,
+    prefetch: Prefetch | None = None,
+    drop_cache: bool = False,
     **model_options: Any,
 ) -> Model:
     """Builds the config's model and loads its weights, with little peak memory beyond the weights themselves.
@@ -47,6 +51,9 @@ def load_model(
         dtype: of activations and weights; a torch dtype or a name (``auto`` follows the checkpoint).
         load_format: ``auto`` and ``safetensors`` read the directory, ``dummy`` uses random weights from `seed`.
         progress: a bar on stderr.
+        prefetch: threads that read the files into the page cache ahead of the loader; None: a single rank asks the
+            kernel to do so.
+        drop_cache: remove the files from the page cache at the end.
         model_options: keywords of the model class (``max_positions``, DeepSeek's ``max_expanded_tokens``).
 
     Raises:
@@ -58,9 +65,10 @@ def load_model(
         raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: call with_dispatcher first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
     with torch.no_grad():
-        ahead = parallel.world_size == 1  # other ranks read parts of tensors, or some experts only
+        ahead = prefetch is not None or parallel.world_size == 1
         outside = partial(names_outside_model, config)
-        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, ahead=ahead)
+        further: dict[str, Any] = {"ahead": ahead, "prefetch": prefetch, "drop": drop_cache}
+        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, **further)
         try:
             model: Model = target(config, reader, backends, parallel, **model_options)
         except BaseException:
@@ -159,9 +167,16 @@ def reload(
     outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, False, seed, partial(outside, config))
+        reader.served_gates = gates_of([part])
         for module in part.modules():
             yield module.module, module.build(reader)
         reader.finish()
+
+
+def gates_of(parts: Iterable[Decoder | MTPLayers]) -> torch.dtype | None:
+    """The dtype of the routers' weights in memory; None without routers."""
+    modules = (module.module for part in parts for module in part.modules())
+    return next((module.gate_dtype for module in modules if isinstance(module, MoE)), None)
 
 
 def open_again(
@@ -186,8 +201,9 @@ def _open(
     seed: int,
     ignore: Ignore,
     read: ReadFiles = read_checkpoint,
-    ahead: bool = False,
+    **further: Any,
 ) -> WeightSource:
+    """`further`: more keywords of `WeightReader`."""
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = getattr(torch, activation_dtype(config, dtype, device.type))
@@ -195,5 +211,5 @@ def _open(
     if load_format == "dummy":
         options |= {"seed": seed}
     else:
-        options |= {"ignore": ignore, "progress": progress, "read": read, "ahead": ahead}
+        options |= {"ignore": ignore, "progress": progress, "read": read, **further}
     return open_source(load_format, path, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.formats.table import stores_mxfp4
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
@@ -34,7 +35,8 @@ def expert_widths(
         return None
     stored = model.weight_format
     blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
-    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused)
+    mxfp4 = stores_mxfp4(stored)
+    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused, mxfp4)
 
 
 def need_of_model(

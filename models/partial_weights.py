@@ -48,6 +48,7 @@ class ReceivedWeights(WeightReader):
     def __init__(self, directory: str | Path | TensorFile, structure: WeightSource) -> None:
         super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names)
         self._structure = structure
+        self.served_gates = structure.served_gates
         self.missed = False
 
     def has(self, name: str) -> bool:
@@ -96,7 +97,10 @@ class FilledWeights:
             raise MoeEngineError(
                 f"weights held as {self.format.name} are not available by name; load a checkpoint from disk instead"
             )
-        self._structure, self._fill = structure, fill
+        self._structure, self._fill, self.served_gates = structure, fill, structure.served_gates
+
+    def gate_dtype(self, name: str) -> torch.dtype:
+        return self._structure.gate_dtype(name)
 
     def has(self, name: str) -> bool:
         return self._structure.has(name)

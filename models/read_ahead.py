@@ -1,7 +1,9 @@
 """Reads a checkpoint's files into the page cache ahead of the loader: the disk works while weights are converted.
 
-A thread requests the files part by part from the kernel (POSIX_FADV_WILLNEED), at most `WINDOW_BYTES` ahead of the
-loader, in the order of layers. There is no effect if the kernel ignores the advice. Imports no torch.
+Threads go through the files part by part in the order of layers, at most a window ahead of the loader. One thread asks
+the kernel for the parts (POSIX_FADV_WILLNEED), which has no effect if the kernel ignores the advice, as network file
+systems may. With ``--weight-loader-prefetch-checkpoints`` several threads read the parts instead, and the ranks of a
+host, which share its page cache, read different ones. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,7 +23,19 @@ from moe_engine.models.tensors import layer_index
 WINDOW_BYTES = 2 << 30
 PART_BYTES = 16 << 20
 IDLE_SECONDS = 60.0
-"""Seconds without a read of the loader after which the thread ends."""
+"""Seconds without a read of the loader after which the threads end."""
+_HEAD = "lm_head."
+_LAST = 1 << 30
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Settings of threads that read parts. `rank` of `num_ranks`: among the ranks of a host that load the same files;
+    each reads every `num_ranks`-th part."""
+
+    num_threads: int = 4
+    rank: int = 0
+    num_ranks: int = 1
 
 
 class File(Protocol):
@@ -37,9 +52,9 @@ class Span(NamedTuple):
 
 
 def spans(files: Mapping[str, File], names: Collection[str]) -> list[Span]:
-    """The bytes of these tensors in the order of layers, adjacent ones joined."""
+    """The bytes of these tensors in the order of layers, the head last, adjacent ones joined."""
     found: list[Span] = []
-    places = ((layer_index(name), files[name].path, files[name].entries[name]) for name in names)
+    places = ((_order(name), files[name].path, files[name].entries[name]) for name in names)
     for _, path, header in sorted(places, key=lambda place: (place[0], str(place[1]), place[2].start)):
         last = found[-1] if found else None
         if last is not None and last.path == path and last.start <= header.start <= last.stop:
@@ -49,55 +64,111 @@ def spans(files: Mapping[str, File], names: Collection[str]) -> list[Span]:
     return found
 
 
+def _order(name: str) -> int:
+    """The head would otherwise fill the window during the whole load."""
+    return _LAST if name.startswith(_HEAD) else layer_index(name)
+
+
 class ReadAhead:
-    """Args:
-    window: max bytes that are requested and not yet read by the loader.
+    """
+    Args:
+        window: max bytes that are requested and not yet read by the loader.
+        prefetch: threads that read; None: one thread that asks the kernel.
+
+    Attributes:
+        work: of each thread.
     """
 
-    def __init__(self, wanted: list[Span], window: int = WINDOW_BYTES) -> None:
-        self._wanted, self._window = wanted, window
+    def __init__(self, wanted: Sequence[Span], window: int = WINDOW_BYTES, prefetch: Prefetch | None = None) -> None:
+        self._window, self._prefetch = window, prefetch
         self._asked = self._taken = 0
         self._ended = False
         self._changed = threading.Condition()
-        self.work: Future[None] | None = None
-        """Of the thread."""
-        if hasattr(os, "posix_fadvise"):
-            pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-            self.work = pool.submit(self._run)
-            pool.shutdown(wait=False)
+        self._parts = _parts(wanted)
+        self._number = 0
+        self.work: list[Future[None]] = []
+        if not hasattr(os, "posix_fadvise") and prefetch is None:
+            return
+        count = 1 if prefetch is None else prefetch.num_threads
+        pool = ThreadPoolExecutor(count, thread_name_prefix="read-ahead")
+        self.work += [pool.submit(self._run) for _ in range(count)]
+        pool.shutdown(wait=False)
 
     def take(self, num_bytes: int) -> None:
-        """Reports that the loader has read this number of bytes."""
+        """Reports that the loader has read this number of bytes, or has passed over them."""
         with self._changed:
             self._taken += num_bytes
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, at the latest after the current part."""
+        """Ends the threads, at the latest after their current parts."""
         with self._changed:
             self._ended = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # the loader reports files that cannot be read
-            for span in self._wanted:
-                file = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    if not self._advise(file, span):
-                        return
-                finally:
-                    os.close(file)
+        path, file = None, -1
+        room = bytearray(0 if self._prefetch is None else PART_BYTES)
+        try:
+            with contextlib.suppress(OSError):  # the loader reports files that cannot be read
+                while (part := self._next()) is not None:
+                    if part.path != path:
+                        if path is not None:
+                            os.close(file)
+                            path = None
+                        file = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
+                        path = part.path
+                    if self._prefetch is None:
+                        os.posix_fadvise(file, part.start, part.stop - part.start, os.POSIX_FADV_WILLNEED)
+                    else:
+                        _read(file, part, room)
+        finally:
+            if path is not None:
+                os.close(file)
 
     def _may_go_on(self) -> bool:
         return self._ended or self._asked - self._taken < self._window
 
-    def _advise(self, file: int, span: Span) -> bool:
-        """Requests a part; False if it was closed meanwhile, or the loader is idle."""
-        for start in range(span.start, span.stop, PART_BYTES):
-            size = min(PART_BYTES, span.stop - start)
-            with self._changed:
+    def _next(self) -> Span | None:
+        """The next part of this rank; None: after the last one, if it was closed meanwhile, or the loader is idle."""
+        own = self._prefetch or Prefetch()
+        with self._changed:
+            while True:
                 if not self._changed.wait_for(self._may_go_on, IDLE_SECONDS) or self._ended:
-                    return False
-                self._asked += size
-            os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)
-        return True
+                    return None
+                part = next(self._parts, None)
+                if part is None:
+                    return None
+                self._asked += part.stop - part.start
+                self._number += 1
+                if (self._number - 1) % own.num_ranks == own.rank:
+                    return part
+
+
+def _parts(wanted: Sequence[Span]) -> Iterator[Span]:
+    for span in wanted:
+        for start in range(span.start, span.stop, PART_BYTES):
+            yield Span(span.path, start, min(start + PART_BYTES, span.stop))
+
+
+def _read(file: int, part: Span, room: bytearray) -> None:
+    """Reads a part, for its effect on the page cache."""
+    start = part.start
+    while start < part.stop:
+        count = os.preadv(file, [memoryview(room)[: part.stop - start]], start)
+        if not count:  # truncated, which the loader reports
+            return
+        start += count
+
+
+def drop_cache(paths: Collection[Path]) -> None:
+    """Removes files from the page cache (``--weight-loader-drop-cache-after-load``), as far as the kernel follows."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from functools import partial
 from math import prod
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.host_copy import copy_into
+from moe_engine.models.read_parts import SERIAL, PartReads
 from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
 DTYPES = {
@@ -37,6 +39,8 @@ DTYPES = {
 _HOST = torch.device("cpu")
 PART_BYTES = 1 << 22
 """Largest buffer of a read that converts or moves to a device."""
+DIRECT_BYTES = 1 << 20
+"""Parts of a read into place, by one of several threads."""
 _GAP_BYTES = 1 << 13
 """Rows of a column slice with more unused bytes between them are read one by one."""
 
@@ -44,12 +48,15 @@ _GAP_BYTES = 1 << 13
 class SafetensorsFile:
     """An open file. Several threads may read at once.
 
+    Args:
+        reads: threads that read the parts of large tensors.
+
     Raises:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, file: WeightFile) -> None:
-        self.path = file.path
+    def __init__(self, file: WeightFile, reads: PartReads = SERIAL) -> None:
+        self.path, self.reads = file.path, reads
         self.entries = file.tensors
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -75,19 +82,20 @@ class SafetensorsFile:
         if not out.numel():
             return
         self._prefetch(entry, cut)
-        first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
-        direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
-        if direct:
-            self._read_rows(name, cut, first, out)
-            return
         if not out.dim():
             copy_into(out, self._rows(name, cut, 0, out.shape))
             return
+        first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
         row_bytes = max(1, prod(out.shape[1:]) * DTYPES[entry.dtype].itemsize)
-        step = max(1, PART_BYTES // row_bytes)
-        for start in range(0, out.shape[0], step):
-            part = out[start : start + step]
-            copy_into(part, self._rows(name, cut, first + start, part.shape))
+        direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
+        step = max(1, (DIRECT_BYTES if direct else PART_BYTES) // row_bytes)
+        parts = [(first + start, out[start : start + step]) for start in range(0, out.shape[0], step)]
+        if direct:
+            self.reads.all([partial(self._read_rows, name, cut, row, to) for row, to in parts])
+            return
+        found = self.reads.in_order([partial(self._rows, name, cut, row, to.shape) for row, to in parts])
+        for (_, to), part in zip(parts, found, strict=True):
+            copy_into(to, part)
 
     def _rows(self, name: str, cut: Cut, first: int, shape: torch.Size) -> Tensor:
         part = torch.empty(shape, dtype=DTYPES[self.entries[name].dtype])

@@ -13,8 +13,10 @@ from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
+from moe_engine.models.formats.table import width_group
+from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, ROUTERS, Kind, TensorSpec, model_tensors
 from moe_engine.models.vision_tensors import PREFIX as VISION
+from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
@@ -69,6 +71,14 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     if (key := ("parameters", include_mtp)) not in config.known_sizes:
         counts = (spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
         config.known_sizes[key] = sum(counts)
+    return config.known_sizes[key]
+
+
+def num_gate_elements(config: ModelConfig) -> int:
+    """Elements of all routers' weights, without those of MTP layers."""
+    if (key := "gates") not in config.known_sizes:
+        found = (spec for spec in model_tensors(config) if spec.name.endswith(ROUTERS))
+        config.known_sizes[key] = sum(spec.num_elements for spec in found)
     return config.known_sizes[key]
 
 
@@ -149,11 +159,21 @@ def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, re
     name, count = spec.name, spec.num_elements
     if name.endswith(BIASES):
         slots, experts = spec.shape[0] + redundant_experts, spec.shape[0]
-        split = topology.moe_tp_size if name.endswith(GATE_UP_BIAS) else 1
-        return slots // topology.ep_size * (count // experts // split)
+        part = count // experts
+        if name.endswith(GATE_UP_BIAS):
+            part = _largest_part(config, part, topology)
+        return slots // topology.ep_size * part
     if spec.copies > 1:
-        return (spec.copies + redundant_experts) // topology.ep_size * (count // topology.moe_tp_size)
+        return (spec.copies + redundant_experts) // topology.ep_size * _largest_part(config, count, topology)
     return -(-count // _parts(config, name, topology))
+
+
+def _largest_part(config: ModelConfig, count: int, topology: Topology) -> int:
+    """The most of `count` elements of an expert on a rank: the first one's."""
+    assert config.moe is not None
+    width, ranks, group = config.moe.width, topology.moe_tp_size, width_group(config.weight_format)
+    cut = Share(0, ranks).cut_in_groups(width, group) if group > 1 and width % ranks == 0 else None
+    return count // ranks if cut is None else count // width * cut.stop
 
 
 def _parts(config: ModelConfig, name: str, topology: Topology) -> int:

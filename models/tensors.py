@@ -96,6 +96,8 @@ _EXPERT_NAMES = {
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE), ExpertNames(shared="shared_expert")),
 }
 """By architecture; others use the default."""
+ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT_NAMES.values())}))
+"""Ends of the names of the routers' weights."""
 
 
 def expert_names(config: ModelConfig) -> ExpertNames:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
+from moe_engine.kernels.host_memory import host_memory
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
@@ -29,7 +30,8 @@ from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
 from moe_engine.models.gguf.file import GGUFFile
 from moe_engine.models.gguf.names import GGUFWeights
-from moe_engine.models.read_ahead import ReadAhead, spans
+from moe_engine.models.read_ahead import WINDOW_BYTES, Prefetch, ReadAhead, drop_cache, spans
+from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
@@ -37,6 +39,9 @@ ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 """A directory -> its tensors by name, with their files: `read_checkpoint`, or one that renames tensors."""
 
 
+HOST = torch.device("cpu")
+DEVICE_THREADS = 4
+"""Min threads that read a tensor for a device."""
 FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
 """Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
 
@@ -45,10 +50,12 @@ class WeightSource(Protocol):
     """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
     `format`: of the matrices of linear layers and experts. `made_up`: the values are not weights but markers of the
-    elements' positions; no value may be added to them.
+    elements' positions; no value may be added to them. `served_gates`: dtype of the routers' weights that the source
+    replaces; None: it replaces none.
     """
 
     made_up: bool
+    served_gates: torch.dtype | None
 
     dtype: torch.dtype
     device: torch.device
@@ -76,6 +83,9 @@ class WeightSource(Protocol):
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         """True if `linear` can read this slice into a weight of the format's `kernel_format`."""
+
+    def gate_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which the weight of a router is kept: bfloat16 if its values are, else float32."""
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has a tensor of that name."""
@@ -111,7 +121,9 @@ class WeightReader:
         ignore: returns the names that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and remaining time on stderr.
         read: the tensors of the directory by name, with their files.
-        ahead: the caller reads all tensors, so the files are read ahead of it.
+        ahead: the caller reads all tensors, or passes over them, so the files are read ahead of it.
+        prefetch: threads that read ahead; None: one that asks the kernel.
+        drop: remove the files from the page cache at the end.
 
     Attributes:
         num_bytes_read: bytes of tensors and scales read so far; only the slices of sliced tensors.
@@ -132,13 +144,20 @@ class WeightReader:
         progress: bool = False,
         read: ReadFiles = read_checkpoint,
         ahead: bool = False,
+        prefetch: Prefetch | None = None,
+        drop: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
         self._directory = Path(directory) if isinstance(directory, (str, Path)) else directory.path
         self._lock = threading.Lock()
         self.num_bytes_read = 0
-        self._files = _open_files(directory, read)
+        self.served_gates: torch.dtype | None = None
+        self._drop = drop
+        least = 1 if self.device == HOST else DEVICE_THREADS
+        self._reads = PartReads(max(torch.get_num_threads(), least))
+        weakref.finalize(self, self._reads.close)
+        self._files = _open_files(directory, read, self._reads)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
@@ -147,9 +166,26 @@ class WeightReader:
             total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,
             disable=not progress,
         )  # fmt: skip
-        self._ahead = ReadAhead(spans(self._files, self._unread)) if ahead else None
+        self._ahead: ReadAhead | None = None
+        if ahead:
+            window = min(WINDOW_BYTES, host_memory().available_bytes // 4)
+            self._ahead = ReadAhead(spans(self._files, self._unread), window, prefetch)
         if self._ahead is not None:
             weakref.finalize(self, self._ahead.close)
+
+    def gate_dtype(self, name: str) -> torch.dtype:
+        """See the protocol. Raises CheckpointError: the served dtype does not hold the values."""
+        stored = torch.bfloat16 if self.dtype_of(name) == "BF16" else torch.float32
+        served = self.served_gates or stored
+        if served == torch.bfloat16 and stored != served and name in self._files:
+            values = torch.empty(self._entry(name).shape)
+            self._files[name].read_into(name, UNCUT, values)
+            if not torch.equal(values.to(served).float(), values):
+                raise CheckpointError(
+                    f"{self._files[name].path}: {name} is served in bfloat16, which does not hold its new values; send "
+                    "it in bfloat16, or restart the server with these weights"
+                )
+        return served
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -208,9 +244,9 @@ class WeightReader:
         self._done(tensor.name, entry.num_bytes * out.numel() // max(1, prod(entry.shape)))
 
     def finish(self) -> None:
-        self._bar.close()
-        if self._ahead is not None:
-            self._ahead.close()
+        self.abandon()
+        if self._drop:
+            drop_cache({file.path for file in self._files.values()})
         left = sorted(self._unread)
         files = self._files
         self._files = {}
@@ -222,8 +258,9 @@ class WeightReader:
             )
 
     def abandon(self) -> None:
-        """Ends a load that has failed."""
+        """Ends the threads of a load that has failed."""
         self._bar.close()
+        self._reads.close()
         if self._ahead is not None:
             self._ahead.close()
 
@@ -264,7 +301,7 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def _open_files(directory: str | Path | TensorFile, read: ReadFiles) -> dict[str, TensorFile]:
+def _open_files(directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
     if not isinstance(directory, (str, Path)):
         return dict.fromkeys(directory.entries, directory)
@@ -275,7 +312,7 @@ def _open_files(directory: str | Path | TensorFile, read: ReadFiles) -> dict[str
             "--load-format dummy"
         )
     opened: dict[Path, TensorFile] = {
-        file.path: GGUFFile(file) if isinstance(file, GGUFWeights) else SafetensorsFile(file)
+        file.path: GGUFFile(file, reads) if isinstance(file, GGUFWeights) else SafetensorsFile(file, reads)
         for file in {f.path: f for f in files.values()}.values()
     }
     return {name: opened[file.path] for name, file in files.items()}

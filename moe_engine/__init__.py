@@ -6,11 +6,17 @@ Importing the package imports neither torch nor the engine: names are imported o
 
 from __future__ import annotations
 
+import atexit
+import gc
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_engine.frontend.engine import Engine
     from moe_engine.models.registry import register as register_model
+
+# At exit the last collection would free msgspec's type information while it is still referred to, and end a program
+# whose work is done with SIGSEGV (github.com/msgspec/msgspec/issues/717). It leaves out frozen objects.
+atexit.register(gc.freeze)
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "__version__", "register_model"]

@@ -38,6 +38,15 @@ class Share:
         width = self.width(total)
         return slice(self.rank * width, (self.rank + 1) * width)
 
+    def cut_in_groups(self, total: int, group: int) -> slice | None:
+        """`cut` that splits no group of `group`: ranks hold nearly equal numbers of groups, the first the most. Parts
+        are equal if these are whole groups, or if `total` is not groups for every rank."""
+        count, rest = divmod(total, group)
+        if rest or count < self.size or self.size == 1 or self.width(total) % group == 0:
+            return self.cut(total)
+        start, stop = (-(-rank * count // self.size) * group for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
+
     @property
     def is_first(self) -> bool:
         """True on the rank that adds terms that count once in a sum over the group (a bias)."""

@@ -7,6 +7,7 @@ stores: x86-64 makes them visible to other cores in program order.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -34,8 +35,8 @@ class SharedSegment:
     The constructor is collective. Ranks that the group has `lost` are not waited for.
 
     Args:
-        reserve: allocate the memory now, or fail; else pages are allocated on first touch, and a host without free
-            memory then kills the rank.
+        reserve: allocate the memory now, or fail; else pages are allocated on first touch, and if the folder is full by
+            then, the kernel kills the rank (SIGBUS). The folder must have room for all of it in both cases.
 
     Raises:
         OSError: too little shared memory, or ranks on different hosts; raised on every rank.
@@ -135,6 +136,10 @@ def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
 def _new_file(num_bytes: int, reserve: bool) -> tuple[int, str]:
     file, path = tempfile.mkstemp(prefix="moe-engine-", dir=FOLDER)
     try:
+        if (free := _free_bytes(file)) < num_bytes:
+            need = -(-num_bytes // 2**20)
+            fix = f"enlarge it by at least {need} MiB (containers: --shm-size; Kubernetes: an emptyDir in memory)"
+            raise OSError(errno.ENOSPC, f"{free} are free; {fix}")
         if reserve:
             os.posix_fallocate(file, 0, num_bytes)
         else:
@@ -144,3 +149,8 @@ def _new_file(num_bytes: int, reserve: bool) -> tuple[int, str]:
         os.unlink(path)
         raise
     return file, path
+
+
+def _free_bytes(file: int) -> int:
+    found = os.fstatvfs(file)
+    return found.f_bavail * found.f_frsize

@@ -171,7 +171,7 @@ def sources() -> dict[str, ast.Module]:
 
 
 EXAMINED = (
-    ast.Import, ast.ImportFrom, ast.Attribute, ast.Compare, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef,
+    ast.Import, ast.ImportFrom, ast.Attribute, ast.BinOp, ast.Compare, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef,
 )  # fmt: skip
 """Kinds of nodes that the rules examine."""
 
@@ -397,6 +397,28 @@ def test_threads_report_their_failure():
         if isinstance(node, ast.Call) and _attribute_chain(node.func) in ("threading.Thread", "Thread")
     ]
     complain(found)
+
+
+COMPARES_HOSTS = {"moe_engine/cli/cluster_check/facts.py"}
+"""Modules that compare the wall clocks of hosts."""
+
+
+def test_no_interval_is_measured_with_the_wall_clock():
+    """It jumps when it is set. A difference to a monotonic clock converts times of one to the other."""
+
+    def read(node: ast.expr) -> str:
+        return _attribute_chain(node.func) if isinstance(node, ast.Call) else ""
+
+    complain([
+        f"{path}:{node.lineno}: use time.monotonic()"
+        for path in sources()
+        for node in nodes(path)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Sub)
+        and "time.time" in (read(node.left), read(node.right))
+        and read(node.right) not in ("time.monotonic", "time.perf_counter")
+        and path not in COMPARES_HOSTS
+    ])  # fmt: skip
 
 
 def test_no_file_and_no_function_is_too_long():

@@ -247,7 +247,7 @@ def _without_compiling() -> None:
     """Skips steps that only compile kernels before READY, because no kernel is compiled here."""
     from moe_engine.worker import worker
 
-    worker.warm_sizes = lambda runner, most: 0  # type: ignore[assignment]
+    worker.warm_sizes = lambda runner, most, top_k: 0  # type: ignore[assignment, misc]
     worker.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
 
 

@@ -280,13 +280,13 @@ def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     s.routing.check_slots(a.NUM_EXPERTS)
     weight = matrix_of(a.weight)
     matrix = weight.numel() // a.NUM_EXPERTS * weight.element_size()
-    scales = 0 if given(a.weight_scales) is None else a.weight_scales.numel() // a.NUM_EXPERTS * FP32
+    scales = 0 if given(a.weight_scales) is None else size(a.weight_scales) // a.NUM_EXPERTS
     rows, kind = s.routing.rows, a.x.element_size()
     per_row = a.K * kind + (a.K // 128 * FP32 if a.FP8 else 0)
     read = min(rows, len(a.x)) * per_row if gathers else rows * per_row
     return Cost(
         s.routing.touched * (matrix + scales) + read, rows * a.WIDTH * a.out.element_size(),
-        product(weight, rows, n, a.K), empty_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
+        product(a.x, rows, n, a.K), empty_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
     )  # fmt: skip
 
 
@@ -299,7 +299,8 @@ def _without_tile(a: Any, s: Setting, weight_rows: int) -> float:
     if a.PAIRS or not s.routing.touched:
         return 0.0
     tiles = s.routing.touched * -(-s.routing.rows / s.routing.touched // a.BLOCK_M) * -(-a.WIDTH // a.BLOCK_N)
-    stage = (a.BLOCK_M + weight_rows) * a.BLOCK_K * a.x.element_size()
+    width = 0.5 if a.MXFP4 else a.x.element_size()
+    stage = int((a.BLOCK_M * a.x.element_size() + weight_rows * width) * a.BLOCK_K)
     places = s.hardware["multiprocessors"] * programs_per_sm(stage, a.num_stages, a.num_warps)
     return max(0.0, a.grid[0] - tiles) / places * float(s.hardware["empty_program_us"])
 

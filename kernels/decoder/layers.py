@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, Panels, common_kind, find, kind_of, latent_form, rows
+from moe_engine.kernels.cpu.tensors import (
+    ANY_KIND,
+    KIND,
+    ExpertPanels,
+    Panels,
+    common_kind,
+    find,
+    kind_of,
+    latent_form,
+    rows,
+)
 from moe_engine.kernels.decoder.counting import CountPlace
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.cpu import router_struct
@@ -52,6 +62,7 @@ class _MoE(ctypes.Structure):
         ("shared_down", Weight),
         ("cell", P),
         ("first", L),
+        ("gate_bf16", L),
     ]
 
 
@@ -90,7 +101,7 @@ class PackedExperts(Protocol):
 class MoELayer:
     """The weights of a mixture-of-experts layer on one rank."""
 
-    gate: Tensor  # [E, D] float32
+    gate: Tensor  # [E, D] float32 or bfloat16
     bias: Tensor | None  # [E] float32
     router: RouterSpec
     experts: PackedExperts
@@ -186,7 +197,7 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     kind = common_kind([of_experts, *([kind_of_weights(shared)] if shared else [])])
     if layer.experts.bias is not None:
         return None
-    if kind is None or layer.gate.dtype != torch.float32 or not layer.gate.is_contiguous():
+    if kind is None or layer.gate.dtype not in KIND or not layer.gate.is_contiguous():
         return None
     if shared and (shared[1].in_features % 16 or shared[0].bias is not None or shared[1].bias is not None):
         return None
@@ -195,7 +206,7 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     struct = _MoE(
         layer.gate.data_ptr(), None if bias is None else bias.data_ptr(), ctypes.addressof(router), panels.address,
         panels.form, panels.down_form, layer.experts.num_experts, layer.router.top_k, layer.experts.width,
-        *map(weight_struct, shared),
+        *map(weight_struct, shared), gate_bf16=kind_of(layer.gate.dtype),
     )  # fmt: skip
     return FusedMoE(kind, ctypes.addressof(struct), layer.experts.hidden, struct, library, (router, layer))
 

@@ -33,6 +33,9 @@ class QuantizedExperts:
     of_two: Callable[[Any, int, int, int, Any, Any], ExpertWeights] | None = None
     """`allocate` with the format of down as first argument, if it may differ from that of gate and up."""
 
+    takes: Callable[[Any], bool] | None = None
+    """(format): whether it is supported; None: every format of the class is."""
+
 
 @dataclass(frozen=True)
 class ExpertsCapabilities:

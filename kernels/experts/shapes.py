@@ -5,12 +5,13 @@ Legend: T tokens, E experts, K experts per token, D hidden, I expert width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`."""
+    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `mxfp4`: weights
+    in MXFP4."""
 
     name: str
     num_experts: int
@@ -19,6 +20,7 @@ class ExpertModel:
     width: int
     fp8: bool
     biased: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ExpertShape:
     def bytes(self) -> int:
         """Weights of the experts that were hit, tokens and result, each moved once."""
         model = self.model
-        weight = 3 * model.hidden * model.width * (1 if model.fp8 else 2)
+        weight = 3 * model.hidden * model.width * (1 if model.fp8 else 17 / 32 if model.mxfp4 else 2)
         scales = 3 * -(-model.hidden // 128) * -(-model.width // 128) * 4 if model.fp8 else 0
         return round(self.experts_hit * (weight + scales) + 2 * 2 * self.tokens * model.hidden)
 
@@ -63,6 +65,7 @@ class ExpertShape:
 DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
+GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", mxfp4=True)
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (1024, 4096, 8192)
 

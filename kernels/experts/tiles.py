@@ -65,15 +65,54 @@ PLAIN = ExpertTiles(
     block_k=64,
 )
 
+MXFP4 = "mxfp4"
+"""Name of the weights' form in `tiles_of`, for rows of 16 bits."""
+MXFP4_WIDE = "mxfp4 float32"
+
+_MXFP4_TILES = ExpertTiles(
+    TileTable(
+        _DEFAULT,
+        (
+            (16, Tiles(16, 64, 4, 4, swap_ab=True)),
+            (32, Tiles(32, 64, 4, 4, swap_ab=True)),
+            (96, Tiles(64, 64, 4, 4, swap_ab=True)),
+            (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
+        ),
+    ),
+    TileTable(
+        _DEFAULT,
+        (
+            (16, Tiles(16, 64, 4, 5, swap_ab=True)),
+            (32, Tiles(32, 64, 4, 5, swap_ab=True)),
+            (96, Tiles(64, 128, 4, 4, swap_ab=True)),
+            (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
+        ),
+    ),
+    block_k=128,
+)
+"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded."""
+
 WIDE = ExpertTiles(
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 3)),)), TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 3)),)), block_k=32
 )
 """float32, without tensor cores: correct, not fast."""
 
+_WIDE_MXFP4 = ExpertTiles(
+    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
+    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
+    block_k=128,
+)
+"""Likewise; a step is that of the scales."""
+
 _FIXED = "the same for every number of rows, so that a row's bits do not depend on it"
 FIXED_BLOCK_FP8 = ExpertTiles(
     TileTable(_FIXED, ((None, Tiles(64, 128, 8, 4, group=8)),)),
     TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, group=8)),)),
+    block_k=128,
+)
+FIXED_MXFP4 = ExpertTiles(
+    TileTable(_FIXED, ((None, Tiles(64, 64, 4, 4, swap_ab=True, group=8)),)),
+    TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, swap_ab=True, group=8)),)),
     block_k=128,
 )
 FIXED_PLAIN = ExpertTiles(
@@ -85,9 +124,10 @@ FIXED_PLAIN = ExpertTiles(
 
 
 def tiles_of(element: str, deterministic: bool = False) -> ExpertTiles:
-    """Tiles by Triton's name of the weights' dtype."""
+    """Tiles by Triton's name of the weights' dtype, or `MXFP4` or `MXFP4_WIDE`."""
     fp8, plain = (FIXED_BLOCK_FP8, FIXED_PLAIN) if deterministic else (BLOCK_FP8, PLAIN)
-    return {"fp8e4nv": fp8, "fp32": WIDE}.get(element, plain)
+    mxfp4 = FIXED_MXFP4 if deterministic else _MXFP4_TILES
+    return {"fp8e4nv": fp8, "fp32": WIDE, MXFP4: mxfp4, MXFP4_WIDE: _WIDE_MXFP4}.get(element, plain)
 
 
 def row_classes(num_experts: int, most: int, tiles: ExpertTiles) -> list[int]:

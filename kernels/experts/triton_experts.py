@@ -1,4 +1,5 @@
-"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights or block-FP8 weights kept in FP8.
+"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights, or block-FP8 or MXFP4 weights kept
+as stored.
 
 Legend: T tokens, K experts per token, D hidden, I expert width, E experts, M rows.
 """
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
+from moe_engine.kernels.experts import triton_mxfp4
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
+from moe_engine.kernels.experts.tiles import MXFP4, MXFP4_WIDE, ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
     BLOCK_FP8,
@@ -49,7 +52,8 @@ case."""
 @dataclass(frozen=True)
 class TritonExpertWeights:
     """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales per 128 x 128 block:
-    gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)]."""
+    gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)].
+    In MXFP4 all are uint8, see `triton_mxfp4`: [E, 2I, D / 2] and [E, D, I / 2]."""
 
     gate_up: Tensor
     down: Tensor
@@ -61,6 +65,14 @@ class TritonExpertWeights:
     def memory(self) -> list[Tensor]:
         parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales)
         return [part for part in parts if part is not None]
+
+    @property
+    def fp8(self) -> bool:
+        return self.gate_up_scales is not None and not self.mxfp4
+
+    @property
+    def mxfp4(self) -> bool:
+        return self.gate_up.dtype == torch.uint8
 
 
 class TritonExperts:
@@ -82,8 +94,9 @@ class TritonExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
+        codes = QuantizedExperts(self.allocate_mxfp4, self.load_mxfp4, takes=lambda format: format.mxfp4)
         return ExpertsCapabilities(
-            {BlockFP8: blocks},
+            {BlockFP8: blocks, GroupCodes: codes},
             routed_rows=self.routed_rows,
             takes_shared=True,
             biases=True,
@@ -109,6 +122,15 @@ class TritonExperts:
             torch.empty(num_experts, wide, narrow, device=device),
             format.power_of_two,
         )
+        return self._weights(num_experts, hidden, width, data)
+
+    def allocate_mxfp4(
+        self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
+    ) -> ExpertWeights:
+        """Reserves experts in MXFP4, multiplied as stored."""
+        gate_up, gate_up_scales = triton_mxfp4.empty(num_experts, 2 * width, hidden, device)
+        down, down_scales = triton_mxfp4.empty(num_experts, hidden, width, device)
+        data = TritonExpertWeights(gate_up, down, gate_up_scales, down_scales)
         return self._weights(num_experts, hidden, width, data)
 
     def _weights(self, num_experts: int, hidden: int, width: int, data: TritonExpertWeights) -> ExpertWeights:
@@ -147,6 +169,15 @@ class TritonExperts:
         data.gate_up_scales[expert, 1].copy_(up.scales)
         data.down_scales[expert].copy_(down.scales)
 
+    def load_mxfp4(
+        self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
+    ) -> None:
+        data, width = weights.data, weights.width
+        codes, scales = data.gate_up[expert], data.gate_up_scales[expert]
+        triton_mxfp4.store(gate, codes[:width], scales[:, :width])
+        triton_mxfp4.store(up, codes[width:], scales[:, width:])
+        triton_mxfp4.store(down, data.down[expert], data.down_scales[expert])
+
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [part[expert] for part in weights.data.memory]
 
@@ -155,16 +186,17 @@ class TritonExperts:
         if batch.layout == "padded":
             assert batch.counts is not None
             capacity, mean = x.shape[1], batch.mean_rows or _PADDED_MEAN
-            groups = self._groups(batch.counts, weights, weights.num_experts * capacity, min(capacity, mean), capacity)
+            sizes = weights.num_experts * capacity, min(capacity, mean), capacity
+            groups = self._groups(batch.counts, weights, batch.result_dtype, *sizes)
         elif batch.layout == "grouped":
             assert batch.offsets is not None
-            groups = self._grouped(batch.offsets, weights, x.shape[0])
+            groups = self._grouped(batch.offsets, weights, batch.result_dtype, x.shape[0])
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
         rows: Tensor | QuantizedRows
         if batch.scales is not None:
             rows = QuantizedRows(x, batch.scales)
-        elif batch.counts is not None and weights.data.gate_up_scales is not None:
+        elif batch.counts is not None and weights.data.fp8:
             rows = quantize_groups(x, RowGroups(batch.counts), weights.data.power_of_two)
         else:
             rows = self._quantized(x, weights)
@@ -172,7 +204,7 @@ class TritonExperts:
 
     def input_format(self, weights: ExpertWeights) -> ActivationFormat:
         data: TritonExpertWeights = weights.data
-        return UNQUANTIZED if data.gate_up_scales is None else ActivationFormat.fp8(data.power_of_two)
+        return ActivationFormat.fp8(data.power_of_two) if data.fp8 else UNQUANTIZED
 
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
@@ -187,7 +219,7 @@ class TritonExperts:
         if topk_ids.numel() <= PAIRS and not self._deterministic:
             return self._pairs(x, topk_weights, topk_ids, weights, add)
         order = self._permutation.sort_by_expert(topk_ids, weights.num_experts)
-        groups = self._grouped(order.offsets, weights, topk_ids.numel())
+        groups = self._grouped(order.offsets, weights, x.dtype, topk_ids.numel())
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
         return ExpertRows(out, order.positions, topk_weights, add)
@@ -199,7 +231,8 @@ class TritonExperts:
         ids, device = topk_ids.to(torch.int32).contiguous(), topk_ids.device
         if device not in self._identity:  # made by the eager run before a capture
             self._identity[device] = torch.arange(PAIRS, dtype=torch.int32, device=device)
-        groups = Groups(ids.view(-1), weights.num_experts, 0, ids.numel(), 1, self._tiles_of(weights), pairs=True)
+        tiles = self._tiles_of(weights, x.dtype)
+        groups = Groups(ids.view(-1), weights.num_experts, 0, ids.numel(), 1, tiles, pairs=True)
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, top_k=ids.shape[1])
         return ExpertRows(out, self._identity[device][: ids.numel()].view_as(ids), topk_weights, add)
@@ -211,33 +244,38 @@ class TritonExperts:
         for weights in self._shapes.values() if shapes.dispatched else ():
             device, experts = weights.data.gate_up.device, weights.num_experts
             dtype = torch.bfloat16 if weights.data.gate_up_scales is not None else weights.data.gate_up.dtype
-            for count in row_classes(experts, shapes.expert_rows, self._tiles_of(weights)):
+            tiles = self._tiles_of(weights, dtype)
+            for count in row_classes(experts, shapes.expert_rows, tiles):
                 offsets = torch.zeros(experts + 1, dtype=torch.int32, device=device)
                 self.run(ExpertBatch("grouped", _rows(count, weights, dtype), offsets=offsets), weights)
                 runs += 2
             if shapes.expert_capacity:
                 rows = _rows(experts * shapes.expert_capacity, weights, dtype).unflatten(0, (experts, -1))
                 counts = torch.zeros(experts, dtype=torch.int32, device=device)
-                for mean in row_classes(1, shapes.expert_capacity, self._tiles_of(weights)):
+                for mean in row_classes(1, shapes.expert_capacity, tiles):
                     self.run(ExpertBatch("padded", rows, counts=counts, mean_rows=mean), weights)
                     runs += 2
         return runs
 
-    def _grouped(self, offsets: Tensor, weights: ExpertWeights, num_rows: int) -> Groups:
-        return self._groups(offsets, weights, num_rows, -(-num_rows // weights.num_experts))
+    def _grouped(self, offsets: Tensor, weights: ExpertWeights, dtype: torch.dtype, num_rows: int) -> Groups:
+        return self._groups(offsets, weights, dtype, num_rows, -(-num_rows // weights.num_experts))
 
     def _groups(
-        self, sizes: Tensor, weights: ExpertWeights, num_rows: int, mean_rows: int, capacity: int = 0
-    ) -> Groups:
-        return Groups(sizes, weights.num_experts, capacity, num_rows, mean_rows, self._tiles_of(weights))
+        self, sizes: Tensor, weights: ExpertWeights, dtype: torch.dtype, num_rows: int, mean_rows: int,
+        capacity: int = 0,
+    ) -> Groups:  # fmt: skip
+        return Groups(sizes, weights.num_experts, capacity, num_rows, mean_rows, self._tiles_of(weights, dtype))
 
-    def _tiles_of(self, weights: ExpertWeights) -> ExpertTiles:
-        return tiles_of(element(weights.data.gate_up.dtype), self._deterministic)
+    def _tiles_of(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertTiles:
+        """`dtype`: of the result."""
+        data: TritonExpertWeights = weights.data
+        mxfp4 = MXFP4_WIDE if dtype == torch.float32 else MXFP4
+        return tiles_of(mxfp4 if data.mxfp4 else element(data.gate_up.dtype), self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights) -> Tensor | QuantizedRows:
         """x [M, D] in the weights' activation format."""
         data: TritonExpertWeights = weights.data
-        return x if data.gate_up_scales is None else quantize_rows(x, data.power_of_two)
+        return quantize_rows(x, data.power_of_two) if data.fp8 else x
 
     def _products(
         self,

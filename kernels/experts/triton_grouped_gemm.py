@@ -1,4 +1,4 @@
-"""The two products of routed experts in Triton, for both batch layouts, in bf16 and in block FP8.
+"""The two products of routed experts in Triton, for both batch layouts, in bf16, block FP8 and MXFP4.
 
     inner = silu(x @ gate.T) * (x @ up.T)        [M, I], in FP8 quantized in registers
     rows  = inner @ down.T                       [M, D]
@@ -12,6 +12,7 @@ Row counts are known only on the device: programs count the tiles from the group
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,8 +23,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.group_tiles import expert_tiles, find_tile, num_programs
-from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B, ExpertModel
-from moe_engine.kernels.experts.tiles import ExpertTiles, tiles_of
+from moe_engine.kernels.experts.shapes import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GPT_OSS_20B,
+    GPT_OSS_20B_MXFP4,
+    ExpertModel,
+)
+from moe_engine.kernels.experts.tiles import MXFP4, ExpertTiles, tiles_of
+from moe_engine.kernels.experts.triton_mxfp4 import add_mxfp4_product, load_scales, scale_tile
 from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
@@ -75,14 +83,16 @@ def gate_up_tile(
     out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
     """One tile of `gate_up_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
+    PACKED: tl.constexpr = 2 if MXFP4 else 1  # columns of an element of the weight
     rows = first + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
+    w_lane = tl.arange(0, BLOCK_K // PACKED)
     x_rows = tl.minimum(rows, end - 1)
     if PAIRS:
         x_rows = x_rows // TOP_K
@@ -91,23 +101,29 @@ def gate_up_tile(
     w_row = expert * (2 * WIDTH) + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
     x_tile = weight_tile(x, x_rows, lane, K, False)
-    gate_tile = weight_tile(weight, w_rows, lane, K, TMA)
-    up_tile = weight_tile(weight, w_rows + WIDTH, lane, K, TMA)
+    gate_tile = weight_tile(weight, w_rows, w_lane, K // PACKED, TMA)
+    up_tile = weight_tile(weight, w_rows + WIDTH, w_lane, K // PACKED, TMA)
     w_scale = weight_scales
     if FP8:
         x_scales += expert.to(tl.int64) * x_scale_skip
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
+    if MXFP4:
+        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), 2 * WIDTH, STEPS)
     gate = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     up = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
-        b = load_step(gate_tile, w_row, step, lane, K, BLOCK_K, TMA)
-        c = load_step(up_tile, w_row + WIDTH, step, lane, K, BLOCK_K, TMA)
-        x_scale = load_scale(x_scales, step * x_scale_stride + x_rows * x_scale_row, FP8)
-        gate_scale = load_scale(w_scale, step, FP8)
-        up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
-        gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
-        up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
+        b = load_step(gate_tile, w_row, step, w_lane, K // PACKED, BLOCK_K // PACKED, TMA)
+        c = load_step(up_tile, w_row + WIDTH, step, w_lane, K // PACKED, BLOCK_K // PACKED, TMA)
+        if MXFP4:
+            gate = add_mxfp4_product(gate, a, b, load_scales(w_scale, step, 2 * WIDTH), SWAP_AB)
+            up = add_mxfp4_product(up, a, c, load_scales(w_scale + 4 * WIDTH, step, 2 * WIDTH), SWAP_AB)
+        else:
+            x_scale = load_scale(x_scales, step * x_scale_stride + x_rows * x_scale_row, FP8)
+            gate_scale = load_scale(w_scale, step, FP8)
+            up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
+            gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
+            up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
     if BIASED:
         place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
         gate_bias, up_bias = tl.load(place), tl.load(place + WIDTH)
@@ -144,10 +160,11 @@ def gate_up_kernel(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
     [E, 2 * WIDTH] and the activation of `ExpertBiases`.
+    MXFP4: weight and its scales are in the memory of `triton_mxfp4`.
 
     With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
     [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
@@ -162,6 +179,7 @@ def gate_up_kernel(
                 x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
                 out_scale_stride, bias, alpha, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
+                MXFP4,
             )  # fmt: skip
     else:
         start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
@@ -172,6 +190,7 @@ def gate_up_kernel(
                 x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
                 out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
+                MXFP4,
             )  # fmt: skip
 
 
@@ -179,28 +198,35 @@ def gate_up_kernel(
 def down_tile(
     x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, BIASED: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, BIASED: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
     """One tile of `down_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
+    PACKED: tl.constexpr = 2 if MXFP4 else 1  # columns of an element of the weight
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = first + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_K)
+    w_lane = tl.arange(0, BLOCK_K // PACKED)
     x_rows = tl.minimum(rows, end - 1)
     w_row = expert * WIDTH + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * WIDTH + tl.minimum(cols, WIDTH - 1)
     x_tile = weight_tile(x, x_rows, lane, K, False)
-    w_tile = weight_tile(weight, w_rows, lane, K, TMA)
+    w_tile = weight_tile(weight, w_rows, w_lane, K // PACKED, TMA)
     w_scale = weight_scales
     if FP8:
         w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
+    if MXFP4:
+        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), WIDTH, STEPS)
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
-        b = load_step(w_tile, w_row, step, lane, K, BLOCK_K, TMA)
-        x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
-        total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP_AB, FP8)
+        b = load_step(w_tile, w_row, step, w_lane, K // PACKED, BLOCK_K // PACKED, TMA)
+        if MXFP4:
+            total = add_mxfp4_product(total, a, b, load_scales(w_scale, step, WIDTH), SWAP_AB)
+        else:
+            x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
+            total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP_AB, FP8)
     if SWAP_AB:
         total = tl.trans(total)
     if BIASED:
@@ -216,9 +242,10 @@ def down_kernel(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
+    MXFP4: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
-    BIASED: + bias [E, WIDTH]. Grid: `num_programs`, with PAIRS every tile."""
+    BIASED: + bias [E, WIDTH]. MXFP4: see `triton_mxfp4`. Grid: `num_programs`, with PAIRS every tile."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row, tile_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N
@@ -226,7 +253,7 @@ def down_kernel(
         if (expert >= 0) & (expert < NUM_EXPERTS):
             down_tile(
                 x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, row, row + 1,
-                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, MXFP4,
             )  # fmt: skip
         else:  # the sum reads the rows of all pairs
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -239,7 +266,7 @@ def down_kernel(
             expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
             down_tile(
                 x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, first, end,
-                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, MXFP4,
             )  # fmt: skip
 
 
@@ -257,13 +284,14 @@ def gate_up(
 
     Args:
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
-        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights.
+        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights. Both
+            uint8 of MXFP4 weights, see `triton_mxfp4`.
         source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
     Rows outside all groups are unspecified.
     """
     data = x.data if isinstance(x, QuantizedRows) else x
-    width, hidden = weight.shape[1] // 2, weight.shape[2]
+    width, hidden = weight.shape[1] // 2, _columns(weight)
     tiles, block_k = groups.tiles.gate_up.at(groups.mean_rows), groups.tiles.block_k
     matrix, tma = _weight(weight, tiles, block_k)
     out: Tensor | QuantizedRows
@@ -271,12 +299,12 @@ def gate_up(
         out = QuantizedRows.empty(groups.num_rows, width, data.device)
     else:
         out = torch.empty(groups.num_rows, width, dtype=data.dtype, device=data.device)
-    grid = _grid(groups, tiles, width, 2, data)
+    grid = _grid(groups, tiles, width, 2, data, weight)
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
             _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias),
-            **_constants(groups, width, hidden, scales is not None, tiles, tma, bias is not None),
+            **_constants(groups, width, hidden, weight.dtype, tiles, tma, bias is not None),
             **_gathering(top_k, source is not None, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -289,30 +317,37 @@ def down(
 ) -> Tensor:  # fmt: skip
     """The second product: x [M, I] from `gate_up`, weight [E, D, I] -> [M, D] in `dtype`.
 
-    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights. Rows outside all groups are unspecified.
+    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights; MXFP4 as in `gate_up`. Rows outside all
+    groups are unspecified.
     """
     data = x.data if isinstance(x, QuantizedRows) else x
-    hidden, width = weight.shape[1], weight.shape[2]
+    hidden, width = weight.shape[1], _columns(weight)
     tiles, block_k = groups.tiles.down.at(groups.mean_rows), groups.tiles.block_k
     matrix, tma = _weight(weight, tiles, block_k)
     out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
-    grid = _grid(groups, tiles, hidden, 1, data)
+    grid = _grid(groups, tiles, hidden, 1, data, weight)
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
             None if bias is None else bias.down,
-            **_constants(groups, hidden, width, scales is not None, tiles, tma, bias is not None),
+            **_constants(groups, hidden, width, weight.dtype, tiles, tma, bias is not None),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
 
 
-def _grid(groups: Groups, tiles: Tiles, width: int, weights: int, x: Tensor) -> int:
+def _columns(weight: Tensor) -> int:
+    """K of a weight [E, N, K], or [E, N, K / 2] in MXFP4."""
+    return weight.shape[2] * (2 if weight.dtype == torch.uint8 else 1)
+
+
+def _grid(groups: Groups, tiles: Tiles, width: int, weights: int, x: Tensor, weight: Tensor) -> int:
     """Programs of a product with `width` columns, whose tiles read `weights` tiles of weights in a step."""
     most = groups.max_tiles(tiles.block_m) * triton.cdiv(width, tiles.block_n)
     if groups.pairs:
         return most
-    return num_programs(most, tiles, weights * tiles.block_n, groups.tiles.block_k, x.itemsize, x.device)
+    rows = weights * tiles.block_n // (2 * x.itemsize if weight.dtype == torch.uint8 else 1)  # of x's item size
+    return num_programs(most, tiles, rows, groups.tiles.block_k, x.itemsize, x.device)
 
 
 def _bias_args(bias: ExpertBiases | None) -> tuple[Tensor | None, float, float]:
@@ -344,14 +379,14 @@ def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | Tensor
 
 
 def _constants(
-    groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, tma: bool, biased: bool = False
+    groups: Groups, n: int, k: int, stored: torch.dtype, tiles: Tiles, tma: bool, biased: bool = False
 ) -> dict[str, Any]:
-    """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`)."""
+    """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`) in memory of a dtype."""
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
-        "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma, "FP8": fp8,
-        "BIASED": biased,
+        "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma,
+        "FP8": stored == FP8, "BIASED": biased, "MXFP4": stored == torch.uint8,
     }  # fmt: skip
 
 
@@ -370,23 +405,24 @@ def cases_of(
     pairs: bool = False,
 ) -> list[AotCase]:
     """Both products of a layer's experts on one rank, with gathered rows unless padded or `pairs`."""
-    fp8, kind = model.fp8, element(FP8 if model.fp8 else dtype)
-    table = tiles_of(kind, deterministic)
+    stored = FP8 if model.fp8 else torch.uint8 if model.mxfp4 else dtype
+    fp8, kind, weight = model.fp8, element(FP8 if model.fp8 else dtype), element(stored)
+    table = tiles_of(MXFP4 if model.mxfp4 else kind, deterministic)
     groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table, pairs)
     first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
     signature = {
-        "x": f"*{kind}", "sizes": "*i32:1", "weight": f"*{kind}", "capacity": "i32", "x_scale_stride": "i32",
+        "x": f"*{kind}", "sizes": "*i32:1", "weight": f"*{weight}", "capacity": "i32", "x_scale_stride": "i32",
     }  # fmt: skip
-    scales = ("x_scales", "weight_scales")
-    none: dict[str, Any] = {} if fp8 else dict.fromkeys(scales)
-    signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
+    scales = {"x_scales": "*fp32", "weight_scales": "*fp32"} if fp8 else {"weight_scales": "*u8"} if model.mxfp4 else {}
+    none: dict[str, Any] = dict.fromkeys({"x_scales", "weight_scales"} - scales.keys())
+    signature |= scales
     layout = "padded" if padded else "pairs" if pairs else "grouped"
     name = f"{model.name}_e{num_experts}_{layout}{'_fixed' * deterministic}"
     if model.biased:
         signature["bias"] = "*fp32"
     else:
         none["bias"] = None
-    constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma, model.biased)
+    constants = _constants(groups, model.width, model.hidden, stored, first, first.tma, model.biased)
     constants |= _gathering(1 if padded else model.top_k, layout == "grouped", False)
     more = {"out": f"*{kind}", "alpha": "fp32", "limit": "fp32"} | dict.fromkeys(
         ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
@@ -400,8 +436,8 @@ def cases_of(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
         first.num_warps, first.num_stages, True,
     )  # fmt: skip
-    constants = _constants(groups, model.hidden, model.width, fp8, second, second.tma, model.biased)
-    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{kind}"
+    constants = _constants(groups, model.hidden, model.width, stored, second, second.tma, model.biased)
+    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{weight}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
         signature | {"out": f"*{element(dtype)}"}, constants | none, second.num_warps, second.num_stages, True,
@@ -421,12 +457,10 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    for mean_rows in (8, 512):
-        found |= {case.name: case for case in cases_of(GPT_OSS_20B, 32, mean_rows, False)}
-    for model, num_experts in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B, 32)):
+    for model, mean_rows in (*product((GPT_OSS_20B,), (8, 512)), *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
+        found |= {case.name: case for case in cases_of(model, 32, mean_rows, False)}
+    whole = ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B, 32), (GPT_OSS_20B_MXFP4, 32))
+    for model, num_experts in whole:
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}
-    fixed = (
-        cases_of(model, count, 8, False, deterministic=True)
-        for model, count in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64))
-    )
+    fixed = (cases_of(model, count, 8, False, deterministic=True) for model, count in (whole[0], whole[1], whole[3]))
     return [*found.values(), *(case for cases in fixed for case in cases)]

@@ -31,7 +31,7 @@ class CpuIndexer:
     def plan(self, queries: PagedQueries) -> Plan:
         return Plan.of(AttentionBatch(queries, None))
 
-    def plan_in_place(self, queries: PagedQueries) -> None:
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> None:
         return None
 
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:

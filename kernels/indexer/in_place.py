@@ -37,15 +37,15 @@ class SelectionInPlace:
 
     @classmethod
     def of(
-        cls, queries: PagedQueries, top_k: int, backend: MLABackend, indexer: IndexerKernel
+        cls, queries: PagedQueries, index: IndexWidths, backend: MLABackend, indexer: IndexerKernel
     ) -> SelectionInPlace | None:
         """None if one of the kernels cannot be captured."""
         sparse = backend.capabilities.sparse
         if sparse is None or sparse.plan_in_place is None:
             return None
-        selected = Selected.of_width(queries, top_k)
-        attention, index = sparse.plan_in_place(selected), indexer.plan_in_place(queries)
-        return None if attention is None or index is None else cls(queries, top_k, selected, attention, index)
+        selected = Selected.of_width(queries, index.top_k)
+        attention, own = sparse.plan_in_place(selected), indexer.plan_in_place(queries, index.heads)
+        return None if attention is None or own is None else cls(queries, index.top_k, selected, attention, own)
 
     def renew(self) -> None:
         selected = self.selected
@@ -60,6 +60,6 @@ def decode_planner(backend: MLABackend, indexer: IndexerKernel, index: IndexWidt
 
     def plan(batch: AttentionBatch) -> SelectionInPlace | None:
         assert batch.decode is not None
-        return SelectionInPlace.of(batch.decode, index.top_k, backend, indexer)
+        return SelectionInPlace.of(batch.decode, index, backend, indexer)
 
     return plan

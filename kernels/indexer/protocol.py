@@ -31,10 +31,10 @@ class IndexerKernel(Protocol):
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step."""
 
-    def plan_in_place(self, queries: PagedQueries) -> Any | None:
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> Any | None:
         """`plan` for captured launches: the queries' tensors are overwritten at later steps, and contexts may be as
-        long as a row of the slot table. All requests have the same number of query tokens. Called after one eager run.
-        None if the launches cannot be captured."""
+        long as a row of the slot table. All requests have the same number of query tokens. `heads`: Hi; no selection
+        needs to have run before. None if the launches cannot be captured."""
 
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
         """keys [T, I] (normed, rotated) -> cache[slots], [num_slots, 1, I or bytes of a record]."""

@@ -28,7 +28,7 @@ class TorchIndexer:
     def plan(self, queries: PagedQueries) -> Any:
         return None
 
-    def plan_in_place(self, queries: PagedQueries) -> None:
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> None:
         return None
 
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:

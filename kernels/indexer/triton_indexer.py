@@ -86,16 +86,13 @@ class TritonIndexer:
 
     def __init__(self, logits_bytes: int = LOGITS_BYTES) -> None:
         self._budget = logits_bytes // 4
-        self._heads: int | None = None  # of the last layer
 
     def plan(self, queries: PagedQueries) -> IndexPlan:
         return IndexPlan.of(queries)
 
-    def plan_in_place(self, queries: PagedQueries) -> IndexPlan | None:
-        if self._heads is None:
-            return None
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> IndexPlan:
         plan = IndexPlan.of(queries, queries.slot_table.shape[1])
-        plan.records_for(self._heads)  # uploaded before the capture
+        plan.records_for(heads)  # uploaded before the capture
         return plan
 
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
@@ -111,7 +108,6 @@ class TritonIndexer:
         if not len(q):
             return
         own = IndexPlan.find(plan, queries)
-        self._heads = q.shape[1]
         q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
         if cache.dtype == torch.uint8:
             q, weights = triton_keys.quantize_queries(q, weights)

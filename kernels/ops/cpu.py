@@ -145,7 +145,7 @@ class CpuOps:
         ids = torch.empty((tokens, spec.top_k), dtype=torch.int32)
         used = bias if spec.has_bias else None
         self._lib.moe_route(
-            kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, width, gate.data_ptr(),
+            kind_of(x.dtype), kind_of(gate.dtype), x.data_ptr(), x.stride(0), tokens, width, gate.data_ptr(),
             None if used is None else used.data_ptr(), ctypes.addressof(router_struct(spec)), weights.data_ptr(),
             ids.data_ptr(),
         )  # fmt: skip

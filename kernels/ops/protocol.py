@@ -198,12 +198,14 @@ class Ops(Protocol):
         """k, v [T, Hkv, Dh] -> k_cache[slots], v_cache[slots]; caches [num_slots, Hkv, Dh] or FP8 rows."""
 
     def prepare_gate(self, gate: Tensor) -> Tensor:
-        """gate [E, D] float32 of a checkpoint -> the same values as `route` reads them. Once, while loading."""
+        """gate [E, D] float32 or bfloat16, as stored in the checkpoint -> the same values as `route` reads them. Once,
+        while loading."""
 
     def route(
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [T, D], gate [E, D] float32, bias [E] float32 -> (weights [T, K] float32, expert ids [T, K] int32).
+        """x [T, D], gate [E, D] from `prepare_gate`, bias [E] float32 -> weights [T, K] float32, expert ids [T, K]
+        int32.
 
         Logits and all later values are float32. Tokens whose `real` int32 [T] is 0 (padding of a captured step) choose
         no expert: their ids are -1.

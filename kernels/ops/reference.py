@@ -63,7 +63,7 @@ class TorchOps:
             _write(cache, slots, heads.to(cache.dtype) if form == PLAIN else head_records.pack(heads, form))
 
     def prepare_gate(self, gate: Tensor) -> Tensor:
-        return gate
+        return gate.float()
 
     def route(
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None

@@ -41,8 +41,10 @@ _FIXED_PART = 2048
 
 
 def prepare_gate(gate: Tensor) -> Tensor:
-    """gate float32 [E, D] in bfloat16 if that is exact: a third of the products, half the bytes.
-    Synchronises."""
+    """gate [E, D] in bfloat16 if that is exact: a third of the products, half the bytes. Synchronises for a float32
+    gate."""
+    if gate.dtype == torch.bfloat16:
+        return gate
     rounded = gate.to(torch.bfloat16)
     if gate.is_meta:  # compilation without values: assume a checkpoint's gate
         return rounded
@@ -56,7 +58,7 @@ def route(
     """`Ops.route`: ties by lower id. Raises ValueError for an invalid router.
 
     Args:
-        gate: float32, or from `prepare_gate`.
+        gate: float32 or bfloat16.
         barrier: `barrier_state` of x's device, of launches on one stream.
         deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """

@@ -25,6 +25,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """e2m1: codes 0 to 7; codes 8 to 15 are their negatives."""
 MULTIPLE = 8
 """Kernels decode this many columns at once."""
+MXFP4_GROUP = 32
+"""Numbers of MXFP4 with a common scale, a power of two."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class GroupCodes:
     def group_of(self, k: int) -> int:
         """Columns of a group of a weight with k columns."""
         return self.group or k
+
+    @property
+    def mxfp4(self) -> bool:
+        """True for MXFP4: its scales are powers of two."""
+        return (self.bits, self.values, self.group) == (4, FP4, MXFP4_GROUP)
 
     def takes(self, k: int) -> bool:
         """True if kernels can multiply a weight with k columns in this form."""

@@ -12,7 +12,7 @@ compressed-tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,12 +39,14 @@ class FP4:
         codes: end of the name of the tensor of codes.
         whole: end of the name of the scale of a matrix; empty: there is none.
         divides: the scale of a matrix divides.
+        scale_bytes: of a scale in memory.
     """
 
     group: int
     codes: str = "weight_packed"
     whole: str = ""
     divides: bool = False
+    scale_bytes: int = 2
 
     coded: ClassVar[bool] = True
     blocks: ClassVar[bool] = False
@@ -69,7 +71,7 @@ class FP4:
         return (*found, *(StoredTensor(name, (1,), SCALES, _ONE) for name in unused))
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return Fraction(1, 2) + Fraction(2, self.group)
+        return Fraction(1, 2) + Fraction(self.scale_bytes, self.group)
 
     def kernel_format(self) -> GroupCodes:
         from moe_engine.kernels.quantization.codes import FP4 as VALUES
@@ -126,3 +128,4 @@ def _floats(scales: Tensor) -> Tensor:
 NVFP4 = FP4(16, "weight", "weight_scale_2")
 NVFP4_COMPRESSED = FP4(16, "weight_packed", "weight_global_scale", divides=True)
 MXFP4_COMPRESSED = FP4(32)
+MXFP4_ON_GPU = replace(MXFP4_COMPRESSED, scale_bytes=1)

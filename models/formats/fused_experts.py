@@ -40,7 +40,7 @@ _FIRST = {"gate": 0, "up": 1}
 @dataclass(frozen=True)
 class FusedExpertsFormat:
     """`WeightFormat`: matrices of experts are parts of tensors of all experts; other matrices are plain. MXFP4 is
-    dequantized while loading.
+    dequantized while loading, unless the kernel takes it.
 
     Attributes:
         num_experts: E.
@@ -48,6 +48,7 @@ class FusedExpertsFormat:
         alternating: rows of gate and up alternate; else the gate's come first (Qwen3-VL-MoE).
         transposed: unquantized matrices are [K, N].
         optional: a checkpoint may have a matrix for each expert instead.
+        scale_bytes: of a scale of MXFP4 in memory.
     """
 
     num_experts: int
@@ -55,6 +56,7 @@ class FusedExpertsFormat:
     alternating: bool = True
     transposed: bool = True
     optional: bool = False
+    scale_bytes: int = 2
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class FusedExpertsFormat:
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         if self.method == MXFP4 and _EXPERT.fullmatch(prefix.replace("*", "0")) and shape[-1] % GROUP == 0:
-            return Fraction(1, 2) + Fraction(2, GROUP)
+            return Fraction(1, 2) + Fraction(self.scale_bytes, GROUP)
         return Fraction(dtype_bytes)
 
     def kept_on(self, device: str) -> bool:
@@ -126,7 +128,7 @@ class FusedExpertsFormat:
         with source.open(stored[0], expert) as blocks, source.open(stored[1], expert) as scales:
             rows = Cut(cut.rows)
             if isinstance(out, CodedWeight):
-                codes, powers = (rows.of(part[0][own]) for part in (blocks, scales))
+                codes, powers = (rows.of(part[0][own]).to(out.codes.device) for part in (blocks, scales))
                 columns = slice(*(cut.cols or slice(None)).indices(shape[1])[:2])
                 values = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
                 out.codes.copy_(values[:, columns])

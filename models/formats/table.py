@@ -6,6 +6,7 @@ The format of a model comes from `quantization_config`; on a device whose kernel
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config_fields import Fields
@@ -14,7 +15,8 @@ from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
-from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, MXFP4_ON_GPU
+from moe_engine.models.formats.fused_experts import GROUP, FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
@@ -60,13 +62,17 @@ def kept_format(
     device: str,
     coded: frozenset[str] = frozenset(),
     blocks: frozenset[str] = FAMILIES,
+    mxfp4: frozenset[str] = frozenset(),
 ) -> WeightFormat:
     """The format in which a device holds the weights: `PLAIN` if they are dequantized.
 
     Args:
         coded: kernel families whose rows multiply weights of 4 and 8 bits.
         blocks: kernel families whose rows on a GPU multiply block FP8.
+        mxfp4: kernel families whose rows multiply MXFP4.
     """
+    if stores_mxfp4(declared):
+        declared, coded = _in_memory(declared, device), coded | mxfp4
     if isinstance(declared, SchemeFormat):
         kept = declared.kept_by(device, coded, blocks)
         return declared.held_by(kept) if kept else PLAIN
@@ -75,6 +81,30 @@ def kept_format(
     if isinstance(declared, FusedExpertsFormat):
         return declared if declared.has_kernel_formats and "experts" in coded else PLAIN
     return declared if declared.kept_on(device) else PLAIN
+
+
+def stores_mxfp4(format: WeightFormat) -> bool:
+    """True if all quantized matrices are stored in MXFP4."""
+    if isinstance(format, FusedExpertsFormat):
+        return format.has_kernel_formats
+    if not isinstance(format, SchemeFormat) or not format.rules:
+        return False
+    return all(scheme == MXFP4_COMPRESSED for _, scheme in format.rules)
+
+
+def width_group(format: WeightFormat) -> int:
+    """Columns of experts that ranks of tensor parallelism do not split; 1: any."""
+    return GROUP if stores_mxfp4(format) else 1
+
+
+def _in_memory(format: WeightFormat, device: str) -> WeightFormat:
+    """MXFP4 with the size of its scales on a device: kernels of a GPU keep the stored byte."""
+    if device != "cuda":
+        return format
+    if isinstance(format, FusedExpertsFormat):
+        return replace(format, scale_bytes=1)
+    assert isinstance(format, SchemeFormat)
+    return replace(format, rules=tuple((modules, MXFP4_ON_GPU) for modules, _ in format.rules))
 
 
 def hint_for(dtype: str) -> str:

@@ -5,6 +5,7 @@ Legend: N rows, K columns, B blocks, S bytes of a block, H heads, C kv_lora_rank
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.gguf_blocks import values_of
 from moe_engine.models.gguf.names import GGUFWeights
+from moe_engine.models.read_parts import SERIAL, PartReads
 from moe_engine.models.safetensors_file import PART_BYTES, SafetensorsFile
 from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader, WeightFile
 
@@ -22,7 +24,7 @@ _PARTS = (".keys", ".values")
 class GGUFFile:
     """An open file. Several threads may read at once. Raises: as `SafetensorsFile`."""
 
-    def __init__(self, file: GGUFWeights) -> None:
+    def __init__(self, file: GGUFWeights, reads: PartReads = SERIAL) -> None:
         self.path, self.entries = file.path, file.tensors
         self._heads, self._joined = file.heads, file.joined
         stored = {name: _bytes(header) for name, header in file.tensors.items() if name not in file.joined}
@@ -32,7 +34,7 @@ class GGUFFile:
                 self._shapes[name + end] = header
                 heads, rows, columns = header.shape
                 stored[name + end] = _bytes(header._replace(shape=(heads * rows, columns)))
-        self._file = SafetensorsFile(WeightFile(file.path, stored))
+        self._file = SafetensorsFile(WeightFile(file.path, stored), reads)
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
         """A slice as stored, newly allocated on the host: blocks as uint8 [N, B, S], of whole blocks of columns."""
@@ -66,9 +68,10 @@ class GGUFFile:
         whole = slice(left // numbers * numbers, -(-right // numbers) * numbers)
         within = slice(left - whole.start, right - whole.start)
         step = max(1, PART_BYTES // (4 * columns))
-        for start in range(first, stop, step):
-            part = slice(start, min(stop, start + step))
-            blocks = self.read(name, Cut(part, None if cut.cols is None else whole))
+        parts = [slice(start, min(stop, start + step)) for start in range(first, stop, step)]
+        cuts = [Cut(part, None if cut.cols is None else whole) for part in parts]
+        found = self._file.reads.in_order([partial(self.read, name, one) for one in cuts])
+        for part, blocks in zip(parts, found, strict=True):
             out[part.start - first : part.stop - first].copy_(values_of(dtype, blocks)[:, within])
 
     def _reordered(self, name: str, cut: Cut) -> Tensor:

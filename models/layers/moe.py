@@ -31,6 +31,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.table import width_group
 from moe_engine.models.layers.expert_biases import empty_biases, fill_biases
 from moe_engine.models.layers.gated_mlp import GatedMLP
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
@@ -85,7 +86,7 @@ class ExpertIdsRecorder(Protocol):
 
 
 class MoE:
-    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias keep their float32 values.
+    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias keep their stored values.
 
     On many ranks with all-to-all, x is this rank's tokens; each rank holds full experts and the full shared expert.
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
@@ -108,7 +109,8 @@ class MoE:
         hidden, wide = config.hidden_size, torch.float32
         self.layer_index = layer_index
         prefix = f"model.layers.{layer_index}.{names.block}"
-        gate = reader.tensor(f"{prefix}.{names.router}", (moe.num_experts, hidden), dtype=wide)
+        router = f"{prefix}.{names.router}"
+        gate = reader.tensor(router, (moe.num_experts, hidden), dtype=reader.gate_dtype(router))
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.{names.router_bias}"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
@@ -117,7 +119,8 @@ class MoE:
         self._tables = parallel.experts
         shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
-        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared)
+        group = width_group(config.weight_format)
+        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
         num_shared = self._num_fused(backends, parallel, reader)
         self._spec = router_spec(moe, num_shared)
         held = held_experts(moe, layer_index, parallel)
@@ -189,6 +192,11 @@ class MoE:
                 recorder.on_dispatch(self.layer_index, counts)
 
         return arrived if recorder.counts_dispatched else None
+
+    @property
+    def gate_dtype(self) -> torch.dtype:
+        """Of the router's weight in memory: float32 or bfloat16."""
+        return self._gate.dtype
 
     @property
     def records_experts(self) -> bool:
@@ -348,20 +356,22 @@ class StoredExperts:
     """The stored experts of a layer, and loading of a rank's `part` of them into its slots.
 
     Experts E and on are the shared ones, stored as one MLP `shared` of several times the width of an expert. Quantized
-    experts stay as stored if the kernel declares their format and the part splits no scale's rows or columns. Loading
+    experts stay as stored if the kernel declares their format and the part splits no scale's rows or columns; the part
+    is of whole groups of columns if possible. Loading
     uses scratch memory for one expert per thread.
     """
 
     def __init__(
         self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE,
-        shared: str = "",
+        shared: str = "", group: int = 1,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self._prefix, self._names, self._shared, self._moe = prefix, names, shared, moe
         self._num_experts, self._hidden, self._whole, self._shared_width = (
             moe.num_experts, hidden, moe.width, moe.shared_width
         )  # fmt: skip
-        self._width, self._cut = part.width(moe.width), part.cut(moe.width)
+        self._cut = part.cut_in_groups(moe.width, group)
+        self._width = moe.width if self._cut is None else self._cut.stop - self._cut.start
         self.shared_gate = moe.shared_gate
 
     def num_fusible(self, reader: WeightSource) -> int:
@@ -416,9 +426,11 @@ class StoredExperts:
         """The formats of gate and up, and of down; None: Tensors."""
         declared, (*up, down) = self.kernel.capabilities.quantized, self._projections(expert)
         first, last = format_for(declared, reader, up), format_for(declared, reader, [down])
-        if first is None or last is None or (first != last and declared[type(first)].of_two is None):
+        if first is None or last is None:
             return None, None
-        return first, last
+        kept = declared[type(first)]
+        able = kept.takes is None or (kept.takes(first) and kept.takes(last))
+        return (first, last) if able and (first == last or kept.of_two is not None) else (None, None)
 
     def _projections(self, expert: int) -> list[Projection]:
         """Gate, up and down."""

@@ -53,6 +53,20 @@ class ModelArgs:
         "Delete the weight files of --model-path when all ranks have loaded them, on this machine; config and "
         "tokenizer stay. Weights can then only be updated from another folder, or over the network.",
     )
+    weight_loader_prefetch_checkpoints: bool = flag(
+        False,
+        "Threads of each rank read the weight files into the page cache ahead of the loader, at most 2 GiB, and the "
+        "ranks of a machine read different parts: for files on NFS or Lustre. Left out: a single rank asks the kernel "
+        "to read ahead, several ranks do not.",
+    )
+    weight_loader_prefetch_num_threads: int = flag(
+        4, "Threads of each rank with --weight-loader-prefetch-checkpoints.", parse=parse_count, metavar="THREADS"
+    )
+    weight_loader_drop_cache_after_load: bool = flag(
+        False,
+        "Remove the weight files of --model-path from the page cache when a rank has loaded them: their pages no "
+        "longer count as memory in use, and a restart reads the disk.",
+    )
     is_embedding: bool = flag(
         False,
         "Serve vectors instead of text: /v1/embeddings, /encode, /classify. Pooling and normalisation follow "

@@ -52,9 +52,10 @@ class GrammarQueue:
 
     def abort(self, rids: Collection[str] | None) -> list[str]:
         """Removes requests (None: all); returns the ids of those that waited here."""
-        gone = [request.rid for request, _ in self._waiting if rids is None or request.rid in rids]
-        self._waiting = [one for one in self._waiting if one[0].rid not in gone]
-        return gone
+        asked = None if rids is None else frozenset(rids)
+        gone = [one for one in self._waiting if asked is None or one[0].rid in asked]
+        self._waiting = [] if asked is None else [one for one in self._waiting if one[0].rid not in asked]
+        return [request.rid for request, _ in gone]
 
 
 def grammar_of(request: Request, future: Future[CompiledGrammar]) -> CompiledGrammar:

@@ -108,6 +108,8 @@ class CoreClient:
         room = Room(info.max_total_num_tokens, info.max_running_requests, info.host_tier_tokens)
         self._router = Router(len(self._endpoints), method, room)
         self._inboxes: dict[str, Inbox] = {}
+        self._leaving: dict[int, list[str]] = {}
+        """Requests whose readers have left in this turn of the event loop, by scheduler."""
         self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self.closing = False
@@ -146,7 +148,19 @@ class CoreClient:
             if inbox.ended or endpoint.dead:
                 self._forget(inbox)
             else:
-                endpoint.send(messages.AbortRequest([request.rid], reason="client disconnected"))
+                self._leave(inbox)
+
+    def _leave(self, inbox: Inbox) -> None:
+        """Aborts a request without a reader, in one message with all others that lose theirs in this turn of the event
+        loop: the scheduler ends them together, and admits none of them to the row of another."""
+        if not self._leaving:
+            asyncio.get_running_loop().call_soon(self._send_left)
+        self._leaving.setdefault(inbox.endpoint, []).append(inbox.request.rid)
+
+    def _send_left(self) -> None:
+        leaving, self._leaving = self._leaving, {}
+        for number, rids in leaving.items():
+            self._endpoints[number].send(messages.AbortRequest(rids, reason="client disconnected"))
 
     def _forget(self, inbox: Inbox) -> None:
         """Drops a request that has no reader and whose scheduler has ended it or is lost."""
@@ -293,6 +307,7 @@ class CoreClient:
         self.closing = True
         for core in self._cores:
             core.expect_exit()
+        self._send_left()
         for endpoint in self._endpoints:
             endpoint.send(messages.Shutdown(drain=drain))
         loop, seconds = asyncio.get_running_loop(), DRAIN_SECONDS if drain else 5.0

@@ -30,6 +30,9 @@ MAX_CHARS = 64 << 20
 MAX_WAITING = 256
 
 
+CRASHED = Verdict("the compilation crashed; make it simpler")
+
+
 class GrammarChecks:
     """Compiles grammars in child processes, started on demand and killed at the time limit. Results are cached.
 
@@ -54,7 +57,10 @@ class GrammarChecks:
             return await asyncio.to_thread(read_constraint, constraint) if constraint.unread else constraint
         key = sha256("\0".join(constraint.key).encode()).digest()
         if key not in self._verdicts:
-            verdict = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
+            try:
+                verdict = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
+            except EOFError:  # not kept: the processes may have been killed for another reason
+                verdict = CRASHED
         else:
             self._verdicts.move_to_end(key)
             verdict = self._verdicts[key]
@@ -86,10 +92,9 @@ class GrammarChecks:
                 self._kept_chars -= _chars(self._verdicts.popitem(last=False)[1])
 
     def _ask(self, constraint: Constraint) -> Verdict:
-        """Sends a grammar to a child process; blocks until its answer."""
+        """Sends a grammar to a child process; blocks until its answer. Raises EOFError: two processes have crashed."""
         assert self._children is not None
-        with self._children.borrow() as child:
-            return child.ask(constraint)
+        return self._children.call(lambda child: child.ask(constraint))
 
 
 def children_for(spec: CheckSpec) -> FrameChildren[CheckChild]:
@@ -116,11 +121,8 @@ class CheckChild(FrameChild):
         raise GenerationError("the process that checks grammars failed to start; see the server's log")
 
     def ask(self, constraint: Constraint) -> Verdict:
-        try:
-            answer = self.exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
-        except EOFError:
-            self.kill()
-            return Verdict("the compilation crashed; make it simpler")
+        """Raises EOFError: the process has crashed."""
+        answer = self.exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
         if answer is None:
             self.kill()
             return Verdict(f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler")

@@ -19,6 +19,7 @@ from moe_engine.planning.images import max_images, pixel_bounds
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
+from moe_engine.processes.open_files import check_limit
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,8 +33,9 @@ def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
     """Starts the core process of each replica without waiting; see `wait_ready`.
 
     Raises:
-        ConfigError: the address for the other nodes cannot be bound.
+        ConfigError: the address for the other nodes cannot be bound, or too few files may be open.
     """
+    check_limit()
     plan = config.parallel
     if plan.num_nodes > 1 and plan.secret is None:
         logger.warning("%s", _open_ports(plan))
@@ -78,6 +80,13 @@ def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
         core.expect_exit()
     for core in cores:
         core.stop(grace)
+
+
+def kill_cores(cores: Sequence[CoreProcess]) -> None:
+    """Kills the cores without a wait; their ranks end with them. Callable in a signal handler."""
+    for core in cores:
+        core.expect_exit()
+        core.kill("a second signal has come")
 
 
 def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:

@@ -19,8 +19,10 @@ class Processors:
 
     def process(self, data: bytes) -> Processed:
         """Blocking. Raises MediaError: the image is wrong. GenerationError: the process does not start."""
-        with self._children.borrow() as child:
-            done = child.ask(data)
+        try:
+            done = self._children.call(lambda child: child.ask(data))
+        except EOFError:
+            raise MediaError("the image cannot be processed: its processing crashed; send a smaller one") from None
         if done.problem is not None:
             raise MediaError(done.problem)
         return done
@@ -47,11 +49,8 @@ class _Child(FrameChild):
             )
 
     def ask(self, data: bytes) -> Processed:
-        """Raises MediaError."""
-        try:
-            answer = self.exchange(data, PROCESS_SECONDS)
-        except EOFError:
-            raise MediaError("the image cannot be processed: its processing crashed; send a smaller one") from None
+        """Raises MediaError; EOFError: the process has crashed."""
+        answer = self.exchange(data, PROCESS_SECONDS)
         if answer is None:
             raise MediaError(f"processing the image takes longer than {PROCESS_SECONDS:g} s; send a smaller one")
         return msgspec.msgpack.decode(answer, type=Processed)

@@ -14,7 +14,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import format_in_files
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import KV_SCALES, layer_index
+from moe_engine.models.tensors import KV_SCALES, ROUTERS, layer_index
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -23,12 +23,13 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tik
 @dataclass(frozen=True)
 class CheckpointFacts:
     """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers. `kv_scales`:
-    it has scales of the KV cache."""
+    it has scales of the KV cache. `bf16_gates`: elements of the routers' weights that are stored in bfloat16."""
 
     num_files: int
     num_elements: int
     stored_bytes: int
     kv_scales: bool = False
+    bf16_gates: int = 0
 
 
 def embedded_model() -> Path:
@@ -83,7 +84,7 @@ def sums(
         without: beginning of the names of tensors that are not loaded.
     """
     format = format_in_files(declared, files)
-    num_elements = stored = 0
+    num_elements = stored = gates = 0
     for name, file in files.items():
         if without is not None and name.startswith(without):
             continue
@@ -91,5 +92,7 @@ def sums(
         stored += tensor.num_bytes
         if not format.is_scale(name) and layer_index(name) < num_layers:
             num_elements += prod(tensor.shape)
+            if name.endswith(ROUTERS) and tensor.dtype == "BF16":
+                gates += prod(tensor.shape)
     scaled = any(name.endswith(KV_SCALES) for name in files)
-    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scaled)
+    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scaled, gates)

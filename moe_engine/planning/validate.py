@@ -44,6 +44,7 @@ LEAST = {
     "stream_interval": 1,
     "priority_scheduling_preemption_threshold": 0,
     "cpu_threads": 1,
+    "weight_loader_prefetch_num_threads": 1,
     "log_requests_level": 0,
     "max_logprobs": -1,
     "decode_log_interval": 1,
@@ -72,6 +73,7 @@ MAX_INT = 2**63 - 1
 MOST = {
     **dict.fromkeys(("tp_size", "dp_size", "attn_dp_size", "ep_size", "nnodes"), MAX_RANKS),
     "log_requests_level": 3,
+    "weight_loader_prefetch_num_threads": 256,
     "port": 65535,
     "random_seed": 2**63 - 1,
     "speculative_eagle_topk": 64,
@@ -100,6 +102,7 @@ def check(args: EngineArgs) -> None:
         _ranges,
         _scheduling,
         _prefill_delays,
+        _loading,
         _memory,
         _host_tier,
         _transfers,
@@ -135,6 +138,19 @@ def _ranges(args: EngineArgs) -> Iterator[str]:
     chunk = args.memory.chunked_prefill_size
     if chunk is not None and chunk != -1 and chunk < 1:
         yield f"--chunked-prefill-size {chunk}: must be at least 1, or -1 for no chunking"
+
+
+def _loading(args: EngineArgs) -> Iterator[str]:
+    model = args.model
+    threads = model.weight_loader_prefetch_num_threads
+    if threads != 4 and not model.weight_loader_prefetch_checkpoints:
+        yield (
+            f"--weight-loader-prefetch-num-threads {threads}: only with --weight-loader-prefetch-checkpoints; add "
+            "that, or drop this"
+        )
+    for name in ("weight_loader_prefetch_checkpoints", "weight_loader_drop_cache_after_load"):
+        if getattr(model, name) and model.load_format == "dummy":
+            yield f"{option_of(name)} with --load-format dummy: no files are loaded; drop one of them"
 
 
 def _scheduling(args: EngineArgs) -> Iterator[str]:

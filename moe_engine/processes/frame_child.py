@@ -47,12 +47,15 @@ class FrameChild:
             write_frame(self._popen.stdin, data)
         except OSError:
             raise EOFError from None
-        if not select.select([self._popen.stdout], [], [], seconds)[0]:
+        poller = select.poll()  # `select` refuses the descriptors of a process with a thousand connections
+        poller.register(self._popen.stdout, select.POLLIN)
+        if not poller.poll(seconds * 1000):
             return None
         return read_frame(self._popen.stdout)
 
 
 Child = TypeVar("Child", bound=FrameChild)
+Answer = TypeVar("Answer")
 
 
 class FrameChildren(Generic[Child]):
@@ -67,6 +70,23 @@ class FrameChildren(Generic[Child]):
         self._idle: list[Child] = []
         self._all: set[Child] = set()
         self._lock = Lock()
+        self._closed = False
+
+    def call(self, ask: Callable[[Child], Answer]) -> Answer:
+        """The result of `ask` for a process; blocking. If the process ends meanwhile, another one is asked: the kernel
+        may have killed it for other processes' memory.
+
+        Raises:
+            EOFError: the second process has ended too.
+        """
+        try:
+            with self.borrow() as child:
+                return ask(child)
+        except EOFError:
+            if self._closed:
+                raise
+        with self.borrow() as child:
+            return ask(child)
 
     @contextmanager
     def borrow(self) -> Iterator[Child]:
@@ -82,7 +102,9 @@ class FrameChildren(Generic[Child]):
                 self._idle.append(child)
 
     def close(self) -> None:
+        """Kills all processes: threads in `call` raise EOFError."""
         with self._lock:
+            self._closed = True
             for child in self._all:
                 child.kill()
 

@@ -31,6 +31,8 @@ LONGEST_NAME = "to-core-999999"
 """Longest socket name in a directory, with an attention group's number."""
 RANDOM_CHARACTERS = 8
 """Characters that `tempfile` appends to the prefix."""
+ATTEMPTS = 100
+"""Max new directories in a row that another engine's cleanup may remove before they are locked."""
 
 
 class RuntimeDir:
@@ -39,19 +41,23 @@ class RuntimeDir:
     First removes directories of the same user's dead front ends.
 
     Raises:
-        ConfigError: no candidate directory is writable, or its path would be too long for a socket.
+        ConfigError: no candidate directory is writable, or its path would be too long for a socket, or it is full.
     """
 
     def __init__(self) -> None:
         remove_abandoned()
         place = _place()
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        for _ in range(ATTEMPTS):
+            try:
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+            except OSError as error:
+                raise _unusable(place, error.strerror) from None
             self._lock = _lock(self.path, wait=True)
             self._end = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
             if self._lock is not None and self.path.is_dir():
                 return  # else another engine's cleanup removed it before it was locked
             self.remove()
+        raise _unusable(place, f"{LOCK_FILE} cannot be created and locked in it")
 
     def remove(self) -> None:
         self._end()
@@ -67,8 +73,20 @@ def _remove(path: Path, lock: IO[str] | None, owner: int) -> None:
 
 def _places() -> list[str]:
     """Candidate parent directories, in order of preference; the first is the temporary directory (TMPDIR)."""
-    places = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]
+    places = [_temporary(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]
     return [place for place in dict.fromkeys(places) if os.path.isabs(place)]
+
+
+def _temporary() -> str:
+    """The temporary directory; empty if no directory is writable that `tempfile` knows."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return ""
+
+
+def _unusable(place: str, why: str | None) -> ConfigError:
+    return ConfigError(f"{place}: the engine's directory cannot be created there: {why}; set TMPDIR to a usable one")
 
 
 def _place() -> str:
@@ -78,8 +96,9 @@ def _place() -> str:
             if place != _places()[0]:
                 logger.info("TMPDIR %s is too long for socket paths: using %s", _places()[0], place)
             return place
+    tried = _temporary() or os.environ.get("TMPDIR", "")
     raise ConfigError(
-        f"TMPDIR={tempfile.gettempdir()}: the engine's sockets need a writable directory with a path of at most "
+        f"TMPDIR={tried}: the engine's sockets need a writable directory with a path of at most "
         f"{MAX_SOCKET_PATH - len(PREFIX) - RANDOM_CHARACTERS - len(LONGEST_NAME) - 2} bytes, and neither "
         "$XDG_RUNTIME_DIR nor /tmp is one: set TMPDIR to such a directory"
     )

@@ -192,13 +192,16 @@ class Scheduler:
 
     def schedule(self, hold_prefill: bool = False) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """The next step; None if no step can be planned now (with a step in flight: before its result);
-        NEEDS_RESULT if memory is short and the result of the step in flight must be applied first.
+        NEEDS_RESULT if the result of the step in flight must be applied first: memory is short, or most running
+        requests end with it.
 
         Args:
             hold_prefill: no prompts in this step, because other attention groups decode.
         """
         if self._in_flight and self._in_flight[-1].alone is not None:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
+        if self._in_flight and 2 * len(self.table.aborting) > self.table.num_running:
+            return self._drain()  # most of a step that is planned now would be for clients that have left
         self._prefills.cache_prefills()
         if self.kv_cache.storage is not None:
             self.kv_cache.storage.next_step(running=self.table.num_running > 0)

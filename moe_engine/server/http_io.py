@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+import time
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing, suppress
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +30,8 @@ NAMES_BODY_BYTES = 2**25
 WEIGHTS_BODY_BYTES = 2**31
 BODY_PAUSE_SECONDS = 60.0
 """A request whose body stalls for this long is refused with 408."""
+SLOW_BODY_SECONDS, SLOW_BODY_BYTES = 300.0, 2**20
+"""So is one whose body takes longer than this, and then brings fewer bytes than this in a second."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -39,7 +42,7 @@ class Body:
     """A request body, read as it arrives.
 
     Raises:
-        InputError: 415 if compressed; 413 as soon as it exceeds `limit` bytes.
+        InputError: 415 if compressed; 413 as soon as it exceeds `limit` bytes, or declares to.
     """
 
     def __init__(self, request: Request, limit: int) -> None:
@@ -51,14 +54,15 @@ class Body:
             raise _too_large(limit)
         self._limit = limit
         self._request = request
-        self._stream: AsyncIterator[bytes] | None = None
+        self._exchange: Exchange | None = request.scope.get(EXCHANGE)
         self._size = 0
+        self._has_ended = False
+        self._began = time.monotonic()
         self.is_complete = False
 
     async def read(self, enough: int) -> bytes:
         """The whole body, or its beginning once it exceeds `enough` bytes. Raises like the class."""
-        exchange: Exchange | None = self._request.scope.get(EXCHANGE)
-        whole = None if exchange is None else exchange.whole_body()
+        whole = None if self._exchange is None else self._exchange.whole_body()
         if whole is not None:
             self.is_complete = True
             if len(whole) > self._limit:
@@ -72,23 +76,30 @@ class Body:
     async def rest(self) -> AsyncGenerator[bytes]:
         """The rest of the body after `read`. Raises like the class."""
         while (part := await self._next()) is not None:
-            yield part
+            if part:
+                yield part
 
     async def _next(self) -> bytes | None:
-        if self._stream is None:
-            self._stream = self._request.stream()
-        try:
-            async with asyncio.timeout(BODY_PAUSE_SECONDS):
-                part = await anext(self._stream, None)
-        except ClientDisconnect:
-            raise ClientDisconnectedError from None
-        except TimeoutError:
-            raise InputError(f"no data of the request body for {BODY_PAUSE_SECONDS:g} s", status=408) from None
-        if part is None:
+        """The next part, which may be empty; None behind the last one."""
+        if self._has_ended:
             self.is_complete = True
             return None
+        left = self._began + SLOW_BODY_SECONDS + self._size / SLOW_BODY_BYTES - time.monotonic()
+        try:
+            async with asyncio.timeout(min(left, BODY_PAUSE_SECONDS)):
+                message = await self._request.receive()
+        except TimeoutError:
+            why = f"no data of the request body for {BODY_PAUSE_SECONDS:g} s"
+            if left < BODY_PAUSE_SECONDS:
+                why = f"the request body did not arrive within {SLOW_BODY_SECONDS:g} s"
+            raise InputError(why, status=408) from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        part: bytes = message.get("body", b"")
         self._size += len(part)
-        if self._size > self._limit:
+        self._has_ended = not message.get("more_body", False)
+        declared = 0 if self._exchange is None else self._exchange.declared_bytes
+        if max(self._size, declared) > self._limit:
             raise _too_large(self._limit)
         return part
 

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, ref
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from moe_engine.server.chunk_sizes import ChunkSizes
 from moe_engine.server.start_queue import StartQueue
 
 MAX_HEAD_BYTES = 2**16
@@ -34,10 +35,12 @@ PRIVATE = frozenset(
         "_start_asgi_task",
         "_unset_keepalive_if_required",
         "cycle",
+        "flow",
         "headers",
         "logger",
         "loop",
         "parser",
+        "pipeline",
         "scope",
         "send_400_response",
         "url",
@@ -47,12 +50,13 @@ PRIVATE = frozenset(
 """Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`."""
 CYCLE = frozenset(
     {"body", "chunked_encoding", "disconnected", "flow", "more_body", "response_complete", "response_started"}
-    | {"expected_content_length", "transport", "waiting_for_100_continue"}
+    | {"expected_content_length", "message_event", "transport", "waiting_for_100_continue"}
 )
-"""Attributes of its `cycle` used here; of the cycle's `flow`: `write_paused`."""
+"""Attributes of its `cycle` used here; of its `flow`: `write_paused`, `resume_reading`."""
 EXCHANGE = "moe_engine.exchange"
 """Key of the `Exchange` in a request's scope."""
 
+HEAD_END = b"\r\n\r\n"
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -69,9 +73,10 @@ class Exchange:
     garbage collector.
     """
 
-    __slots__ = ("_connection", "_cycle")
+    __slots__ = ("_chunks", "_connection", "_cycle")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, chunks: ChunkSizes | None) -> None:
+        self._chunks = chunks
         self._connection = ref(connection)
         self._cycle: Callable[[], Any] = ref(connection.cycle)
 
@@ -82,6 +87,11 @@ class Exchange:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
+
+    @property
+    def declared_bytes(self) -> int:
+        """Size of the body that its chunk headers have declared so far; 0 if it is not chunked."""
+        return 0 if self._chunks is None else self._chunks.declared
 
     def writer(self) -> PartWriter | None:
         """A writer of the response's parts; None if the connection is lost."""
@@ -99,6 +109,9 @@ class Exchange:
         """Calls `callback` if the client disconnects while the block runs."""
         connection = self._connection()
         assert connection is not None and connection.when_lost is not None
+        if not connection.pipeline and not connection.transport.is_closing():
+            # uvicorn pauses behind a large body, and the end of a paused connection is not noticed
+            connection.flow.resume_reading()
         waiting = connection.when_lost
         waiting.add(callback)
         try:
@@ -155,13 +168,18 @@ class _AnyLength(int):
 
 
 class Connection(HttpToolsProtocol):
-    """Ignores ``Upgrade``: the data after such a head is parsed as its body. Refuses oversized or slow heads."""
+    """Ignores ``Upgrade``: the data after such a head is parsed as its body. Refuses oversized or slow heads. Starts no
+    request whose client has left."""
 
     _head_bytes: int | None = 0
     """Bytes of an incomplete head; None during a body or a response."""
     _head_timer: asyncio.TimerHandle | None = None
     when_lost: set[Callable[[], object]] | None = None
     """Called when the connection is lost; None from then on."""
+    _chunks: ChunkSizes | None = None
+    """Of the body that is received, if it is chunked."""
+    _tail = b""
+    """The last bytes received, which may be the beginning of `HEAD_END`."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -183,7 +201,11 @@ class Connection(HttpToolsProtocol):
         queue = _QUEUES.get(self.loop)
         if queue is None:
             queue = _QUEUES[self.loop] = StartQueue()
-        queue.add(partial(super()._start_asgi_task, cycle, app))
+        queue.add(partial(self._start_unless_lost, super()._start_asgi_task, cycle, app))
+
+    def _start_unless_lost(self, start: Callable[[Any, Any], None], cycle: Any, app: Any) -> None:
+        if not cycle.disconnected:
+            start(cycle, app)
 
     def on_headers_complete(self) -> None:
         self._head_ended()
@@ -196,12 +218,17 @@ class Connection(HttpToolsProtocol):
         ):  # such a client does not know chunks: the end of the connection ends the body
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _AnyLength()
-        scope[EXCHANGE] = Exchange(self)
+        chunked = any(name == b"transfer-encoding" and b"chunked" in value.lower() for name, value in self.headers)
+        self._chunks = ChunkSizes() if chunked else None
+        scope[EXCHANGE] = Exchange(self, self._chunks)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        size = len(data)
-        self._parse(data)
+        at, size = 0, len(data)
+        while at < size and not self.transport.is_closing():
+            end = self._end_of_part(data, at)
+            self._take(data[at:end])
+            at = end
         if self._head_bytes is None or self.transport.is_closing():
             return
         self._head_bytes += size
@@ -209,6 +236,31 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"The request's headers are larger than this server accepts ({MAX_HEAD_BYTES} bytes).")
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _end_of_part(self, data: bytes, at: int) -> int:
+        """The end of the next part to parse: heads end parts, so that it is known where a chunked body begins."""
+        if self.cycle is not None and self.cycle.more_body:
+            return len(data)
+        begun = (self._tail + data[at : at + len(HEAD_END) - 1]).find(HEAD_END)
+        if begun >= 0:
+            return at + begun + len(HEAD_END) - len(self._tail)
+        found = data.find(HEAD_END, at)
+        return len(data) if found < 0 else found + len(HEAD_END)
+
+    def _take(self, part: bytes) -> None:
+        before = self._chunks
+        self._parse(part)
+        chunks, end = self._chunks, self._tail + part[-len(HEAD_END) :]
+        self._tail = end[1 - len(HEAD_END) :]
+        if chunks is None or not self.cycle.more_body or self.transport.is_closing():
+            return
+        if chunks is before:
+            declared = chunks.declared
+            chunks.feed(part)
+            if chunks.declared != declared:
+                self.cycle.message_event.set()  # a reader may refuse the body now
+        elif not end.endswith(HEAD_END):  # its body has begun somewhere in this part
+            chunks.has_ended = True
 
     def _parse(self, data: bytes) -> None:
         while data:

@@ -22,13 +22,14 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.delete_checkpoint import delete_checkpoint
-from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.frontend.start import frontend_settings, kill_cores, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.planning import explain
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.processes.open_files import check_limit, raise_limit
 from moe_engine.processes.stopped import LOOK_SECONDS
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import Certificate
@@ -56,7 +57,7 @@ def serve(args: EngineArgs) -> int:
     """Runs a server until SIGTERM, or until its engine dies.
 
     Returns:
-        0 after a drain, 1 if the engine died.
+        0 after a drain, 1 if the engine died. A second signal ends the process with 130 (SIGINT) or 1.
 
     Raises:
         ConfigError: a flag, the model's config, the checkpoint or the address is invalid.
@@ -64,6 +65,7 @@ def serve(args: EngineArgs) -> int:
     """
     began = time.monotonic()
     logs.setup_logging(args.logging.log_level)
+    raise_limit()
     place = place_in_cluster()
     try:
         config = prepare(args, place=place)
@@ -119,6 +121,7 @@ def _serve_node(config: ResolvedConfig) -> int:
     options = rank_group_options(config)
     if options is None:
         raise ConfigError(f"--node-rank {plan.node_rank}: a single rank runs on a single node")
+    check_limit()
     for line in explain.start_lines(config):
         logger.info("%s", line)
     return run_node(config, options, config.logging.log_level)
@@ -137,12 +140,12 @@ async def _serve(
     from moe_engine.frontend.frontend import Frontend
     from moe_engine.server.app import create_app
     from moe_engine.server.serve import serve as serve_http
-    from moe_engine.server.stop import StopSwitch
+    from moe_engine.server.stop import SecondSignal, StopSwitch
 
     by_room = config.args.disaggregation.disaggregation_mode == "prefill"
     client = CoreClient(cores, info, config.load_balance_method, by_room=by_room)
     app = create_app(Frontend(client, tokenizer, settings.frontend), client, settings)
-    switch = StopSwitch()
+    switch, second = StopSwitch(), SecondSignal(partial(kill_cores, cores))
 
     def replica_died(cause: str) -> None:
         if client.cause_of_death() is not None:
@@ -175,17 +178,21 @@ async def _serve(
         quiet_paths=tuple(config.logging.uvicorn_access_log_exclude_prefixes.split()),
         certificate=Certificate.of(config.server),
         stop=switch,
+        second=second,
     )
     watchdog.cancel()
     samples.cancel()
     app.state.server.bodies.close()
     app.state.server.frontend.close()
-    if app.state.tracing is not None:
+    if app.state.tracing is not None and not second.has_come:
         await asyncio.to_thread(app.state.tracing.close)
-    if client.cause_of_death() is not None:
+    if client.cause_of_death() is not None and not second.has_come:
         await asyncio.to_thread(stop_cores, cores, FAILED_CORE_SECONDS)
         return ENGINE_DIED
-    await client.shutdown()
+    await client.shutdown(drain=not second.has_come)
+    if second.has_come:
+        logger.warning("Exiting without the answers of running requests: a second signal has come")
+        second.exit()
     return 0
 
 

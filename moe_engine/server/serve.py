@@ -19,7 +19,7 @@ from moe_engine import logs
 from moe_engine.errors import ConfigError
 from moe_engine.server import access_log
 from moe_engine.server.http_protocol import Connection
-from moe_engine.server.stop import StopSwitch
+from moe_engine.server.stop import SecondSignal, StopSwitch
 from moe_engine.server.tls import Certificate
 
 Hook = Callable[..., Awaitable[None] | None]
@@ -28,11 +28,15 @@ BACKLOG = 4096
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn server with a ready hook; the first signal drains running requests, the second exits at once."""
+    """uvicorn server with a ready hook; the first signal drains running requests, the second exits at once.
 
-    def __init__(self, config: uvicorn.Config, on_ready: Hook | None) -> None:
+    With `second`, the handlers stay: a signal behind the server's end is the second one too.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_ready: Hook | None, second: SecondSignal | None = None) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._second = second
         self._ready_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -42,6 +46,12 @@ class GracefulServer(uvicorn.Server):
             self._ready_task = asyncio.create_task(_call(self._on_ready, host, port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and self._second is not None:
+            self._second.take(sig)
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the server after its running requests; called again, without them."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -56,8 +66,9 @@ class GracefulServer(uvicorn.Server):
         try:
             yield
         finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+            if self._second is None:
+                for sig, handler in before.items():
+                    signal.signal(sig, handler)
 
 
 async def _call(hook: Hook, *args: Any) -> None:
@@ -78,6 +89,7 @@ async def serve(
     quiet_paths: tuple[str, ...] = (),
     certificate: Certificate | None = None,
     stop: StopSwitch | None = None,
+    second: SecondSignal | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then stops accepting, drains running requests, and returns.
 
@@ -90,6 +102,7 @@ async def serve(
         quiet_paths: path prefixes excluded from the access log.
         certificate: for HTTPS.
         stop: stops the server from inside the process.
+        second: gets the signals behind the first one, from then on until the process ends.
 
     Raises:
         ConfigError: another process has started to listen there since the socket was bound.
@@ -116,9 +129,9 @@ async def serve(
     except OSError as exc:  # another server that started concurrently listens already
         host, port = sock.getsockname()[:2]
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
-    server = GracefulServer(config, on_ready)
+    server = GracefulServer(config, on_ready, second)
     if stop is not None:
-        stop.connect(lambda: server.handle_exit(signal.SIGTERM, None))
+        stop.connect(server.stop)
     try:
         await server.serve(sockets=[sock])
     finally:

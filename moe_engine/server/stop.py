@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+
+INTERRUPTED, STOPPED = 130, 1
+"""Exit codes after a second signal: SIGINT, SIGTERM."""
 
 
 class StopSwitch:
@@ -26,6 +31,36 @@ class StopSwitch:
     def _fire(self) -> None:
         if self._stop is not None:
             self._stop()
+
+
+class SecondSignal:
+    """What the signal behind the first SIGINT or SIGTERM does: it kills the processes that the drain waits for. The
+    server then exits without a wait; a third signal ends this process at once.
+
+    Args:
+        kill: kills the engine's processes; called in a signal handler.
+    """
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        self._kill = kill
+        self._number = 0
+
+    @property
+    def has_come(self) -> bool:
+        return self._number > 0
+
+    def take(self, number: int) -> None:
+        """Called with the second signal, and with further ones."""
+        if self.has_come:
+            self.exit()
+        self._number = number
+        self._kill()
+
+    def exit(self) -> NoReturn:
+        """Ends this process. Threads that still read or compute for requests are not waited for."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED if self._number == signal.SIGINT else STOPPED)
 
 
 @contextmanager

@@ -41,15 +41,18 @@ class TextProcesses:
         self._spec = spec
         self._slots = asyncio.Semaphore(MAX_PROCESSES)
         self._idle: list[TextProcess] = []
+        self._busy: set[TextProcess] = set()
 
     @asynccontextmanager
     async def session(self, name: str) -> AsyncGenerator[TextProcess]:
         """A process ready for a body of the endpoint `name`; killed if the block exits before the response ends."""
         async with self._slots:
             process = await self._borrow(name)
+            self._busy.add(process)
             try:
                 yield process
             finally:
+                self._busy.discard(process)
                 if process.finished:
                     self._idle.append(process)
                 else:
@@ -68,7 +71,7 @@ class TextProcesses:
         return process
 
     def close(self) -> None:
-        for process in self._idle:
+        for process in (*self._idle, *self._busy):
             process.kill()
         self._idle.clear()
 

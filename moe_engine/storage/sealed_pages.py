@@ -15,8 +15,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from moe_engine.storage.protocol import Buffer, PageStorage
 
 logger = logging.getLogger("moe_engine")
@@ -47,6 +45,8 @@ def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
 
 def copy_bytes(source: Buffer, target: Buffer) -> None:
     """Copies bytes without the interpreter's lock: a copy of megabytes would delay the thread of the steps."""
+    import numpy as np  # imported here: the front end reads settings of storages, and numpy would slow its start
+
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

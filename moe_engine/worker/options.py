@@ -25,6 +25,7 @@ class WorkerOptions:
         num_slots: tokens of the KV pool, in whole pages.
         num_snapshots: snapshots of states in the prefix cache.
         host_snapshots: states that the host-RAM tier can hold.
+        host_window_slots: tokens of the host-RAM tier's pool of windowed layers.
         num_window_slots: tokens of the pool of windowed layers; 0: the KV of these layers is not bounded by the window.
         max_rows: max running requests.
         kernels: rows of the kernel families, for the model and its draft model.
@@ -59,6 +60,9 @@ class WorkerOptions:
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
     load_format: str = "auto"
+    weight_loader_prefetch_checkpoints: bool = False
+    weight_loader_prefetch_num_threads: int = 4
+    weight_loader_drop_cache_after_load: bool = False
     cpu_threads: int | None = None
     enable_deterministic_inference: bool = False
     disable_shared_experts_fusion: bool = False
@@ -76,6 +80,7 @@ class WorkerOptions:
     num_window_slots: int = 0
     num_snapshots: int = 0
     host_snapshots: int = 0
+    host_window_slots: int = 0
     kv_connector: str = "host"
     hicache_mem_layout: str = "page_first"
     hicache_io_backend: str = "direct"

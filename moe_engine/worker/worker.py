@@ -315,7 +315,11 @@ def _load(
 ) -> Model:
     """The model with its weights."""
     from moe_engine.models.loader import load_model
+    from moe_engine.models.read_ahead import Prefetch
 
+    prefetch = None
+    if options.weight_loader_prefetch_checkpoints:
+        prefetch = Prefetch(options.weight_loader_prefetch_num_threads, parallel.node.rank, parallel.node.size)
     images = {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
     return load_model(
         options.model_path,
@@ -327,6 +331,8 @@ def _load(
         load_format=options.load_format,
         progress=progress,
         seed=options.dummy_seed,
+        prefetch=prefetch,
+        drop_cache=options.weight_loader_drop_cache_after_load,
         max_positions=rows.width,
         **images,
     )
@@ -375,7 +381,8 @@ def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> No
     """Warms up, so that nothing compiles, loads or starts while serving; collective on several ranks."""
     warm_up(runner, num_tokens=min(NUM_TOKENS, options.shapes.tokens or NUM_TOKENS))
     if runner.stream.asynchronous:  # CPU kernels are not compiled per size
-        warm_sizes(runner, options.shapes.tokens)
+        index = options.kernels.model.need.index
+        warm_sizes(runner, options.shapes.tokens, 0 if index is None else index.top_k)
     compile_kernels(backends, options.shapes)
 
 

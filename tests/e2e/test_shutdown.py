@@ -1,7 +1,8 @@
-"""The end of a server whose launch is refused, that gets SIGTERM or loses its front end; in separate interpreters."""
+"""The end of a server whose launch is refused, that gets signals or loses its front end; in separate interpreters."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,28 @@ def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None
         finish = [a.json()["meta_info"]["finish_reason"] for a in answers]  # type: ignore[attr-defined]
         assert finish == [{"type": "length", "length": LENGTH}] * 2
         assert not psutil.pid_exists(core.pid)
+
+
+@pytest.mark.parametrize("flags", [(), ("--tp", "2")], ids=["tp1", "tp2"])
+def test_second_interrupt_ends_the_drain(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """The requests would run for longer; the exit code tells a drain (0) from an interruption."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint), *flags) as server:
+        threads, _ = in_background(server, 2)
+        wait_running(server, 2)
+        processes = server.children()
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: "Waiting for " in server.log, "the drain does not begin")
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 130, server.log
+        assert len(processes) >= 1 + len(flags) // 2
+        until(lambda: not any(process.is_running() for process in processes), "a process is left")
+        for thread in threads:
+            thread.join(60)
+        assert not list(tmp_path.glob("moe-engine-*")) and "Traceback" not in server.log
 
 
 def test_core_exits_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:

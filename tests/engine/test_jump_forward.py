@@ -88,11 +88,11 @@ def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, o
         for i, schema in enumerate(schemas)
     ]  # fmt: skip
     script += [constrained(f"f{i}", "regex", FIXED, max_new_tokens=12 + 8 * i, arrives=0) for i in range(8)]
-    script += [Scripted(f"n{i}", [400 + i, 500], max_new_tokens=40, arrives=4 * i) for i in range(4)]
+    script += [Scripted(f"n{i}", [400 + i, 500], max_new_tokens=60, arrives=2 * i) for i in range(6)]
     expected = engine.run(compiled(grammars, script), overlap=overlap, grammars=grammars)
     assert engine.scheduler.table.jumps.num_tokens > 50
     plain = engine.run(script, overlap=overlap, grammars=grammars, jump_forward=False)
-    small = engine.run(script, overlap=overlap, grammars=grammars, num_slots=112, schedule_conservativeness=0.01)
+    small = engine.run(script, overlap=overlap, grammars=grammars, num_slots=96, schedule_conservativeness=0.01)
     assert sum(answer.retractions for answer in small.values()) > 0
     for answers in (plain, small):
         for rid, answer in answers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -163,3 +164,35 @@ def test_an_engine_serves_under_a_temporary_folder_of_120_characters(
     with Engine(tp_size=2, max_total_tokens=2048, cpu_threads=1) as engine:
         answer: Any = engine.generate("What is the capital of France?", {"max_new_tokens": 4})
     assert answer["text"].strip()
+
+
+def test_a_machine_without_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMPDIR, /tmp and the rest are unusable, and so is the working directory: `tempfile` raises."""
+
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = RuntimeDir()  # of the session
+    assert folder.path.parent == tmp_path
+    folder.remove()
+    monkeypatch.setattr(run_folder.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"TMPDIR=/nowhere: .* set TMPDIR to such a directory"):
+        RuntimeDir()
+
+
+def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for a directory, or for the file in it."""
+    monkeypatch.setattr(run_folder, "_lock", lambda path, *, wait: None)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: .*: owner cannot be created .*; set TMPDIR to a usable one"):
+        RuntimeDir()
+    assert not list(tmp_path.iterdir())
+
+    def full(**_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: .*: No space left on device; set TMPDIR"):
+        RuntimeDir()

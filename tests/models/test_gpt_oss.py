@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import torch
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels import tables
+from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
 from moe_engine.kernels.registry import select
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.table import kept_format
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.weights import WeightReader
+from moe_engine.parallel.share import Share
+from moe_engine.parallel.topology import Topology
 from moe_engine.planning.quantization import with_quantization
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
@@ -81,6 +86,32 @@ def test_headers_and_slices(copies: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"experts.gate_up_proj_blocks .*\[8, 64, 2, 16\], not \[4, 64, 2, 16\]"):
         check_headers(stored, read_checkpoint(stored), load_model_config(stored))
     (stored / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+
+
+def test_experts_stay_in_four_bits_on_a_gpu(tmp_path: Path) -> None:
+    """The row, also where a library would multiply them dequantized; the format in the ledger."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    config = load_model_config(tmp_path)
+    need = need_of_model(config, "bfloat16")
+    plan = plan_kernels(Device("cuda", "H100", (9, 0), compiler="c++"), need)
+    assert plan.row("experts").name == "triton" and plan.mxfp4 == {"experts"} and not plan.codes
+    triton, library = (next(row for row in tables.EXPERTS if row.name == name) for name in ("triton", "deep_gemm"))
+    assert triton.score(plan.device, need) > library.score(plan.device, need)
+    formats = [kept_format(config.weight_format, "cuda", mxfp4=families) for families in (frozenset[str](), plan.mxfp4)]
+    for ranks, width in ((1, 2880), (2, 1440), (4, 736)):  # of four ranks, 90 groups of 32: 23, 22, 23 and 22
+        dense, kept = (sizes.weight_bytes(config, 2, topology=Topology(ranks), format=format) for format in formats)
+        experts = 24 * 32 * 3 * 2880 * width
+        assert dense - kept == experts * 2 - experts * 17 // 32
+
+
+def test_parts_of_whole_groups() -> None:
+    for ranks, count in product(range(1, 9), range(1, 40)):
+        if (total := 32 * count) % ranks == 0:
+            cuts = [Share(rank, ranks).cut_in_groups(total, 32) or slice(0, total) for rank in range(ranks)]
+            widths = [cut.stop - cut.start for cut in cuts]
+            assert [cut.start for cut in cuts] == [sum(widths[:rank]) for rank in range(ranks)] and sum(widths) == total
+            assert max(widths) == widths[0] and (count < ranks or not any(width % 32 for width in widths))
+            assert max(widths) - min(widths) <= 32
 
 
 def test_published_sizes(tmp_path: Path) -> None:

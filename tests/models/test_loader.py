@@ -20,6 +20,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
+from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
@@ -96,8 +97,8 @@ def test_file_truncated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     file = path / "model.safetensors"
     size, opened = file.stat().st_size, SafetensorsFile.__init__
 
-    def open_and_truncate(self: SafetensorsFile, found: WeightFile) -> None:
-        opened(self, found)
+    def open_and_truncate(self: SafetensorsFile, found: WeightFile, reads: PartReads) -> None:
+        opened(self, found, reads)
         os.truncate(file, size // 3)
 
     monkeypatch.setattr(SafetensorsFile, "__init__", open_and_truncate)
@@ -105,7 +106,8 @@ def test_file_truncated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_reads_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 15)  # several parts
+    for part in ("PART_BYTES", "DIRECT_BYTES"):
+        monkeypatch.setattr(safetensors_file, part, 1 << 15)  # several parts
     rng = random.Random(random.getrandbits(32))
     tensors = {
         "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),  # the other tensors are not aligned

@@ -158,6 +158,34 @@ def test_abort_waiting_at_once_running_at_the_next_update() -> None:
     assert s.is_idle()
 
 
+def test_clients_that_leave_together_cost_no_further_step() -> None:
+    """Neither their waiting requests nor their running ones; the next request starts in the next plan."""
+    s = scheduler(max_rows=3, chunked_prefill_size=8)
+    for number in range(20):
+        s.add(make_request(str(number), [number + 5] * 20, 9))
+    first = plan(s)
+    s.add(make_request("stays", [3, 4], 2))
+    ended = [event.rid for event in s.abort(map(str, range(20)))]
+    assert s.schedule() is NEEDS_RESULT
+    ended += [event.rid for event in answer(s, first)]
+    assert sorted(ended, key=int) == [str(number) for number in range(20)]
+    second = plan(s)
+    assert [new.token_ids for new in second.new_rows] == [[3, 4]] and second.num_tokens == 2
+    assert s.totals.prompt_tokens == 20 + 2  # of two requests
+
+
+def test_a_client_that_leaves_does_not_delay_the_steps_of_others() -> None:
+    s = scheduler()
+    for rid in "abc":
+        s.add(make_request(rid, [5, 6], 9))
+    first = plan(s)
+    assert s.abort(["a"]) == []
+    second = plan(s)  # while the first is in flight
+    assert [event.rid for event in answer(s, first)] == ["b", "c", "a"]
+    answer(s, second)
+    assert len(plan(s).rows) == 2
+
+
 def test_abort_with_nothing_in_flight_is_immediate_even_mid_chunk() -> None:
     sim = Simulation(SchedulerConfig(num_slots=100, context_len=100, chunked_prefill_size=8), overlap=False)
     sim.add(make_request("a", list(range(40)), 4))

@@ -101,8 +101,8 @@ def named_events(response: httpx.Response) -> list[Any]:
 
 @contextmanager
 def real_server(client: FakeClient, certificate: Certificate | None = None, **settings: Any) -> Iterator[str]:
-    """uvicorn on a free port, in a thread; yields its address."""
-    app, sock = make_app(client, **settings), bind("127.0.0.1", 0)
+    """uvicorn on a free port, in a thread; yields its address. 127.0.0.1 without the flag `host`."""
+    app, sock = make_app(client, **settings), bind(settings.get("host", "127.0.0.1"), 0)
     ready, stop = threading.Event(), threading.Event()
 
     async def main() -> None:
@@ -125,9 +125,9 @@ def real_server(client: FakeClient, certificate: Certificate | None = None, **se
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
     assert ready.wait(10)
-    host, port = sock.getsockname()
+    host, port = sock.getsockname()[:2]
     try:
-        yield f"http{'s' if certificate else ''}://{host}:{port}"
+        yield f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         stop.set()
         thread.join(10)

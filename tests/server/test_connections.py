@@ -261,6 +261,16 @@ def test_addresses():
     ]
 
 
+def test_an_ipv6_address_serves():
+    try:
+        bind("::1", 0).close()
+    except ConfigError as error:
+        pytest.skip(f"this host has no IPv6: {error}")
+    with real_server(FakeClient(), host="::1") as address:
+        assert address.startswith("http://[::1]:")
+        assert httpx.post(address + "/generate", json={"text": "x"}).json()["text"] == TEXT
+
+
 def test_uvicorn_logs_in_the_format_of_all_lines(capfd):
     with real_server(FakeClient()) as address:
         host, port = address.removeprefix("http://").split(":")

@@ -11,12 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
-from moe_engine.server import launch
+from moe_engine.server import launch, stop
 from moe_engine.server.listen import bind
+from moe_engine.server.serve import GracefulServer
 from tests.server.fake_engine import FakeClient
 from tests.waiting import until
 
@@ -109,6 +111,27 @@ def test_second_signal_forces(start):
     assert process.wait(5) == 0
     thread.join(10)
     assert isinstance(answers[0], httpx.HTTPError) or answers[0].status_code >= 500
+
+
+def test_signals_behind_the_first(monkeypatch):
+    """The second kills the engine's processes at once, in the handler; a third ends this process."""
+    exits, killed = [], []
+    monkeypatch.setattr(stop.os, "_exit", exits.append)
+    for numbers, code in (((signal.SIGINT,) * 3, 130), ((signal.SIGTERM, signal.SIGTERM, signal.SIGINT), 1)):
+        killed.clear()
+        second = stop.SecondSignal(lambda: killed.append(True))
+        server = GracefulServer(uvicorn.Config(None), None, second)
+        server.handle_exit(numbers[0], None)
+        assert server.should_exit and not server.force_exit and not killed and not second.has_come
+        server.handle_exit(numbers[1], None)
+        assert server.force_exit and killed and second.has_come and not exits
+        server.handle_exit(numbers[2], None)
+        assert exits.pop() == code
+    dead = GracefulServer(uvicorn.Config(None), None, stop.SecondSignal(lambda: killed.append(True)))
+    killed.clear()
+    for _ in range(3):  # the engine has died: no signal
+        dead.stop()
+    assert dead.force_exit and not killed and not exits
 
 
 def test_taken_port():

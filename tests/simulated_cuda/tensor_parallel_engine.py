@@ -33,6 +33,7 @@ TORCH = FEW | {"attention_backend": "torch", "moe_runner_backend": "torch"}
 CASES: dict[str, dict[str, Any]] = {
     "two ranks, graphs": FEW | {"tp_size": 2, "cuda_graph_max_bs": 1, "moe_runner_backend": "torch"},
     "four ranks": TORCH | {"tp_size": 4},
+    "two ranks, weights in host memory": TORCH | {"tp_size": 2, "cpu_offload_gb": 1.0},
     "two ranks, NCCL": TORCH | {"tp_size": 2, "disable_custom_all_reduce": True},
 }
 
@@ -47,10 +48,12 @@ def run(folder: Path, seed: int, case: str) -> dict[str, Any]:
     os.environ[LAUNCHED] = str(launched)
     engine = Engine(str(path), **SMALL, **CASES[case])
     found = asyncio.run(serve(engine, requests))
+    offloaded = len(engine.config.offloaded_layers)
     engine.shutdown()
     return {
         "differences": {rid: [found[rid].tokens, right[rid]] for rid in right if found[rid].tokens != right[rid]},
         "launched": sorted(WAITING.intersection(os.listdir(launched))),
+        "offloaded": offloaded,
     }
 
 

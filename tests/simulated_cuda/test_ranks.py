@@ -98,15 +98,15 @@ def test_a_prompt_that_travels_waits_three_times(ranks: Ranks) -> None:
         assert len(waits) == 3, waits
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, num_layers: int) -> None:
     """Creates the checkpoint of an engine in this process, which has imported transformers."""
     seed = random.randrange(1 << 20)
-    make_checkpoint("deepseek_v3", folder / "model", seed, num_attention_heads=8, num_hidden_layers=2)
+    make_checkpoint("deepseek_v3", folder / "model", seed, num_attention_heads=8, num_hidden_layers=num_layers)
 
 
-def run_program(server: ForkServer, name: str, folder: Path, *arguments: str) -> Any:
+def run_program(server: ForkServer, name: str, folder: Path, *arguments: str, num_layers: int = 2) -> Any:
     """The JSON output of a program of this folder, with a checkpoint in `folder` and a seed."""
-    make_model(folder)
+    make_model(folder, num_layers)
     command = [f"tests.simulated_cuda.{name}", str(folder), str(random.randrange(2**32)), *arguments]
     code, out, errors = server.run(command, folder, 250.0)
     assert code == 0, errors[-3000:]
@@ -133,10 +133,16 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "case",
-    ["two ranks, graphs", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL"))],
+    [
+        "two ranks, graphs",
+        "two ranks, weights in host memory",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL")),
+    ],
 )
 def test_a_tensor_parallel_engine(case: str, device_server: ForkServer, tmp_path: Path) -> None:
-    """Sums by the custom all-reduce, replayed and eager, or by NCCL if it is disabled."""
-    found = run_program(device_server, "tensor_parallel_engine", tmp_path, case)
-    assert found["differences"] == {}
+    """Sums by the custom all-reduce, replayed and eager, or by NCCL if it is disabled; layers whose weights wait in
+    host memory (--cpu-offload-gb)."""
+    layers = 4 if "host memory" in case else 2
+    found = run_program(device_server, "tensor_parallel_engine", tmp_path, case, num_layers=layers)
+    assert found["differences"] == {} and found["offloaded"] == (layers if layers > 2 else 0)
     assert bool(found["launched"]) == ("NCCL" not in case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import InputError
 from moe_engine.frontend import grammar_checks
 from moe_engine.frontend.grammar_checks import CheckChild, GrammarChecks
+from moe_engine.processes.frame_child import FrameChildren
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.structured_output.constraint import Constraint
@@ -23,7 +25,7 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     source = load_tokenizer(CHECKPOINT_DIR).source
     assert source is not None
     spec = CheckSpec(GrammarSettings(), source, SIZE, (EOS,))
-    checks, ask, numbers = GrammarChecks(spec), CheckChild.ask, iter((signal.SIGSTOP, signal.SIGKILL))
+    checks, ask, numbers = GrammarChecks(spec), CheckChild.ask, iter((signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL))
 
     def hindered(child: CheckChild, constraint: Constraint) -> grammar_checks.Verdict:
         """The process hangs, or ends, when it gets the grammar."""
@@ -40,9 +42,53 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(InputError, match=words) as found:
                 asyncio.run(checks.check(Constraint("regex", source, "regex")))
             assert found.value.status == 400
-        passed = asyncio.run(checks.check(Constraint("regex", "c", "regex")))
+        passed = asyncio.run(checks.check(Constraint("regex", "b", "regex")))  # a crash is not kept as its verdict
         assert (passed.kind, passed.where) == (PREPARED, "regex")
         with pytest.raises(InputError, match=r"^regex: unclosed group at character 2 of"):
             asyncio.run(checks.check(Constraint("regex", "a(b", "regex")))
     finally:
         checks.close()
+
+
+class Mortal:
+    """A child process that ends when it is asked, `deaths` times in all."""
+
+    deaths = 0
+
+    def __init__(self) -> None:
+        self.is_alive = True
+
+    def begin(self) -> None: ...
+
+    def kill(self) -> None:
+        self.is_alive = False
+
+    def ask(self) -> int:
+        if Mortal.deaths:
+            Mortal.deaths -= 1
+            self.is_alive = False
+            raise EOFError
+        return id(self)
+
+
+def test_a_killed_process_is_replaced_once() -> None:
+    made: list[Mortal] = []
+
+    def make() -> Mortal:
+        made.append(Mortal())
+        return made[-1]
+
+    children: FrameChildren[Any] = FrameChildren(make)
+    first = children.call(Mortal.ask)
+    assert children.call(Mortal.ask) == first and len(made) == 1
+    Mortal.deaths = 1
+    assert children.call(Mortal.ask) == id(made[1]) != first
+    Mortal.deaths = 2
+    with pytest.raises(EOFError):
+        children.call(Mortal.ask)
+    assert children.call(Mortal.ask) == id(made[-1]) and len(made) == 4
+    children.close()
+    Mortal.deaths = 1
+    with pytest.raises(EOFError):  # and starts no process
+        children.call(Mortal.ask)
+    assert not Mortal.deaths

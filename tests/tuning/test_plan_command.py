@@ -95,7 +95,8 @@ def test_another_network_and_gpu_of_a_file(capsys, tmp_path: Path, model: str):
 
 def test_models_of_other_engines(capsys, tmp_path: Path):
     configs = json.loads((FOLDER / "models.json").read_text())
-    folder = write(tmp_path / "other", configs["Qwen/Qwen3.5-397B-A17B"])
+    other = {**configs["Qwen/Qwen3.5-397B-A17B"], "architectures": ["OtherForCausalLM"], "model_type": "other"}
+    folder = write(tmp_path / "other", other)
     code, out, err = run(capsys, "--model-path", folder, *ONE, "--weight-dtype", "fp4", "--like", "vllm", "--json")
     plan = json.loads(out)["plans"][0]
     assert code == 0 and "estimated" in err

@@ -71,6 +71,16 @@ def test_steps_of_every_size_class_run_and_restore_all_state(context_len: int, l
     assert not runner.rows.last_token.any()
 
 
+def test_contexts_beyond_the_top_k_run() -> None:
+    """With steps much smaller than the top-k of sparse attention."""
+    runner = stub_runner(max_rows=2, context_len=3000)
+    runner.model, starts = StubModel(1024, 2, 8), []
+    execute = runner.execute
+    runner.execute = lambda plan: (starts.extend(plan.starts), execute(plan))[1]  # type: ignore[method-assign]
+    warm_sizes(runner, 8, 2048)
+    assert set(starts) >= {0, PREFIX, 2048} and starts.count(2048) == len(ladder(8))
+
+
 def test_a_real_engine_answers_as_before_it(tmp_path: Path) -> None:
     """With speculation: draft extends of prompts of every size, whose state is dropped."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 4, num_mtp_layers=1)

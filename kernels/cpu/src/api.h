@@ -20,8 +20,8 @@ API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hid
 API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
                     const void* sum, int64_t lds, void* out, const moe::Coding* up_form, const moe::Coding* down_form);
-API void moe_route(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate,
-                   const float* bias, const moe::Router* router, float* weights, int32_t* ids);
+API void moe_route(int is_bf16, int gate_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim,
+                   const void* gate, const float* bias, const moe::Router* router, float* weights, int32_t* ids);
 API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,
                       void* out, int64_t rows, int64_t n);
 API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, void* residual, const void* weight,

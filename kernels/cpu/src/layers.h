@@ -50,7 +50,8 @@ struct CountCell {
 };
 
 struct MoELayer {
-  const float *gate, *bias;
+  const void* gate;
+  const float* bias;
   const Router* router;
   const void* experts;
   const Coding *experts_up, *experts_down;  // null: plain panels
@@ -58,6 +59,7 @@ struct MoELayer {
   Weight shared_up, shared_down;  // shared expert; panels null: none
   CountCell* cell;                // null: no counting
   int64_t first;                  // index of expert 0 in the counts
+  int64_t gate_bf16;              // the gate is bf16, not float
 };
 
 // x [T, in] -> [T, out].

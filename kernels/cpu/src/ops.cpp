@@ -156,15 +156,15 @@ struct Router {
 };
 
 // logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
-// are padded to whole vectors, the gate's rows are not.
-template <int TOKENS, int EXPERTS>
-static void logits_block(const float* x, int64_t ldx, const float* gate, int64_t dim, float* out, int64_t ldo) {
+// are padded to whole vectors, the gate's rows are not. A bf16 gate has the bits of the same values in float.
+template <int TOKENS, int EXPERTS, class G>
+static void logits_block(const float* x, int64_t ldx, const G* gate, int64_t dim, float* out, int64_t ldo) {
   F16 sums[TOKENS][EXPERTS];
 #pragma GCC unroll 6
   for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 4
     for (int e = 0; e < EXPERTS; e++) sums[t][e] = zero();
-  auto step = [&](const float* row, const float* column, int64_t apart) __attribute__((always_inline)) {
+  auto step = [&](const float* row, const G* column, int64_t apart) __attribute__((always_inline)) {
     F16 a[TOKENS];
 #pragma GCC unroll 6
     for (int t = 0; t < TOKENS; t++) a[t] = load(row + t * ldx);
@@ -181,8 +181,8 @@ static void logits_block(const float* x, int64_t ldx, const float* gate, int64_t
   int64_t d = 0;
   for (; d + LANES <= dim; d += LANES) step(x + d, gate + d, dim);
   if (d < dim) {
-    float edge[EXPERTS * LANES] = {};
-    for (int e = 0; e < EXPERTS; e++) std::memcpy(edge + e * LANES, gate + e * dim + d, size_t(dim - d) * 4);
+    G edge[EXPERTS * LANES] = {};
+    for (int e = 0; e < EXPERTS; e++) std::memcpy(edge + e * LANES, gate + e * dim + d, size_t(dim - d) * sizeof(G));
     step(x + d, edge, LANES);
   }
 #pragma GCC unroll 6
@@ -258,8 +258,8 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
   }
 }
 
-template <class T>
-static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate, const float* bias,
+template <class T, class G>
+static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G* gate, const float* bias,
                   const Router& r, float* weights, int32_t* ids) {
   if (tokens == 0) return;
   const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES + LANES;
@@ -280,7 +280,7 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const fl
     auto sweep = [&](auto width) {
       constexpr int EXPERTS = decltype(width)::value;
       for (; e1 - e >= EXPERTS; e += EXPERTS) {
-        const float* g = gate + e * dim;
+        const G* g = gate + e * dim;
         float* out = logits + first * experts + e;
         int64_t t = 0;
         for (; count - t >= 6; t += 6)
@@ -385,10 +385,10 @@ API void moe_write_kv_fp8(int is_bf16, int form, const void* x, int64_t x_token,
   });
 }
 
-API void moe_route(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate,
-                   const float* bias, const Router* router, float* weights, int32_t* ids) {
-  typed(is_bf16, [&](auto a) {
+API void moe_route(int is_bf16, int gate_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim,
+                   const void* gate, const float* bias, const Router* router, float* weights, int32_t* ids) {
+  typed(is_bf16, gate_bf16, [&](auto a, auto b) {
     using T = decltype(a);
-    route(IN(T, x), ldx, tokens, dim, gate, bias, *router, weights, ids);
+    route(IN(T, x), ldx, tokens, dim, IN(decltype(b), gate), bias, *router, weights, ids);
   });
 }

@@ -188,7 +188,10 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
     log = (run.folder / "log.jsonl").open("a" if run.resume else "w", encoding="utf-8") if rank == 0 else None
     if rank == 0:
         print(f"{count_parameters(model) / 1e6:.2f} M parameters, steps {first} to {recipe.steps}", flush=True)
-    began, bar = time.time(), tqdm(range(first, recipe.steps), mininterval=10, dynamic_ncols=True, disable=rank > 0)
+    began, bar = (
+        time.monotonic(),
+        tqdm(range(first, recipe.steps), mininterval=10, dynamic_ncols=True, disable=rank > 0),
+    )
     mtp_loss = float("nan")
     for step in bar:
         second = step >= recipe.first_steps
@@ -226,7 +229,7 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
                 "loss": main.item(),
                 "mtp": mtp_loss,
                 "imbalance": worst,
-                "seconds": time.time() - began,
+                "seconds": time.monotonic() - began,
             }
             if not math.isfinite(record["loss"]):
                 raise SystemExit(f"the loss is {record['loss']} at step {step}")
@@ -239,7 +242,7 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
             bar.set_postfix(loss=f"{main.item():.3f}", mtp=f"{mtp_loss:.3f}", imbalance=f"{worst:.2f}")
     save(model, optimizers, packer, run.folder, recipe.steps, rank)
     if rank == 0:
-        print(f"{(time.time() - began) / 60:.1f} minutes", flush=True)
+        print(f"{(time.monotonic() - began) / 60:.1f} minutes", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -69,12 +69,13 @@ def compile_regions(runner: ModelRunner, regions: CompiledRegions) -> None:
     runner.kv_pool.clear_dummy_page()
 
 
-def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
+def warm_sizes(runner: ModelRunner, num_tokens: int, top_k: int = 0) -> int:
     """Runs steps of every size class, for kernels that compile per number of tokens: prompts and chunks of the ladder,
     decodes greedy and sampled. All in the dummy page; restores all state. Returns the number of steps.
 
     Args:
         num_tokens: of the largest step.
+        top_k: of sparse attention: contexts beyond it run too; 0: dense attention.
     """
     rows, count = runner.rows, 0
     follow = Speculation(follow=True) if runner.speculation is not None else None
@@ -86,7 +87,7 @@ def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
 
     longest = rows.context_len - 1
     for tokens in ladder(min(num_tokens, longest * rows.max_rows)):
-        for prefix in sorted({0, min(PREFIX, max(0, longest - tokens))}):
+        for prefix in sorted({0, *(min(prefix, max(0, longest - tokens)) for prefix in (PREFIX, top_k))}):
             lens = _cut(tokens, longest - prefix)
             new = [_entering(row, prefix, length, rows.vocab_size) for row, length in enumerate(lens)]
             run(replace(_prompts(new), speculation=follow))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moe_engine.parallel import shared_segment
 from moe_engine.parallel.context import join
 from moe_engine.parallel.topology import Topology
 from tests.distributed.dispatch.host_worlds import fall_back, run_at_random, sum_until_alone
@@ -24,6 +28,20 @@ def test_operations_of_any_size_equal_the_formula(size: int) -> None:
 
 def test_without_memory_to_share_ranks_use_the_plain_group() -> None:
     assert run_ranks(3, fall_back) == [("DistributedGroup", 3.0)] * 3
+
+
+def test_a_folder_without_room_is_refused_with_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank would be killed when it first touches a page that has no memory."""
+    monkeypatch.setattr(shared_segment, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(shared_segment.os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=512, f_frsize=4096))
+    file, path = shared_segment._new_file(2**21, False)
+    assert os.fstat(file).st_size == 2**21
+    os.close(file)
+    os.unlink(path)
+    for reserve in (False, True):
+        with pytest.raises(OSError, match=r"2097152 are free; enlarge it by at least 3 MiB \(containers: --shm-size"):
+            shared_segment._new_file(2**21 + 1, reserve)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dead_peer_is_named_at_once() -> None:

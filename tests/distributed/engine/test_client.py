@@ -326,6 +326,22 @@ async def test_disconnect_aborts_at_the_requests_scheduler(tmp_path: Path) -> No
         await tasks[0]
 
 
+async def test_clients_that_leave_together_are_one_message_a_scheduler(tmp_path: Path) -> None:
+    """A scheduler that gets them one by one would admit waiting ones to the rows of others."""
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        tasks = [ask(client, f"r{i}", lane=i % 2) for i in range(41)]
+        for i in range(41):
+            await core.got(i % 2)
+        for task in tasks[1:]:
+            task.cancel()
+        for group in (0, 1):
+            abort = await core.got(group)
+            assert sorted(abort.rids) == sorted(f"r{i}" for i in range(1, 41) if i % 2 == group)
+            assert core.nothing_for(group)
+        core.bring("r0", [1], end=True)
+        assert await tasks[0] == [1]
+
+
 async def test_health_is_aggregated(tmp_path: Path) -> None:
     async with client_of(tmp_path, 2, 1) as (client, (first, second)):
         first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)

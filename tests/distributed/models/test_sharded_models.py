@@ -16,6 +16,7 @@ from tests.distributed.models import script
 from tests.distributed.models.worlds import Case, load, run_cases
 from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
+from tests.models.mxfp4 import mxfp4_copy
 
 pytestmark = pytest.mark.drawn(12)
 
@@ -34,7 +35,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "mlp_bias": True},  # one KV head, repeated
     "qwen3_moe": {},  # a dense layer between MoE layers
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
-    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss-mxfp4": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 160,
+    },  # five groups of 32 columns: ranks hold different numbers of them
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
@@ -76,8 +81,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
     def make(name: str) -> Path:
         if name not in made:
-            kind = name.removesuffix("-fp8")
+            kind, _, form = name.partition("-")
             made[name] = make_checkpoint(kind, folder / name, SEED, tokenizer=False, **CHECKPOINTS[name])
+            if form == "mxfp4":
+                made[name] = mxfp4_copy(made[name], folder / "copies")[0]
         return made[name]
 
     return make
@@ -140,7 +147,8 @@ def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
+    "name",
+    ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe"],
 )
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""

@@ -140,7 +140,8 @@ def test_moe_layer(
 ) -> None:
     kernel, layer = CpuExperts(any_library), _moe_layer(any_library, router, dtype, shared_width)
     fuse = kernel.capabilities.fuse_layer
-    fused = None if fuse is None else fuse(layer)
+    assert fuse is not None
+    fused = fuse(layer)
     assert fused is not None
     x = normal(tokens, HIDDEN, dtype=dtype)
     topk, ids = CpuOps(any_library).route(x, layer.gate, layer.bias, router)
@@ -149,6 +150,9 @@ def test_moe_layer(
     assert torch.equal(fused.run(x), want)
     chosen = torch.empty_like(ids)
     assert torch.equal(fused.run(x, chosen), want) and torch.equal(chosen, ids)
+    gate = layer.gate.bfloat16()
+    narrow, wide = fuse(replace(layer, gate=gate)), fuse(replace(layer, gate=gate.float()))
+    assert narrow is not None and wide is not None and torch.equal(narrow.run(x), wide.run(x))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 70])

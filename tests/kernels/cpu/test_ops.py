@@ -102,6 +102,10 @@ def test_route(any_library: Library, dtype: torch.dtype, spec: RouterSpec, token
     with threads(1):
         again = ops.route(x, gate, bias, spec)
     assert torch.equal(again[0], weights)
+    narrow = ops.prepare_gate(gate.to(torch.bfloat16))
+    assert narrow.dtype == torch.bfloat16, "as stored"
+    for found, wide in zip(ops.route(x, narrow, bias, spec), ops.route(x, narrow.float(), bias, spec)):
+        assert torch.equal(found, wide), "a bf16 gate has the bits of its values in float32"
 
 
 def test_no_tokens(library: Library, dtype: torch.dtype) -> None:

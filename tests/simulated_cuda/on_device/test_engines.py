@@ -19,6 +19,7 @@ from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.delta import triton_delta
+from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
@@ -27,6 +28,7 @@ from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.models.mxfp4 import mxfp4_copy
 from tests.simulated_cuda import kernels, libraries, quick_start, streams
 from tests.speculation.agreeing import agreeing_checkpoint
 
@@ -162,10 +164,9 @@ def test_e4m3_latents_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(kernels.launches) >= {"latent_kernel", "gather_kernel", "absorb_kernel"}
 
 
-def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
     """DeepSeek V3.2 in this project's kernels, with contexts within the top-k and beyond it, and prompts in chunks: the
-    tokens of the CPU, replayed decodes, no waits. With the steps of every size before READY."""
-    monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
+    tokens of the CPU, replayed decodes, no waits. No step before READY exceeds the top-k."""
     fields = {"index_head_dim": 16, "index_topk": 8, "first_k_dense_replace": 2}
     path = agreeing_checkpoint("deepseek_v32", tmp_path / "model", 5, num_hidden_layers=2, **fields)
     requests = [Scripted("short", [9, 5, 7], 4, 0, sampling=GREEDY), *script([GREEDY, GREEDY])]
@@ -176,6 +177,21 @@ def test_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert min(lens) <= 8 < max(lens)
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
+
+
+def test_experts_stay_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss in this project's kernels: the tokens of the CPU, replayed decodes, no expert dequantized."""
+    kept: list[int] = []
+    load = TritonExperts.load_mxfp4
+    monkeypatch.setattr(TritonExperts, "load_mxfp4", lambda *args: (kept.append(args[2]), load(*args)))
+    monkeypatch.setattr(TritonExperts, "load_expert", None)
+    fields = {"num_local_experts": 4, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    source = agreeing_checkpoint("gpt_oss", tmp_path / "own", 5, **fields)
+    path = mxfp4_copy(source, tmp_path)[0]
+    found = compared(path, tmp_path, script([GREEDY, GREEDY]), {}, cuda_graph_bs_decode="2", **FEW)
+    assert sorted(kept) == [0, 1, 2, 3]
+    assert found.num_graphs == 1 and found.waits == []
+    assert set(kernels.launches) >= {"gate_up_kernel", "down_kernel", "paged_kernel"}
 
 
 DELTA: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "num_mtp_layers": 1}

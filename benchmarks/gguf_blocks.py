@@ -1,0 +1,107 @@
+"""Blocks of GGUF files from weights: every number rounded to the nearest code of its block. No command.
+
+Scales follow from the largest or least number of a block; llama.cpp searches better ones for most types. Layouts: see
+`moe_engine.models.formats.gguf_blocks`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}  # fmt: skip
+"""Numbers and bytes of a block."""
+SMALL_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}
+"""The type of matrices whose columns form no whole blocks of 256. llama.cpp uses Q5_1 instead of Q5_K, which is not
+served."""
+
+
+def half(values: np.ndarray) -> np.ndarray:
+    """Bytes of float16, the last dimension becoming 2."""
+    return values.astype("<f2")[..., None].view(np.uint8)
+
+
+def blocks_of(kind: str, weight: np.ndarray) -> np.ndarray:
+    """float32 [N, K] -> blocks uint8 [N, bytes]."""
+    made: np.ndarray = _MAKERS[kind](weight.reshape(-1, BLOCK[kind][0]).astype(np.float32))
+    return made.reshape(len(weight), -1)
+
+
+def type_for(kind: str, columns: int) -> str:
+    """The type of a matrix in a file of type `kind`."""
+    if columns % BLOCK[kind][0]:
+        kind = SMALL_BLOCKS.get(kind, kind)
+    return "F16" if columns % BLOCK[kind][0] else kind
+
+
+def _q4_0(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1) / 7 + 1e-8
+    codes = np.clip(np.round(x / scale[:, None]) + 8, 0, 15).astype(np.uint8)
+    return np.concatenate((half(scale), codes[:, :16] | codes[:, 16:] << 4), -1)
+
+
+def _q8_0(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1) / 127 + 1e-8
+    return np.concatenate((half(scale), np.round(x / scale[:, None]).astype(np.int8).view(np.uint8)), -1)
+
+
+def _q4_1(x: np.ndarray) -> np.ndarray:
+    least = x.min(-1, keepdims=True)
+    scale = (x.max(-1, keepdims=True) - least) / 15 + 1e-8
+    codes = np.clip(np.round((x - least) / scale), 0, 15).astype(np.uint8)
+    return np.concatenate((half(scale[:, 0]), half(least[:, 0]), codes[:, :16] | codes[:, 16:] << 4), -1)
+
+
+def _q5_0(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1, keepdims=True) / 15 + 1e-8
+    codes = np.clip(np.round(x / scale) + 16, 0, 31).astype(np.uint8)
+    low, high = codes & 15, np.packbits(codes >> 4, axis=-1, bitorder="little")
+    return np.concatenate((half(scale[:, 0]), high, low[:, :16] | low[:, 16:] << 4), -1)
+
+
+def _q4_k(x: np.ndarray) -> np.ndarray:
+    head, codes = _with_offsets(x, 15)
+    return np.concatenate((head, (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(x), 128)), -1)
+
+
+def _q5_k(x: np.ndarray) -> np.ndarray:
+    head, codes = _with_offsets(x, 31)
+    high = np.packbits(codes >> 4, axis=1, bitorder="little").reshape(len(x), 32)
+    low = codes & 15
+    return np.concatenate((head, high, (low[:, 0::2] | low[:, 1::2] << 4).reshape(len(x), 128)), -1)
+
+
+def _with_offsets(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first 16 bytes of a block of Q4_K or Q5_K, and its codes [blocks, 8, 32] up to `most`."""
+    parts = x.reshape(-1, 8, 32)
+    low = np.maximum(-parts.min(-1), 0)
+    wide = (parts.max(-1) + low) / most + 1e-8
+    scale, offset = wide.max(-1) / 63, low.max(-1) / 63 + 1e-8
+    factors = np.clip(np.round(wide / scale[:, None]), 1, 63).astype(np.uint8)
+    offsets = np.clip(np.round(low / offset[:, None]), 0, 63).astype(np.uint8)
+    steps = scale[:, None, None] * factors[..., None]
+    codes = np.clip(np.round((parts + (offset[:, None] * offsets)[..., None]) / steps), 0, most).astype(np.uint8)
+    first = factors[:, :4] | factors[:, 4:] >> 4 << 6
+    second = offsets[:, :4] | offsets[:, 4:] >> 4 << 6
+    third = factors[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4
+    return np.concatenate((half(scale), half(offset), first, second, third), -1), codes
+
+
+def _q6_k(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(-1, 16, 16)
+    wide = np.abs(parts).max(-1) / 31 + 1e-8
+    scale = wide.max(-1) / 127
+    factors = np.clip(np.round(wide / scale[:, None]), 1, 127).astype(np.int8)
+    steps = scale[:, None, None] * factors[..., None]
+    codes = (np.clip(np.round(parts / steps), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4  # [blocks, 2, 2, 32]
+    high = sum(codes[:, :, i] >> 4 << 2 * i for i in range(4))
+    flat = (low.reshape(len(x), 128), np.asarray(high, np.uint8).reshape(len(x), 64))
+    return np.concatenate((*flat, factors.view(np.uint8), half(scale)), -1)
+
+
+_MAKERS = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
