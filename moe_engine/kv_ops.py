@@ -10,13 +10,15 @@ NO_STATE, LAST_STATE = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Copies KV from `places` of the connector to `slots` of the pool, and states from entries of the connector to
-    snapshots of the pool, (entry, snapshot) each. The copy may end after the step."""
+    """Copies KV from `places` of the connector to `slots` of the pool, states from entries of the connector to
+    snapshots of the pool, (entry, snapshot) each, and windows from entries to window pages, (entry, window page)
+    each. The copy may end after the step."""
 
     id: int
     places: list[int]
     slots: list[int]
     states: list[tuple[int, int]] = field(default_factory=list)
+    windows: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class KVOps:
     `scheduler.decode_tier`); 0: no transfer waits."""
     state_stores: list[tuple[int, int]] = field(default_factory=list)
     """Copies of snapshots to entries of the connector, (snapshot, entry) each, before the step's own `StateOps`."""
+    window_stores: list[tuple[int, int]] = field(default_factory=list)
+    """Copies of window pages to entries of the connector, (window page, entry) each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def fingerprint(config: ResolvedConfig) -> str:
         config.page_size,
         config.host_tier_tokens,
         config.host_snapshots,
+        config.host_window_slots,
         config.limits,
         config.speculation,
         replace(config.experts, directory=Path()),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from moe_engine.frontend.known_prefixes import KnownPrefixes, PromptBlocks, prompt_blocks
@@ -62,7 +64,10 @@ class Router:
         self._room = room
         aware = method == "cache_aware" and room is not None and num_endpoints > 1
         max_tokens = room.kv_tokens + room.tier_tokens if room is not None else 0
-        self._known = [KnownPrefixes(max_tokens) for _ in range(num_endpoints if aware else 0)]
+        drops = [partial(self._drop_home, endpoint) for endpoint in range(num_endpoints if aware else 0)]
+        self._known = [KnownPrefixes(max_tokens, drop) for drop in drops]
+        self._homes: dict[int, set[int]] = {}
+        """Schedulers that know a prompt's first block, by its key."""
 
     def blocks_of(self, prompt_ids: list[int], namespace: Hashable = None) -> PromptBlocks | None:
         """What the other methods take of a prompt; None if the choice does not depend on it."""
@@ -83,33 +88,51 @@ class Router:
         known = self._known[endpoint]
         matched = known.match(prompt.keys)
         known.count(prompt.keys, matched)
-        known.use(prompt.keys)
+        self._use(endpoint, prompt.keys)
         return prompt.num_tokens - matched
 
     def ended(self, endpoint: int, prompt: PromptBlocks | None, answer: Sequence[int]) -> None:
         """A request has ended: the KV of prompt and answer is cached."""
         if prompt is not None:
-            self._known[endpoint].use(prompt.with_answer(answer))
+            self._use(endpoint, prompt.with_answer(answer))
 
     def forget(self, endpoint: int | None = None) -> None:
         """The KV caches of one scheduler, or of all, are empty."""
         for known in self._known if endpoint is None else self._known[endpoint : endpoint + 1]:
             known.clear()
 
+    def _use(self, endpoint: int, keys: list[int]) -> None:
+        """A scheduler has a prompt with these blocks."""
+        if keys:
+            self._homes.setdefault(keys[0], set()).add(endpoint)
+            self._known[endpoint].use(keys)
+
+    def _drop_home(self, endpoint: int, key: int) -> None:
+        """A scheduler no longer knows a block."""
+        homes = self._homes.get(key)
+        if homes is not None:
+            homes.discard(endpoint)
+            if not homes:
+                del self._homes[key]
+
     def _least_loaded(self, able: Sequence[int]) -> int:
-        loads, count = self.loads, len(self.loads)
+        able = sorted(able)
+        loads = self.loads if len(able) == len(self.loads) else [self.loads[endpoint] for endpoint in able]
         for weight in self._weights:
-            weights = [weight(loads[endpoint]) for endpoint in able]
+            weights = list(map(weight, loads))
             least = min(weights)
+            if weights.count(least) == 1:
+                return able[weights.index(least)]
             able = [endpoint for endpoint, found in zip(able, weights) if found == least]
-            if len(able) == 1:
-                break
-        return min(able, key=lambda endpoint: (endpoint - self._next) % count)
+            loads = [self.loads[endpoint] for endpoint in able]
+        return able[bisect_left(able, self._next) % len(able)]
 
     def _with_prefix(self, able: Sequence[int], least: int, prompt: PromptBlocks) -> int:
         """The scheduler with the longest known prefix that may serve the prompt, else the least loaded."""
-        known, first = self._known, prompt.keys[0]
-        matched = {endpoint: known[endpoint].match(prompt.keys) for endpoint in able if first in known[endpoint].blocks}
+        known, at = self._known, self._homes.get(prompt.keys[0])
+        if at is None:
+            return least
+        matched = {endpoint: known[endpoint].match(prompt.keys) for endpoint in able if endpoint in at}
         at_least = matched.get(least, 0)
         homes = [endpoint for endpoint, tokens in matched.items() if tokens > at_least]
         for home in sorted(homes, key=lambda endpoint: (-matched[endpoint], self.loads[endpoint].num_tokens)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 BLOCK = 32
@@ -53,10 +53,14 @@ def block_keys(tokens: list[int], before: int) -> list[int]:
 
 class KnownPrefixes:
     """The blocks used last, `max_tokens` in all. A block is dropped before the blocks that precede it, as in the radix
-    cache, so that the blocks kept of any prompt are its first ones."""
+    cache, so that the blocks kept of any prompt are its first ones.
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_blocks = max_tokens // BLOCK
+    Args:
+        dropped: gets the key of each block that is dropped, if given.
+    """
+
+    def __init__(self, max_tokens: int, dropped: Callable[[int], None] | None = None) -> None:
+        self._max_blocks, self._dropped = max_tokens // BLOCK, dropped
         self.blocks: OrderedDict[int, int] = OrderedDict()
         """Key -> number of prompts that were known up to this block. Only to be read: without its first block a prompt
         has no known prefix."""
@@ -89,7 +93,13 @@ class KnownPrefixes:
             blocks.setdefault(key, 0)
             blocks.move_to_end(key)
         while len(blocks) > self._max_blocks:
-            blocks.popitem(last=False)
+            key, _ = blocks.popitem(last=False)
+            if self._dropped is not None:
+                self._dropped(key)
 
     def clear(self) -> None:
+        keys = list(self.blocks)
         self.blocks.clear()
+        if self._dropped is not None:
+            for key in keys:
+                self._dropped(key)

@@ -70,6 +70,8 @@ def facts_of(config: ResolvedConfig) -> dict[str, int]:
     """Limits of a request that follow from the configuration."""
     tier = {"host_tier_tokens": config.host_tier_tokens} if config.host_tier_tokens else {}
     states = {"host_snapshots": config.host_snapshots} if config.host_snapshots else {}
+    if config.host_window_slots:
+        tier["host_window_slots"] = config.host_window_slots
     windows = {"swa_max_total_num_tokens": config.num_window_slots} if config.num_window_slots else {}
     return {
         **tier,

@@ -62,6 +62,8 @@ class MemoryLedger:
     """Tokens of the host-RAM tier of the KV cache; on a CPU its memory is a row."""
     host_snapshots: int = 0
     """States of cached prefixes that the tier can hold."""
+    host_window_slots: int = 0
+    """Tokens of the tier's pool of windowed layers."""
     host_rows: tuple[LedgerRow, ...] = ()
     """Memory of the host beside that of a GPU; not part of the sum."""
 

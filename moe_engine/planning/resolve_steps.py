@@ -152,9 +152,16 @@ def _size(
             tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
             transfers=args.disaggregation.disaggregation_mode != OFF,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
+            windows_in_tier=_keeps_windows(args),
             swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
         )
     )
+
+
+def _keeps_windows(args: EngineArgs) -> bool:
+    """Whether the host-RAM tier keeps windowed layers apart: the host connector, without storage or another server."""
+    memory, mode = args.memory, args.disaggregation.disaggregation_mode
+    return mode == OFF and memory.kv_connector == "host" and memory.hicache_storage_backend is None
 
 
 def _note_sizes(

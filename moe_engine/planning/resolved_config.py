@@ -138,6 +138,11 @@ class ResolvedConfig:
         return self.ledger.host_snapshots
 
     @property
+    def host_window_slots(self) -> int:
+        """Tokens of the pool of windowed layers in the host-RAM tier; 0: none."""
+        return self.ledger.host_window_slots
+
+    @property
     def kv_connector(self) -> str:
         """Name or path of the tier's class."""
         mode = self.args.disaggregation.disaggregation_mode

@@ -11,6 +11,7 @@ from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.state_memory import state_bytes
 from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.window_memory import window_bytes_per_token
 from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS, TRANSFER_SLOTS, transfer_window_bytes
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
@@ -48,34 +49,62 @@ class TierInput(Protocol):
     def transfers(self) -> bool: ...
     @property
     def limits(self) -> StepLimits: ...
+    @property
+    def windows_in_tier(self) -> bool: ...
+    @property
+    def num_window_slots(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int | None: ...
+    @property
+    def swa_ratio(self) -> float: ...
+    @property
+    def bytes_per_token(self) -> int: ...
 
 
 def tier_bytes_per_token(given: TierInput) -> int:
-    """KV of a token in the tier, on one rank. A draft model recomputes its KV; the KV of an EAGLE head is kept."""
+    """KV of a token in the tier, on one rank, without that of windowed layers with a pool of their own. A draft model
+    recomputes its KV; the KV of an EAGLE head is kept."""
     own = given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
+    own -= window_bytes_per_token(given) if given.num_window_slots else 0
     return own + (given.draft.kv_bytes_per_token(given.kv_dtype) if given.head is not None and given.draft else 0)
 
 
 class TierSize(NamedTuple):
-    """Size of the tier on each rank: tokens, in whole pages, and states of prefixes."""
+    """Size of the tier on each rank: tokens, in whole pages, states of prefixes, and tokens of windowed layers."""
 
     tokens: int = 0
     states: int = 0
+    windows: int = 0
 
 
 def tier_size(given: TierInput, num_slots: int) -> TierSize:
-    """Size of the tier beside a KV cache of `num_slots`: a multiple of the KV cache and of its snapshots."""
+    """Size of the tier beside a KV cache of `num_slots`: a multiple of the KV cache, its snapshots and its windows."""
     if not (given.tier_bytes or given.tier_ratio):
         return TierSize()
     snapshots, ratio = given.limits.num_snapshots, given.tier_ratio
     each, of_state = tier_bytes_per_token(given), _state_bytes(given)
+    if given.num_window_slots:
+        if given.tier_bytes:
+            ratio = given.tier_bytes / (num_slots * each + given.num_window_slots * window_bytes_per_token(given))
+        return TierSize(_pages(given, ratio * num_slots), windows=_window_tokens(given, ratio))
     if not snapshots:
         tokens = given.tier_bytes // each if given.tier_bytes else int(ratio * num_slots)
-        return TierSize(tokens - tokens % given.page_size)
+        return TierSize(_pages(given, tokens))
     if given.tier_bytes:
         ratio = given.tier_bytes / (num_slots * each + snapshots * of_state)
-    tokens = int(ratio * num_slots)
-    return TierSize(tokens - tokens % given.page_size, max(1, int(ratio * snapshots)))
+    return TierSize(_pages(given, ratio * num_slots), max(1, int(ratio * snapshots)))
+
+
+def _pages(given: TierInput, tokens: float) -> int:
+    return int(tokens) // given.page_size * given.page_size
+
+
+def _window_tokens(given: TierInput, ratio: float) -> int:
+    """Tokens of the tier's window pool: at least one window."""
+    if not given.num_window_slots:
+        return 0
+    least = given.local_model.longest_window + 2 * given.page_size
+    return _pages(given, max(ratio * given.num_window_slots, least))
 
 
 def _state_bytes(given: TierInput) -> int:
@@ -90,13 +119,16 @@ def tier_reserve(given: TierInput) -> tuple[int, float]:
     of_state = _state_bytes(given)
     if given.machine.device != "cpu":
         return COPY_ROWS_BYTES + COPIED_STATES * of_state, 0.0
-    windows = _window_bytes(given)
+    pieces = _transfer_bytes(given)
     if given.tier_bytes:
-        return given.tier_bytes + windows, 0.0
-    return max(1, int(given.tier_ratio * given.limits.num_snapshots)) * of_state + windows, given.tier_ratio
+        return given.tier_bytes + pieces, 0.0
+    beside = max(1, int(given.tier_ratio * given.limits.num_snapshots)) * of_state
+    if given.num_window_slots:
+        beside += _window_tokens(given, given.tier_ratio) * window_bytes_per_token(given)
+    return beside + pieces, given.tier_ratio
 
 
-def _window_bytes(given: TierInput) -> int:
+def _transfer_bytes(given: TierInput) -> int:
     """Memory of the first connection of `--disaggregation-mode`; 0 without."""
     return transfer_window_bytes(tier_bytes_per_token(given)) if given.transfers else 0
 
@@ -123,7 +155,11 @@ def _host_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
     rows = [LedgerRow("host KV tier", size.tokens * each, f"{size.tokens} tokens x {each} B")]
     if size.states:
         rows.append(LedgerRow("host tier of states", size.states * of_state, f"{size.states} states x {of_state} B"))
+    if size.windows:
+        of_token = window_bytes_per_token(given)
+        detail = f"{size.windows} tokens x {of_token} B in layers with windows"
+        rows.append(LedgerRow("host tier of windows", size.windows * of_token, detail))
     if given.transfers:
         detail = f"{TRANSFER_SLOTS} pieces of {TRANSFER_PIECE_TOKENS} tokens; as much for each further connection"
-        rows.append(LedgerRow("transfer window", _window_bytes(given), detail))
+        rows.append(LedgerRow("transfer window", _transfer_bytes(given), detail))
     return rows

@@ -30,6 +30,8 @@ class WindowInput(Protocol):
     @property
     def tier_bytes(self) -> int: ...
     @property
+    def windows_in_tier(self) -> bool: ...
+    @property
     def num_window_slots(self) -> int: ...
     @property
     def bytes_per_token(self) -> int: ...
@@ -55,7 +57,10 @@ def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:
     window, limits = given.local_model.longest_window, given.limits
     kept = f"layers with a window of {window} tokens keep the KV of the whole context"
     if given.tier_ratio or given.tier_bytes:
-        return 0, f"{kept}: --enable-hierarchical-cache copies the KV of all layers"
+        if not given.windows_in_tier:
+            return 0, f"{kept}: storage, another server or --kv-connector takes the KV of all layers"
+        if not _other_bytes(given):
+            return 0, f"{kept}: --enable-hierarchical-cache needs a layer without a window"
     if not given.swa_ratio:
         return 0, f"{kept}: --disable-hybrid-swa-memory"
     if given.max_total_tokens is None and tokens >= limits.running * limits.context_len:

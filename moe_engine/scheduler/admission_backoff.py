@@ -37,6 +37,12 @@ class AdmissionBackoff:
         self.decode_steps += steps
         self.prefills_in_a_row = 0
 
+    def count_run(self, decodes: int, in_a_row: int) -> None:
+        """Counts the plans of a run of chunks and decodes (`chunk_run.py`), of which the last `in_a_row` have no
+        decodes."""
+        self.decode_steps += decodes
+        self.prefills_in_a_row = in_a_row
+
     def is_decode_turn(self, most: int) -> bool:
         """Whether running requests come before prompts: after `most` plans of prompts, or after a plan that took all
         waiting prompts. Otherwise prompts that arrive one by one would delay the next token of running requests."""

@@ -69,6 +69,8 @@ class SchedulerConfig:
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0
     """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
+    host_window_slots: int = 0
+    """Size of the window pool of the host-RAM tier in tokens."""
     num_snapshots: int = 0
     """Snapshots of states in the prefix cache (``--max-mamba-cache-size``); 0: none, or a model without states."""
     host_snapshots: int = 0
@@ -143,8 +145,13 @@ class SchedulerConfig:
             raise ConfigError("--schedule-policy priority is an order by priority")
         if self.host_tier_tokens and self.disable_radix_cache:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
-        if self.window and (self.host_tier_tokens or self.num_window_slots % self.page_size):
-            raise ConfigError("a bounded window needs a pool of whole pages and no --enable-hierarchical-cache")
+        if self.window and (self.num_window_slots % self.page_size or self.host_window_slots % self.page_size):
+            raise ConfigError("a bounded window needs a pool of whole pages")
+        plain = self.kv_connector == "host" and self.storage is None and self.host_window_slots > 0
+        if self.window and self.host_tier_tokens and not plain:
+            raise ConfigError(
+                "a bounded window needs the host-RAM tier as KV connector, with window pages of its own and no storage"
+            )
         if self.num_snapshots and (self.window or self.disable_radix_cache):
             raise ConfigError("snapshots of states need the radix cache, without bounded windows")
         if self.num_snapshots and self.host_tier_tokens and (not self.host_snapshots or self.kv_connector != "host"):

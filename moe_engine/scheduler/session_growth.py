@@ -86,6 +86,23 @@ class Projection:
                 _next([(size + growth * count) * share for count, size, share in zip(counts, sums, shares)]),
             )
 
+    def add_arrivals(self, per_turn: float, turn: int, size: float) -> None:
+        """Adds sessions that begin later: `per_turn` in each turn from the next on. `turn`, `size`: as of `add`, at the
+        end of their first turn."""
+        together, alive = 0.0, per_turn
+        for n in range(1, len(self._tokens)):
+            together += alive * (size + (n - 1) * self._growth)
+            self._tokens[n] += together
+            alive *= self._shares[min(turn + n - 1, MAX_TURNS - 1)]
+
+    def num_turns(self, turn: int) -> float:
+        """Expected turns of a session whose first turn ends with that length."""
+        turns, alive = 0.0, 1.0
+        for later in range(MAX_TURNS):
+            turns += alive
+            alive *= self._shares[min(turn + later, MAX_TURNS - 1)]
+        return turns
+
     def add(self, turn: int, size: float) -> None:
         """Adds a session with `size` tokens at the end of its current turn: `turn` turns of mean growth."""
         self._tokens = self._with(turn, size)

@@ -86,13 +86,14 @@ class SessionHold:
         self._sessions: dict[int, _Session] = {}
         """Sessions in the order of their ends."""
         self._by_head: dict[Hashable, dict[int, _Session]] = {}
-        self._num = self._num_returned = 0
+        self._num = self._num_returned = self._num_first = 0
         self._running: dict[str, Request] = {}
         self._by_length = ReturnShares()
         self._projection = Projection(0.0, self._by_length.shares(), 0)
         self.times, self.returns = StepTimes(max_running), ReturnTimes()
-        self._output = self._prompt = self._length = self._gap = 0.0
-        """Means per turn: output tokens, new prompt tokens, tokens at its end; seconds between two ends."""
+        self._output = self._prompt = self._first = self._length = self._gap = 0.0
+        """Means per turn: output tokens, new prompt tokens of returning and of first turns, tokens at its end; seconds
+        between two ends."""
         self._last_end = 0.0
         self.holds_back = False
         """Whether the last admission passed over requests because of held sessions."""
@@ -168,6 +169,8 @@ class SessionHold:
             if fits and tuple(tokens[end - TAIL : end]) == session.tail:
                 found, length = number, end
         if found is None:
+            self._num_first += 1
+            self._first += (len(tokens) - self._first) * max(MEMORY, 1 / self._num_first)
             return
         session = self._sessions[found]
         session.entry = entry
@@ -287,6 +290,9 @@ class SessionHold:
         cycle = self._gap * max(len(members), 1)
         self._projection = Projection(self.growth, shares, int(horizon / cycle) + 1 if cycle else 1)
         self._projection.add_all(members)
+        size = self._first + self._output
+        begins = len(members) / self._projection.num_turns(self._turns(size))  # as many as end, in a steady state
+        self._projection.add_arrivals(begins, self._turns(size), size)
 
     def _growth_reserve(self, horizon: float) -> float:
         """Space that a further session leaves free. Held sessions grow by G tokens a second, and one ends every T

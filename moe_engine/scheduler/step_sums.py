@@ -9,7 +9,7 @@ MEMORY = 1 / 256
 SHORT_MEMORY = 1 / 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Steps:
     """Some successive steps: their number, and the sums of their seconds in which each step has 1 - `MEMORY`
     (`weighted`) or 1 - `SHORT_MEMORY` (`recent`) times the weight of the next one."""
@@ -41,12 +41,17 @@ class StepSums:
 
     def since(self, mark: Steps) -> Steps:
         """The steps after a mark."""
-        now, count = self._all, self._all.count - mark.count
-        return Steps(
-            count,
-            now.weighted - mark.weighted * (1 - MEMORY) ** count,
-            now.recent - mark.recent * (1 - SHORT_MEMORY) ** count,
-        )
+        return between(mark, self._all)
+
+
+def between(begin: Steps, end: Steps) -> Steps:
+    """The steps after a mark, up to a later one."""
+    count = end.count - begin.count
+    return Steps(
+        count,
+        end.weighted - begin.weighted * (1 - MEMORY) ** count,
+        end.recent - begin.recent * (1 - SHORT_MEMORY) ** count,
+    )
 
 
 def weights(keep: float, count: int) -> float:

@@ -65,7 +65,7 @@ class TieredSnapshots(TieredCache, SnapshotTree):
     def reach(self, found: Match, tokens: list[int], limit: int) -> tuple[list[TierStateNode], int]:
         """The nodes behind a match on the device up to the last one with an entry, and the first load in progress on
         the way (0 if there is none), which ends the walk."""
-        if found.node is None:
+        if found.node is None or not found.node.alive:  # an empty root was dropped
             return [], 0
         limit -= limit % self.page_size
         kv = RadixCache.peek(self, tokens, limit, None, found.node)

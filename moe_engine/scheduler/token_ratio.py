@@ -31,10 +31,12 @@ class NewTokenRatio:
 
     def decay(self, steps: int = 1) -> None:
         """Lowers the ratio after decode steps without retraction."""
+        value, lowest, decay = self.value, self.lowest, self._decay
         for _ in range(steps):
-            if self.value <= self.lowest:
+            if value <= lowest:
                 break
-            self.value = max(self.value - self._decay, self.lowest)
+            value -= decay
+        self.value = value if value > lowest else min(self.value, lowest)
 
     def after_retraction(self, remaining: Sequence[Request]) -> None:
         """Sets the ratio from the outputs of the remaining requests, plus some steps of margin.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.host_windows import HostWindows
 from moe_engine.scheduler.slot_allocator import DeferredFreePool
 
 
@@ -23,6 +24,8 @@ class WindowPages:
         self.pool = DeferredFreePool(range(page_size, num_slots + page_size, page_size))
         self.num_evicted = 0
         """Window pages evicted so far; a change may shorten prefix matches."""
+        self.host: HostWindows | None = None
+        """Takes evicted pages, if there is a host-RAM tier."""
         self.reset()
 
     def reset(self) -> None:
@@ -34,6 +37,10 @@ class WindowPages:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Full pages whose window page has no pin, least recently used first."""
         self._writes: dict[int, int] = {}
+        self.resumed: set[int] = set()
+        """With a host tier: full pages in the last window of a request that ended, or that continued from there."""
+        self.loading: set[int] = set()
+        """Window pages that a load writes; no full page has them yet."""
         self.pool.reset()
 
     # -- counts, in pages
@@ -46,7 +53,7 @@ class WindowPages:
     @property
     def num_unpinned(self) -> int:
         """Pages that no request pins; steps in flight may read some of them."""
-        return self.pool.num_total - len(self._pins)
+        return self.pool.num_total - len(self._pins) - len(self.loading)
 
     def num_pinned_once(self, full_pages: Iterable[int]) -> int:
         """Number of these pages that have one pin."""
@@ -102,14 +109,22 @@ class WindowPages:
         while self.pool.num_free < count and self._idle:
             full, _ = self._idle.popitem(last=False)
             self._writes.pop(full, None)
-            self.pool.give([self.page_of.pop(full)], self._read_until.pop(full, 0))
+            page = self.page_of.pop(full)
+            if full in self.resumed:
+                self.resumed.remove(full)
+                if self.host is not None:
+                    self.host.evicted(full, page)
+            self.pool.give([page], self._read_until.pop(full, 0))
             self.num_evicted += 1
 
     # -- changes of full pages
 
-    def drop(self, full_pages: Iterable[int]) -> None:
+    def drop(self, full_pages: Sequence[int]) -> None:
         """Releases the window pages of freed full pages, none of which has a pin. Most of these window pages left the
         window long before and are allocatable at once; the full pages are held back longer."""
+        if self.host is not None:
+            self.host.drop_slots(full_pages)
+            self.resumed.difference_update(full_pages)
         for full in full_pages:
             page = self.page_of.pop(full, None)
             if page is None:
@@ -129,6 +144,8 @@ class WindowPages:
             page = self.page_of.get(old)
             if page is None:
                 continue
+            if old in self.resumed:
+                self.resumed.add(new)
             if new not in self.page_of:
                 self._rename(old, new, page)
             elif old in self._pins:
@@ -146,6 +163,35 @@ class WindowPages:
         else:
             del self._idle[old]
             self._idle[new] = None
+
+    # -- loads from the host tier
+
+    def resume(self, full_pages: Iterable[int]) -> None:
+        """A request ended behind the windows of these pages, or continued there: with a host tier they are stored when
+        they leave the device."""
+        if self.host is not None:
+            self.resumed.update(full for full in full_pages if full in self.page_of)
+
+    def take_for_load(self, count: int) -> list[int] | None:
+        """Window pages that a load will write; None if there is no room."""
+        pages = self.pool.take(count) if self.make_room(count) else None
+        self.loading.update(pages or ())
+        return pages
+
+    def loaded(self, full: int, page: int) -> None:
+        """A page of `take_for_load` has the content of a full page, unless that has one meanwhile."""
+        if full in self.page_of:
+            self.give_back([page], 0)
+            return
+        self.loading.remove(page)
+        self.page_of[full] = self._writes[full] = page
+        self._idle[full] = None
+        self.resumed.add(full)
+
+    def give_back(self, pages: Sequence[int], after_step: int) -> None:
+        """Frees pages of `take_for_load`."""
+        self.loading.difference_update(pages)
+        self.pool.give(list(pages), after_step)
 
     # -- plans
 

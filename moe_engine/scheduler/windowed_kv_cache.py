@@ -10,15 +10,23 @@ of requests until their end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
+from moe_engine.scheduler.kv_connector import KVConnector
+from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
 from moe_engine.scheduler.window_pages import WindowPages
 from moe_engine.scheduler.window_room import WindowRoom
+from moe_engine.scheduler.window_tier import WindowHostTier
+from moe_engine.scheduler.windowed_radix_cache import WindowedRadixCache
 from moe_engine.types import Request, RowWrite
+
+EARLIER_TOKENS = 32
+"""The next turn of a conversation may part from the prompt before it by so many tokens before its end: a chat template
+renders the beginning of an answer in another way than the answer."""
 
 
 class WindowedSlots(SlotAllocator):
@@ -35,47 +43,6 @@ class WindowedSlots(SlotAllocator):
         self._windows.drop(slots[:: self.page_size])
 
 
-class WindowedRadixCache(RadixCache):
-    """A prefix tree whose matches end where all window pages of the preceding window exist."""
-
-    def __init__(
-        self, page_size: int, free: Callable[[list[int], int], None], windows: WindowPages, window: int
-    ) -> None:
-        self._windows = windows
-        self._window = window
-        super().__init__(page_size, free)
-
-    def peek(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Match:
-        found = super().peek(tokens, limit, extra_key, start)
-        length = self._usable(found)
-        if length == found.length:
-            return found
-        node, partial = found.node, found.partial
-        while node is not None and node.end > length:
-            node, partial = node.parent, node
-        assert node is not None
-        return Match(node, length, partial if node.end < length else None)
-
-    def _usable(self, found: Match) -> int:
-        """The last page boundary of a match from which a request can continue."""
-        page, mapped = self.page_size, self._windows.page_of
-        end = at = found.length
-        need = max(0, end - self._window + 1)
-        node, run, base = found.node, [], end
-        if node is not None and found.partial is not None:
-            run, base = found.partial.slots, node.end
-        while True:
-            while at > base and at > need:
-                at -= page
-                if run[at - base] not in mapped:
-                    end = at
-                    need = max(0, end - self._window + 1)
-            if at <= need or node is None or node.parent is None:
-                return end
-            run, node = node.slots, node.parent
-            base = node.end
-
-
 class WindowedKVCacheManager(KVCacheManager):
     """A `KVCacheManager` that also keeps the window pages of all requests."""
 
@@ -88,6 +55,12 @@ class WindowedKVCacheManager(KVCacheManager):
     def _new_slots(self, config: SchedulerConfig) -> SlotAllocator:
         return WindowedSlots(config.num_slots, config.page_size, self.windows)
 
+    def _new_connector(self, config: SchedulerConfig) -> KVConnector:
+        make_room = partial(KVCacheManager.make_room, self)
+        return WindowHostTier(
+            config.host_tier_tokens, self.slots, make_room, self.windows, config.window, config.host_window_slots
+        )
+
     def _new_tree(self, config: SchedulerConfig) -> RadixCache:
         if config.disable_radix_cache:
             return super()._new_tree(config)
@@ -98,7 +71,9 @@ class WindowedKVCacheManager(KVCacheManager):
     def attach(self, request: Request, node: Node) -> None:
         super().attach(request, node)
         request.window_start = max(0, node.end - self._window + 1) // self.page_size
-        self.windows.pin(self._pinned(request))
+        pages = self._pinned(request)
+        self.windows.pin(pages)
+        self.windows.resume(pages)
 
     def detach(self, request: Request) -> None:
         self.windows.unpin(self._pinned(request), 0)  # no step was planned
@@ -145,12 +120,19 @@ class WindowedKVCacheManager(KVCacheManager):
 
     def cache_unfinished(self, request: Request) -> RowWrite | None:
         self._progress(request)
-        return super().cache_unfinished(request)
+        write = super().cache_unfinished(request)
+        end = min(len(request.prompt_ids), request.num_in_tree)
+        if self.connector is not None and not request.output_ids and request.num_computed >= len(request.prompt_ids):
+            self.windows.resume(request.slots[self._first_page(end) : end : self.page_size])
+        return write
 
     def release(self, request: Request) -> Node:
         self.windows.unpin(self._pinned(request), self.step)
         request.window_start = 0
-        return super().release(request)
+        node = super().release(request)
+        if self.connector is not None:
+            self.windows.resume(self._last_window(node))
+        return node
 
     def _replaced(self, request: Request, start: int, present: list[int]) -> None:
         page = self.page_size
@@ -158,6 +140,14 @@ class WindowedKVCacheManager(KVCacheManager):
         self.tree.version += 1
 
     # -- window pages
+
+    def _last_window(self, node: Node) -> list[int]:
+        """The pages that a request reads that continues from `node`, or a little before."""
+        first, found = self._first_page(node.end), list[int]()
+        while node.parent is not None and node.end > first:
+            found += node.slots[max(0, first - node.parent.end) :: self.page_size]
+            node = node.parent
+        return found
 
     def _pinned(self, request: Request) -> list[int]:
         return request.slots[request.window_start * self.page_size :: self.page_size]
@@ -174,6 +164,10 @@ class WindowedKVCacheManager(KVCacheManager):
     def _assign_behind(self, request: Request, used: int) -> None:
         page = self.page_size
         self.windows.assign(request.slots[-(-used // page) * page :: page])
+
+    def _first_page(self, end: int) -> int:
+        """The first token of these pages."""
+        return max(0, end - self._window + 1 - EARLIER_TOKENS) // self.page_size * self.page_size
 
     # -- steps and integrity
 
@@ -192,7 +186,10 @@ class WindowedKVCacheManager(KVCacheManager):
         super().reset()
 
     def check_windows(self, running: Iterable[Request], owned: set[int]) -> list[str]:
-        return self.windows.check((page for r in running for page in self._pinned(r)), owned)
+        pinned = [page for request in running for page in self._pinned(request)]
+        if isinstance(self.connector, WindowHostTier):
+            pinned += self.connector.held_window_pages()
+        return self.windows.check(pinned, owned)
 
     def window_pool(self) -> tuple[DeferredFreePool, set[int]] | None:
-        return self.windows.pool, set(self.windows.page_of.values())
+        return self.windows.pool, {*self.windows.page_of.values(), *self.windows.loading}

@@ -25,6 +25,7 @@ class WorkerOptions:
         num_slots: tokens of the KV pool, in whole pages.
         num_snapshots: snapshots of states in the prefix cache.
         host_snapshots: states that the host-RAM tier can hold.
+        host_window_slots: tokens of the host-RAM tier's pool of windowed layers.
         num_window_slots: tokens of the pool of windowed layers; 0: the KV of these layers is not bounded by the window.
         max_rows: max running requests.
         kernels: rows of the kernel families, for the model and its draft model.
@@ -79,6 +80,7 @@ class WorkerOptions:
     num_window_slots: int = 0
     num_snapshots: int = 0
     host_snapshots: int = 0
+    host_window_slots: int = 0
     kv_connector: str = "host"
     hicache_mem_layout: str = "page_first"
     hicache_io_backend: str = "direct"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import cold_load, format_quality, gguf_export
+from benchmarks import cold_load, format_quality, gguf_blocks, gguf_export
 from moe_engine.config.args import EngineArgs
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
@@ -17,6 +17,7 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.prepare import prepare
 from moe_engine.tokenizer.tokenizer import load_tokenizer
+from tests.models import gguf as tests_gguf
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -57,3 +58,20 @@ def test_rounds_of_a_cold_load(tmp_path: Path) -> None:
     config = prepare(EngineArgs.from_kwargs(model_path=str(path), device="cpu", skip_tokenizer_init=True))
     (seconds,) = cold_load.measure(config, 1)
     assert len(seconds) == 4 and min(seconds) > 0
+
+
+@pytest.mark.parametrize(("kind", "small"), [("Q4_K", "Q5_0"), ("Q5_K", "Q8_0"), ("Q6_K", "Q8_0"), ("Q4_1", "Q4_1")])
+def test_types_of_matrices_without_whole_blocks(kind: str, small: str) -> None:
+    assert [gguf_blocks.type_for(kind, columns) for columns in (512, 96, 100)] == [kind, small, "F16"]
+    weight = torch.randn(6, 512).numpy()
+    values = tests_gguf.dequantize(kind, gguf_blocks.blocks_of(kind, weight))
+    steps = {"Q4_K": 15, "Q5_K": 31, "Q6_K": 31, "Q4_1": 15}[kind]
+    assert abs(values - weight).max() < 1.5 * abs(weight).max() * 2 / steps
+
+
+def test_the_embedded_model_as_a_gguf_file(tmp_path: Path) -> None:
+    path = format_quality.plain_copy(format_quality.CHECKPOINT_DIR, tmp_path)
+    file = Path(format_quality.engine_flags(path, "Q5_K")["model_path"])
+    dtypes = {header.dtype for found in read_checkpoint(file).values() for header in found.tensors.values()}
+    assert {"Q5_K", "Q8_0", "F32"} <= dtypes
+    assert format_quality.engine_flags(path, "int4") == {"model_path": str(path), "quantization": "int4"}

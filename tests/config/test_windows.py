@@ -64,13 +64,35 @@ def test_the_ledger_bounds_windowed_layers(resolved, model, windowed) -> None:
     [
         ({"max_running_requests": 2, "max_total_tokens": 1024}, "the KV cache has 1024 tokens (--chunked-prefill-size"),
         (FEW | {"disable_hybrid_swa_memory": True}, "--disable-hybrid-swa-memory"),
-        (FEW | {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache copies the KV of all layers"),
+        (FEW | {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache needs a layer without a window"),
+        (
+            FEW | {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+            "takes the KV of all layers",
+        ),
     ],
 )
 def test_windows_that_are_not_bounded_are_reported(resolved, flags, reason) -> None:
     config = resolved(MISTRAL, **flags)
     assert config.num_window_slots == config.window == 0
     assert any("keep the KV of the whole context" in note and reason in note for note in config.notes)
+
+
+def test_the_host_tier_has_windows_of_its_own(resolved) -> None:
+    """The same multiple of both pools; `--hicache-size` is divided in that proportion."""
+    tier = FEW | {"enable_hierarchical_cache": True}
+    config = resolved(ALTERNATING, **tier)
+    assert config.num_window_slots == resolved(ALTERNATING, **FEW).num_window_slots > 0
+    assert config.host_tier_tokens == 2 * config.max_total_num_tokens
+    page, of_layer = config.page_size, config.model.kv_bytes_per_token(config.kv_cache_dtype) // 2
+    assert 0 <= 2 * config.num_window_slots - config.host_window_slots < page
+    assert config.ledger.bytes_of("host KV tier") == config.host_tier_tokens * of_layer
+    assert config.ledger.bytes_of("host tier of windows") == config.host_window_slots * of_layer
+    assert "host_window_slots" in explain_text(config) and "KV of windows" in explain_text(config)
+    sized = resolved(ALTERNATING, **tier, hicache_size=1)
+    total = (sized.host_tier_tokens + sized.host_window_slots) * of_layer
+    assert total == pytest.approx(10**9, rel=0.01)
+    ratio = sized.host_tier_tokens / sized.max_total_num_tokens
+    assert sized.host_window_slots / sized.num_window_slots == pytest.approx(ratio, rel=0.02)
 
 
 MANY = {"chunked_prefill_size": 64, "max_running_requests": 64}

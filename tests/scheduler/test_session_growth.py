@@ -25,6 +25,12 @@ def expected(shares: list[float], growth: float, member: tuple[int, float, float
     return alive * (has + more + n * growth) - has
 
 
+def begun(shares: list[float], growth: float, arrivals: tuple[float, int, float], n: int) -> float:
+    """Tokens of the sessions of one turn, n turns after their first."""
+    per_turn, turn, size = arrivals
+    return per_turn * math.prod(shares[min(turn + i, MAX_TURNS - 1)] for i in range(n)) * (size + n * growth)
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(
     shares=SHARES,
@@ -32,6 +38,7 @@ def expected(shares: list[float], growth: float, member: tuple[int, float, float
     members=st.lists(SESSION, max_size=8),
     num_turns=st.integers(1, 2 * MAX_TURNS),
     new=st.tuples(st.integers(0, MAX_TURNS - 1), st.floats(1, 500)),
+    arrivals=st.tuples(st.floats(0, 3), st.integers(0, MAX_TURNS - 1), st.floats(1, 500)),
 )
 def test_peak_is_that_of_the_sum(
     shares: list[float],
@@ -39,11 +46,14 @@ def test_peak_is_that_of_the_sum(
     members: list[tuple[int, float, float, float]],
     num_turns: int,
     new: tuple[int, float],
+    arrivals: tuple[float, int, float],
 ) -> None:
     steps = range(min(num_turns, MAX_TURNS) + 1)
     projection = Projection(growth, shares, num_turns)
     projection.add_all((turn, has, has + more, returns) for turn, has, more, returns in members)
-    sums = [sum(expected(shares, growth, member, n) for member in members) for n in steps]
+    projection.add_arrivals(*arrivals)
+    later = [sum(begun(shares, growth, arrivals, n - first) for first in range(1, n + 1)) for n in steps]
+    sums = [sum(expected(shares, growth, member, n) for member in members) + later[n] for n in steps]
     assert math.isclose(projection.peak, max(0.0, *sums), rel_tol=1e-6, abs_tol=1e-3)
     own = [expected(shares, growth, (new[0], new[1], 0.0, shares[new[0]]), n) for n in steps]
     both = max(0.0, *(a + b for a, b in zip(sums, own)))
@@ -62,6 +72,10 @@ def test_sessions_admitted_together_need_more_later() -> None:
     assert math.isclose(young.peak, 10 * 300)
     mixed.add_all([(turn, 100 * turn, 100 * turn, shares[turn]) for turn in (1, 2, 3, 4) for _ in range(5)])
     assert mixed.peak == 0.0  # of 20, five end in each turn
+    mixed.add_arrivals(5, 1, 100)
+    assert mixed.peak == 0.0  # and five begin
+    young.add_arrivals(2.5, 1, 100)
+    assert math.isclose(young.peak, 10 * 300 + 2.5 * (100 + 200 + 300))
 
 
 def test_shares_depend_on_the_length() -> None:

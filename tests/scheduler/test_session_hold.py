@@ -96,6 +96,26 @@ def test_throughput_does_not_fall_with_offered_load(name: str) -> None:
         assert plain < 0.85 * held[2], (plain, held)
 
 
+GROWING = Shape(
+    pool=10_000,
+    rows=32,
+    prompt=(80, 120),
+    turn=(60, 100),
+    output=(15, 25),
+    num_turns=8,
+    pause=0.3,
+    pauses="exponential",
+)
+"""Sessions that grow to eight times their first turn."""
+
+
+def test_sessions_do_not_begin_and_end_together() -> None:
+    """Sessions of all ages need half of the space of sessions that reach their ends at the same time. The rest goes to
+    more sessions: more throughput than at 0.75 times the pool, where all fit."""
+    some, more = (throughput(GROWING, times, 60) for times in (0.75, 1.0))
+    assert more >= 1.05 * some, (some, more)
+
+
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=slow) for seed in range(4))])
 def test_drawn_loads(seed: int) -> None:
     """The end of a session is unknown to the scheduler: at 2 and 4 times the pool ended sessions cost more than at 1

@@ -12,6 +12,7 @@ from moe_engine.types import KVLoad, StepPlan, StepResult
 from tests.scheduler.drafting_worker import RUBBISH, DraftingWorker
 from tests.scheduler.simulator import FakeWorker, Simulation
 from tests.scheduler.state_worker import StateWorker
+from tests.scheduler.windowed_worker import WindowedWorker
 
 
 class _Copying:
@@ -23,13 +24,16 @@ class _Copying:
     touched: Any
     rows: dict[int, Any]
     last_number: int
+    config: SchedulerConfig
 
     def _begin(self, rng: random.Random, late: float) -> None:
         self.pools: list[dict[int, Any]] = [self.pool]
         self.snapshots: dict[int, Any] = getattr(self, "snapshots", {})
         self.host_states: dict[int, Any] = {}
+        self.window_pool: dict[int, Any] = getattr(self, "window_pool", {})
+        self.host_windows: dict[int, list[Any]] = {}
         self.host: dict[int, list[Any]] = {}
-        self.loading: dict[int, tuple[KVLoad, list[list[Any]], list[Any]]] = {}
+        self.loading: dict[int, tuple[KVLoad, list[list[Any]], list[Any], list[list[Any]]]] = {}
         self.unreported: list[int] = []
         self.num_stored = 0
         self.abandoned: set[int] = set()
@@ -73,15 +77,28 @@ class _Copying:
         assert entries.isdisjoint(entry for _, entry in ops.state_stores), "an entry was reused during a load from it"
         for snapshot, entry in ops.state_stores:
             self.host_states[entry] = self.snapshots[snapshot]
+        assert len({entry for _, entry in ops.window_stores}) == len(ops.window_stores)
+        entries = {e for n, (load, *_) in self.loading.items() if n not in self.abandoned for e, _ in load.windows}
+        assert entries.isdisjoint(entry for _, entry in ops.window_stores), "an entry was reused during a load from it"
+        for page, entry in ops.window_stores:
+            self.host_windows[entry] = [self.window_pool.get(slot) for slot in self.window_slots(page)]
         for load in ops.loads:
             states = [self.host_states[entry] for entry, _ in load.states]
-            self.loading[load.id] = (load, [self.host[place] for place in load.places], states)
+            windows = [self.host_windows[entry] for entry, _ in load.windows]
+            self.loading[load.id] = (load, [self.host[place] for place in load.places], states, windows)
+            for _, page in load.windows:
+                self.window_pool.update((slot, RUBBISH) for slot in self.window_slots(page))
             self.snapshots.update((snapshot, RUBBISH) for _, snapshot in load.states)
             for slot, pool in product(load.slots, self.pools):
                 pool.pop(slot, None)
 
+    def window_slots(self, page: int) -> range:
+        return range(page, page + self.config.page_size)
+
     def end(self, number: int) -> None:
-        load, values, states = self.loading.pop(number)
+        load, values, states, windows = self.loading.pop(number)
+        for (_, page), kept in zip(load.windows, windows):
+            self.window_pool.update(zip(self.window_slots(page), kept))
         self.snapshots.update((snapshot, state) for (_, snapshot), state in zip(load.states, states))
         for slot, each in zip(load.slots, values):
             for pool, value in zip(self.pools, each):
@@ -132,6 +149,26 @@ class CopyingStateWorker(CopyingWorker, StateWorker):
         return failed
 
 
+class CopyingWindowedWorker(CopyingWorker, WindowedWorker):
+    """A copying worker with a second pool for windowed layers, whose pages are copied too."""
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        arrived = set(plan.kv_ops.arrived) if plan.kv_ops is not None else set()
+        pages = [page for n, (load, *_) in self.loading.items() if n not in arrived for _, page in load.windows]
+        slots = {slot for page in pages for slot in self.window_slots(page)}
+        assert self.reads[-1].isdisjoint(slots), "used while loading"
+
+    def fail(self) -> StepPlan:
+        failed = super().fail()
+        self.reads.clear()
+        mapped = self.page_of | dict(zip(failed.window_pages[::2], failed.window_pages[1::2]))
+        self.window_pool.update((self._mapped(mapped, slot), RUBBISH) for slot in failed.slots)
+        if self._rng.random() < 0.5:
+            self.page_of = mapped
+        return failed
+
+
 class CopyingDrafter(_Copying, DraftingWorker):
     """A copying worker with speculation: the drafter's KV is copied too."""
 
@@ -165,7 +202,8 @@ class TierSimulation(Simulation):
         if config.speculation is not None:
             worker: Any = CopyingDrafter(config, rng, late, rng.randrange(10**6), luck)
         else:
-            worker = (CopyingStateWorker if config.num_snapshots else CopyingWorker)(config, rng, late)
+            windows = CopyingWindowedWorker if config.window else CopyingWorker
+            worker = (CopyingStateWorker if config.num_snapshots else windows)(config, rng, late)
         super().__init__(config, overlap=overlap, worker=worker)
 
     def take_arrivals(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.arrivals import arrival_times
@@ -80,16 +81,30 @@ def summary(outcome: Outcome) -> list[tuple[object, ...]]:
     )
 
 
+def books(fleet: Fleet) -> list[tuple[int, ...]]:
+    """Counters and cached tokens of all schedulers."""
+    schedulers = [group.scheduler for replica in fleet.replicas for group in replica.groups]
+    return [
+        (
+            scheduler.totals.generated_tokens, scheduler.totals.prompt_tokens, scheduler.totals.cached_tokens,
+            scheduler.kv_cache.tree.num_evictable, scheduler.kv_cache.step, scheduler.table.num_released,
+        )
+        for scheduler in schedulers
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("example", range(examples(12)))
-def test_runs_of_decodes_equal_single_steps(example):
-    """The same times, hits and retractions if the scheduler plans every step or many at once."""
+def test_runs_equal_single_steps(example):
+    """The same times, hits and retractions if the scheduler plans every step or many at once: decodes, and chunks of
+    long prompts between them."""
     rng = random.Random(random.getrandbits(32))
+    small = rng.random() < 0.5  # chunks, in many attention groups: runs have chunks
     limits = config(
         num_slots=rng.choice([30, 60, 200]) * 64,
         page_size=rng.choice([1, 4, 64]),
         max_rows=rng.choice([4, 16, 64]),
-        chunked_prefill_size=rng.choice([64, 256, 2048]),
-        enable_mixed_chunk=rng.random() < 0.3,
+        chunked_prefill_size=rng.choice([64, 100]) if small else rng.choice([64, 256, 2048]),
+        enable_mixed_chunk=not small and rng.random() < 0.3,
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
         session_hold=rng.choice([0.0, None, None]),
@@ -103,13 +118,19 @@ def test_runs_of_decodes_equal_single_steps(example):
         rebalance = RebalanceSettings(rng.randint(20, 200), rng.choice([1, 3]))
         counts = zipf_counts(1.0, [True] * 6, 16, rng.getrandbits(32))
         experts = ExpertLoad(counts, ExpertLayout(16, 4), ExpertSettings(rebalance=rebalance))
-    spec = ReplicaSpec(limits, Linear(), rng.choice([1, 1, 2, 5, 16]), overlap=rng.random() < 0.8, experts=experts)
+    num_groups = rng.choice([2, 5, 16]) if small else rng.choice([1, 1, 2, 5, 16])
+    spec = ReplicaSpec(limits, Linear(), num_groups, overlap=small or rng.random() < 0.8, experts=experts)
     spec = replace(spec, arrival_seconds=rng.choice([0.0, 0.003]), idle_seconds=rng.choice([0.0, 0.002]))
     num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
+    faults = ()
+    if spec.num_groups > 1 and rng.random() < 0.2:
+        ranks = num_replicas * spec.num_groups
+        faults = (Fault(rng.randrange(ranks), rng.uniform(0.1, 2.0), ranks),)
     work = {"request_seconds": 0.004, "token_seconds": 1e-4, "busy_seconds": rng.choice([0.0, 0.002])}
     work = work if num_replicas == 1 and rng.random() < 0.5 else {}
     count, rate = rng.randint(20, 80), rng.choice([5.0, 20.0, 60.0])
-    fleet_spec = FleetSpec(spec, num_replicas, **work)
+    method = rng.choice(["cache_aware", "total_tokens", "round_robin"])
+    fleet_spec = FleetSpec(spec, num_replicas, method, faults, elastic=rng.random() < 0.5, restart_seconds=3.0, **work)
     found = []
     turns = rng.random() < 0.5  # sessions of several turns, whose KV is held
     if turns and num_replicas > 1:  # an answer's follower may delay the step before or after that of single steps
@@ -117,8 +138,9 @@ def test_runs_of_decodes_equal_single_steps(example):
     for exact in (True, False):
         one = replace(fleet_spec, replica=replace(spec, exact=exact))
         load = sessions(random.Random(seed), rate) if turns else requests(random.Random(seed), count, rate)
-        found.append(simulate(one, load)[1])
-    single, runs = found
+        found.append(simulate(one, load))
+    (single_fleet, single), (runs_fleet, runs) = found
+    assert books(runs_fleet) == books(single_fleet)
     assert runs.retractions == single.retractions and runs.num_steps == single.num_steps
     for a, b in zip(summary(single), summary(runs)):
         assert a[1:4] == b[1:4] and (a[0], *a[4:]) == pytest.approx((b[0], *b[4:]), abs=1e-4)
@@ -126,6 +148,28 @@ def test_runs_of_decodes_equal_single_steps(example):
     assert runs.recorder.gaps.num_gaps == single.recorder.gaps.num_gaps
     assert ours["mean_x_ms"] == pytest.approx(theirs["mean_x_ms"], rel=1e-3)
     assert ours["median_x_ms"] == pytest.approx(theirs["median_x_ms"], rel=0.01)
+
+
+def test_chunks_of_long_prompts_are_planned_many_at_once(monkeypatch):
+    """With many attention groups: a scheduler plans the first and the last chunk of a prompt, and the steps around an
+    end."""
+    planned, schedule = [0], Scheduler.schedule
+
+    def counted(scheduler, hold_prefill=False):
+        planned[0] += 1
+        return schedule(scheduler, hold_prefill)
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    found, seed = [], random.getrandbits(32)
+    for exact in (True, False):
+        rng, planned[0] = random.Random(seed), 0
+        firsts = [number << 20 for number in range(1, 30)]
+        prompts = [list(range(first, first + rng.randint(1500, 1900))) for first in firsts]
+        arrivals = [Arrival(number * 0.05, prompt, 40) for number, prompt in enumerate(prompts)]
+        spec = ReplicaSpec(config(chunked_prefill_size=32), Linear(), num_groups=8, exact=exact)
+        simulate(FleetSpec(spec), Fixed(arrivals, len(arrivals)))
+        found.append(planned[0])
+    assert found[1] < found[0] / 8
 
 
 def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moe_engine.errors import InputError
+from moe_engine.scheduler.chunk_run import ChunkLimits, ChunkRun, ChunkTimes, chunk_limits, has_chunk_runs, run_chunks
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_run import decode_run_limit, run_decodes
 from moe_engine.scheduler.events import RequestEvent
@@ -31,8 +32,9 @@ class Group:
     Attributes:
         load_tokens: prompt and answer tokens of its requests, without those of a run. load_uncomputed: prompt tokens
         without known KV of requests that have no token yet.
-        run_rows: requests that decode in its run; 0: it is in no run. run_from: the replica's step count at the
-        beginning of its run.
+        run_rows: requests that decode in its run; 0: none, or it is in no run. run_from: the step count of the replica
+        at the begin of its run, plus the chunks in it. chunk_size: of a run with chunks; 0: a run without.
+        chunk_times: of the chunks of its run whose results have been applied.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Group:
         self.scheduler.keeps_facts = False
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
-        self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = 0
+        self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = self.chunk_size = 0
+        self.chunk_times: list[ChunkTimes] = []
+        self._has_chunk_runs = has_chunk_runs(config)
         self._run_began: Steps = Steps()
         self._contended: Steps | None = None
         """Begin of the steps of its run during which requests waited."""
@@ -158,14 +162,26 @@ class Group:
         """
         return decode_run_limit(self.scheduler, self._remaining, hold_prefill)
 
+    def chunk_limits(self) -> ChunkLimits | None:
+        """The run with chunks that may begin with the step in flight. The replica has several groups."""
+        if self.scheduler.table.chunked is None or not self._has_chunk_runs:
+            return None
+        return chunk_limits(self.scheduler, self._remaining)
+
+    @property
+    def most_in_a_row(self) -> int:
+        """Steps with prompts after which running requests decode."""
+        return self.scheduler.table.settings.max_consecutive_prefills
+
     @property
     def queues_in_run(self) -> bool:
         """Whether a request may be queued during a run that holds prompts back: freed memory would wake admission."""
         kv_cache = self.scheduler.kv_cache
         return not kv_cache.slots.num_pending and not kv_cache.rows.num_pending
 
-    def begin_run(self, rows: int, runs: Runs) -> None:
+    def begin_run(self, rows: int, runs: Runs, chunk_size: int = 0) -> None:
         """Begins a run of `rows` requests with the next step of `runs`."""
+        self.chunk_size = chunk_size
         self.run_rows, self.run_from, self._run_began = rows, runs.step, runs.sums.mark()
         self._contended = self._run_began if self.scheduler.table.queue else None
 
@@ -184,6 +200,20 @@ class Group:
             plan, sampled = self._plans[0]
             self._plans[0] = (_renumbered(plan, steps), sampled)
         self.run_rows = 0
+
+    def end_chunks(self, runs: Runs, index: int, in_flight: str, launched: float) -> None:
+        """Applies the steps of a run with chunks to the scheduler, as group `index`; see `ChunkRun`."""
+        decodes = runs.step - self.run_from if self.run_rows else 0
+        if decodes or self.chunk_times:
+            run = ChunkRun(
+                self.chunk_size, decodes, self.chunk_times, self._run_began, runs.sums.mark(), self._contended,
+                in_flight, launched, runs.chunks_in_a_row(index),
+            )  # fmt: skip
+            plan = run_chunks(self.scheduler, run, lambda request: request.seed + len(request.output_ids))
+            self.load_tokens += self.run_rows * decodes
+            self._plans = [] if plan is None else [(plan, self.scheduler.last_sampled)]
+        self.run_rows = self.chunk_size = 0
+        self.chunk_times = []
 
     def _remaining(self, request: Request) -> int:
         return self.running[request.rid].arrival.output_len - len(request.output_ids)

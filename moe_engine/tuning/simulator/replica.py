@@ -16,12 +16,13 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
-from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
+from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer, ExpertLoad
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group, shape_of
 from moe_engine.tuning.simulator.recorder import Recorder, Running
-from moe_engine.tuning.simulator.runs import Runs
+from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
+from moe_engine.tuning.simulator.runs import NEVER, Runs
 from moe_engine.types import StepPlan
 
 MAX_JUMP = 64
@@ -55,17 +56,6 @@ class ReplicaSpec:
     idle_seconds: float = 0.0
 
 
-@dataclass
-class _Flight:
-    """The step that runs. `pending`: groups that have not received its result, except those in a run."""
-
-    cost: StepCost
-    end: float
-    pending: set[int]
-    rows: int = 0
-    """Decoding requests of all groups."""
-
-
 class Replica:
     """Attributes:
     now: simulated clock of its core, in seconds.
@@ -82,15 +72,15 @@ class Replica:
         self.balancer = Balancer(spec.experts) if spec.experts is not None else None
         delays = spec.scheduler.delays_prefills and spec.num_groups > 1
         self._turns = PrefillTurns(delays=PrefillDelays(spec.scheduler, lambda: self.now) if delays else None)
-        self._runs = Runs(spec.num_groups)
+        self._runs, self._counts = Runs(spec.num_groups), RunCounts(recorder, front)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
         self._held: set[int] = set()
         """Groups with waiting prompts and no decodes, which have no step until prompts may be computed."""
         self._num_live = 0
-        self._busy: set[int] = set()
-        """Groups that had requests when their load was read, or have received one since."""
-        self._flight: _Flight | None = None
+        self._changed: set[int] = set()
+        """Groups whose load is another one than the last one read, beyond the tokens of their runs."""
+        self._flight: Flight | None = None
         self._collected = 0.0
         """Time at which the newest result was applied."""
         self.num_steps = 0
@@ -113,14 +103,14 @@ class Replica:
 
     def read_loads(self, loads: Sequence[Load]) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
-        step = self._runs.step
-        for index in list(self._busy):
+        for index in self._changed:
             load, group = loads[index], self.groups[index]
             load.num_requests = len(group.running)
             load.num_uncomputed = group.load_uncomputed
-            load.num_tokens = group.load_tokens + group.run_rows * (step - group.run_from)
-            if not group.running:
-                self._busy.remove(index)
+            self._runs.set_load(index, group.load_tokens - group.run_rows * group.run_from)
+        self._changed.clear()
+        for load, tokens in zip(loads, self._runs.loads()):
+            load.num_tokens = tokens
 
     @property
     def generated(self) -> int:
@@ -134,7 +124,8 @@ class Replica:
         if not self.is_active:
             self.now = max(self.now, running.entered + self.spec.idle_seconds * (running.entered > self.now))
         group = self.groups[index]
-        if index in self._runs.members and (self._turns.open or not group.queues_in_run):
+        ends_run = index in self._runs.members and index not in self._runs.chunking
+        if ends_run and (self._turns.open or not group.queues_in_run):
             self._leave_run(index)
         if self._flight is not None:
             self._flight.end += self.spec.arrival_seconds
@@ -143,7 +134,7 @@ class Replica:
         if refused is not None:
             return refused
         self._num_live += 1
-        self._busy.add(index)
+        self._changed.add(index)
         if index in self._runs.members:
             self._runs.wait(index, holds=True)
             group.queued_in_run(self._runs.sums)
@@ -159,10 +150,10 @@ class Replica:
         if not self.spec.exact and self._jump(until):
             return
         hold = len(self.groups) > 1 and not self._turns.open
-        runs = self._runs
-        leaving = runs.ended() if runs.members else []
-        for index in leaving if hold or not runs.holding else {*leaving, *runs.holding}:
-            self._leave_run(index)
+        runs, launched, drained = self._runs, self.now, NEVER
+        if runs.members:
+            for index in runs.leaving(hold):
+                self._leave_run(index)
         if not hold and self._held:
             self._awake |= self._held
             self._held.clear()
@@ -180,6 +171,7 @@ class Replica:
                 continue
             plan = group.plan(hold)
             while plan is NEEDS_RESULT:
+                drained = min(drained, index)
                 self._apply(index)
                 plan = group.plan(hold)
             if isinstance(plan, StepPlan):
@@ -189,8 +181,10 @@ class Replica:
             elif hold and not self.spec.exact and group.scheduler.num_waiting:
                 self._awake.discard(index)
                 self._held.add(index)
-        if runs.members:
-            shapes.append(runs.shape())
+        of_runs = runs.planned(hold) if runs.members else None
+        if of_runs is not None:
+            shapes.append(of_runs[0])
+            prefilled |= of_runs[2] > 0
         if not shapes:
             if self._flight is None and not hold and self._num_live:
                 self._wait_for_sessions(until)
@@ -199,7 +193,9 @@ class Replica:
             return
         if len(self.groups) > 1:
             self._take_turns(prefilled)
-        self._collect(self._launch(shapes, pending))
+        flight = self._launch(shapes, pending, of_runs)
+        flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, drained
+        self._collect(flight)
 
     def _wait_for_sessions(self, until: float) -> None:
         """Nothing runs, and requests wait because sessions are held: as an idle core, plans again after a while."""
@@ -217,20 +213,25 @@ class Replica:
         for _ in range(steps):
             self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, running)
 
-    def _launch(self, shapes: list[StepShape], pending: set[int]) -> _Flight:
+    def _launch(self, shapes: list[StepShape], pending: set[int], of_runs: tuple[StepShape, int, int] | None) -> Flight:
+        """`of_runs`: as of `Runs.planned`."""
         cost = self.spec.costs.step(self._busiest(shapes))
         if self.balancer is not None:
             self.balancer.passed(1)
         begin = self.now if self._flight is None else max(self.now, self._flight.end)
         self.num_steps += 1
         self.busy_seconds += cost.seconds
-        rows = sum(shape.decode_rows for shape in shapes)
-        if self._runs.members:  # their shape has the rows of the busiest group
-            rows += self._runs.total_rows - shapes[-1].decode_rows
+        rows = sum([shape.decode_rows for shape in shapes])
+        tokens = sum([shape.prefill_tokens for shape in shapes])
+        chunks: set[int] = set()
+        if of_runs is not None:  # their shape has the counts of the busiest group
+            shape, run_rows, run_tokens = of_runs
+            rows += run_rows - shape.decode_rows
+            tokens += run_tokens - shape.prefill_tokens
+            chunks |= self._runs.chunking if run_tokens else chunks
         if self._recorder.keeps_details:
-            tokens = sum(shape.prefill_tokens for shape in shapes)
             self._recorder.steps.append((rows, tokens, cost.seconds))
-        return _Flight(cost, begin + cost.seconds, pending, rows)
+        return Flight(cost, begin + cost.seconds, pending, rows, chunks=chunks)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
         """The shape that determines the step: the maximum over the groups, with the tokens of all."""
@@ -248,14 +249,16 @@ class Replica:
             max(shape.prefill_cached for shape in shapes),
         )
 
-    def _collect(self, behind: _Flight | None) -> None:
+    def _collect(self, behind: Flight | None) -> None:
         """Applies the step in flight; then `behind` is in flight."""
         if self._flight is not None:
             self.now = max(self.now, self._flight.end)
-            gap, self._collected = self.now - self._collected, self.now
+            previous, self._collected = self._collected, self.now
             for index in sorted(self._flight.pending):
                 self._apply(index)
-            self._count_runs(gap)
+            if self._runs.members:
+                self._counts.count(self._runs, self.groups, self._flight, previous, self.now)
+                self._changed |= self._flight.chunks
         self._flight = behind
         if behind is None:
             return
@@ -273,6 +276,7 @@ class Replica:
         flight.pending.discard(index)
         self.now = max(self.now, flight.end)
         group = self.groups[index]
+        self._changed.add(index)
         for event in group.finish(flight.cost):
             self._tell(index, group, event)
 
@@ -299,13 +303,15 @@ class Replica:
             )
         self._ended(self, index, running, self.now + delay)
 
-    # -- runs of decode steps
+    # -- runs
 
-    def _begin_run(self, index: int, flight: _Flight) -> None:
+    def _begin_run(self, index: int, flight: Flight) -> None:
         """Begins a run with the step in flight, if possible; the group's scheduler plans again after the run."""
         group = self.groups[index]
         holds = len(self.groups) > 1 and not self._turns.open
-        limit = group.run_limit(holds) if group.running else 0
+        if not group.running or (len(self.groups) > 1 and self._begin_chunks(index, flight, holds)):
+            return
+        limit = group.run_limit(holds)
         if limit < 1:
             return
         shape, waits = group.decode_shape(), group.scheduler.num_waiting > 0
@@ -313,47 +319,55 @@ class Replica:
         self._runs.join(index, shape, limit, holds and waits, waits)
         self._awake.discard(index)
         flight.pending.discard(index)
+        self._changed.add(index)
+
+    def _begin_chunks(self, index: int, flight: Flight, holds: bool) -> bool:
+        """Begins a run with chunks with the step in flight, if possible."""
+        group = self.groups[index]
+        limits = group.chunk_limits()
+        if limits is None:
+            return False
+        shape, most = group.decode_shape(), group.most_in_a_row
+        if holds and shape.decode_rows and not limits.decodes:
+            return False
+        if not holds and (not limits.chunks or (shape.decode_rows and limits.in_a_row >= most)):
+            return False
+        group.begin_run(shape.decode_rows, self._runs, limits.size)
+        self._runs.join_chunks(index, shape, limits, most)
+        self._awake.discard(index)
+        flight.pending.discard(index)
+        self._changed.add(index)
+        if limits.begins_with_chunk:
+            flight.chunks.add(index)
+        return True
 
     def _leave_run(self, index: int) -> None:
-        """Applies the steps of the run to the scheduler; the newest step is in flight."""
-        group = self.groups[index]
-        steps = self._runs.step - group.run_from
-        if steps:
+        """Applies the steps of the run to the scheduler; the newest step is in flight, if the group has a part in
+        it."""
+        group, runs, flight = self.groups[index], self._runs, self._flight
+        chunking, in_flight = index in runs.chunking, "decode"
+        if runs.step > group.run_from and index not in runs.fresh:
+            last = self._counts.held_at if chunking else self._collected
             for request in group.scheduler.table.decodes:
-                group.running[request.rid].last = self._collected
-        group.end_run(self._runs.sums)
-        self._runs.leave(index)
+                group.running[request.rid].last = last
+        if chunking:
+            computes = flight is not None and index in flight.chunks
+            in_flight = "chunk" if computes else "decode" if group.run_rows else ""
+            group.end_chunks(runs, index, in_flight, flight.launched_by(index) if flight is not None else 0.0)
+        else:
+            group.end_run(runs.sums)
+        runs.leave(index)
         self._awake.add(index)
-        if self._flight is not None:
-            self._flight.pending.add(index)
-
-    def _count_runs(self, gap: float) -> None:
-        """Counts a token of each request in a run. Before the first step of a run, the times of the last tokens
-        differ."""
-        runs, rows = self._runs, self._runs.total_rows
-        if not rows:
-            return
-        if self._front is not None:
-            self._front.tokens(self.now, rows)
-        for index in runs.fresh:
-            group = self.groups[index]
-            rows -= group.run_rows
-            for request in group.scheduler.table.decodes:
-                self._recorder.tokens(group.running[request.rid], 1, self.now)
-        runs.fresh.clear()
-        runs.step += 1
-        runs.sums.add(gap)
-        self._count(gap, rows)
-
-    def _count(self, gap: float, rows: int) -> None:
-        if rows:
-            self._recorder.gaps.add(gap, rows)
-            self._recorder.gaps.add_tokens(self.now, rows)
+        self._changed.add(index)
+        if flight is not None and in_flight:
+            flight.pending.add(index)
+            flight.chunks.discard(index)
 
     def _jump(self, until: float) -> bool:
         """Takes several decode steps at once, if all groups are in a run and no prompt waits for its turn."""
         flight, runs = self._flight, self._runs
-        if flight is None or flight.end >= until or self._awake or self._held or runs.holding or not runs.members:
+        waits = self._awake or self._held or runs.holding or runs.chunking
+        if flight is None or flight.end >= until or waits or not runs.members:
             return False
         room = until - flight.end
         first = self.spec.costs.step(self._busiest([runs.shape()])).seconds
@@ -371,17 +385,17 @@ class Replica:
         if self.balancer is not None:
             self.balancer.passed(steps)
         self.now = begin = flight.end
-        self._count_runs(self.now - self._collected)
+        self._counts.count(runs, self.groups, flight, self._collected, self.now)
         self.now = begin + total - last.seconds
         gap = (self.now - begin) / (steps - 1)
-        self._count(gap, runs.total_rows * (steps - 1))
+        self._counts.add(gap, runs.total_rows * (steps - 1), self.now)
         if self._front is not None:
             for number in range(1, steps):
                 self._front.tokens(begin + number * gap, runs.total_rows)
         runs.step += steps - 1
         runs.sums.add(first, last.seconds - (last.seconds - first) / (steps - 1), steps - 1)
         self._collected = self.now
-        self._flight = _Flight(last, begin + total, flight.pending, runs.total_rows)
+        self._flight = Flight(last, begin + total, flight.pending, runs.total_rows)
         self.num_steps += steps
         if self._recorder.keeps_details:
             self._recorder.steps += [(runs.total_rows, 0, total / steps)] * steps
@@ -402,7 +416,7 @@ class Replica:
         self._runs, self._num_live = Runs(self.spec.num_groups), 0
         for groups in (self._awake, self._held, self.lost):
             groups.clear()
-        self._busy = set(range(len(self.groups)))
+        self._changed = set(range(len(self.groups)))
         self._flight = None
         self.now = max(self.now, moment) + seconds
         return lost
@@ -419,6 +433,7 @@ class Replica:
         table = group.scheduler.table
         moved = [(running, rid, table.live[rid].output_ids) for rid, running in group.running.items()]
         self.groups[index] = self._new_group(index)
+        self._changed.add(index)
         self.lost.add(index)
         if self._flight is not None:
             self._flight.pending.discard(index)

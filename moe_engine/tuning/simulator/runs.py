@@ -1,13 +1,17 @@
-"""Groups of a replica that only decode, as arrays over the groups: a step of all groups costs a few array operations.
+"""Groups of a replica whose next plans are known, as arrays over the groups: a step of all groups costs a few array
+operations.
 
-A group is in a run while its next plans are known: all its running requests decode. Their counts grow by a token a
-step, so the first and the last step determine a run.
+All running requests of such a group decode; their counts grow by a token a step, so the first and the last step
+determine a run. A group in the middle of a long prompt computes a chunk of it instead in steps that may have prompts
+(`chunk_run.py`).
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moe_engine.scheduler.chunk_run import ChunkLimits
 from moe_engine.scheduler.step_sums import StepSums
 from moe_engine.tuning.costs.step_cost import StepShape
 
@@ -18,7 +22,9 @@ class Runs:
     """Attributes:
     step: steps that have passed, of all runs. sums: their seconds.
     members: groups in a run. fresh: those whose run has no step yet.
-    holding: members with waiting prompts, which leave when prompts may be computed.
+    chunking: members that compute chunks of a prompt.
+    holding: members with waiting prompts, except these; they leave when prompts may be computed.
+    waiting: all members with waiting prompts.
     total_rows: requests that decode, of all members.
     """
 
@@ -29,11 +35,14 @@ class Runs:
         self.fresh: set[int] = set()
         self.holding: set[int] = set()
         self.waiting: set[int] = set()
-        """Members with waiting prompts."""
+        self.chunking: set[int] = set()
         self._rows = np.zeros(num_groups, np.int64)
         self._context = np.zeros(num_groups, np.int64)
         """Context tokens extrapolated back to step 0."""
         self._ends = np.full(num_groups, NEVER, np.int64)
+        self._chunks = _Chunks(num_groups)
+        self._loads = np.zeros(num_groups, np.int64)
+        """Tokens of all requests, extrapolated back to step 0."""
         self._next_end = NEVER
         self._most_rows = 0
         self._is_stale = False
@@ -50,20 +59,42 @@ class Runs:
         if waits:
             self.wait(group, holds)
 
+    def join_chunks(self, group: int, shape: StepShape, limits: ChunkLimits, most_in_a_row: int) -> None:
+        """Adds a group's run with chunks; `shape`: that of the next decode step; `most_in_a_row`: chunks after which
+        running requests decode."""
+        self.join(group, shape, limits.decodes, holds=False, waits=True)
+        self.chunking.add(group)
+        self._chunks.join(group, shape.decode_rows, limits, most_in_a_row)
+
     def wait(self, group: int, holds: bool) -> None:
         """Marks a member as having waiting prompts."""
         self.waiting.add(group)
-        if holds:
+        if holds and group not in self.chunking:
             self.holding.add(group)
 
     def leave(self, group: int) -> None:
         self.members.remove(group)
-        for names in (self.fresh, self.holding, self.waiting):
+        if group in self.chunking:
+            self._chunks.leave(group, int(self._rows[group]))
+        for names in (self.fresh, self.holding, self.waiting, self.chunking):
             names.discard(group)
         self.total_rows -= int(self._rows[group])
         self._rows[group] = self._context[group] = 0
         self._ends[group] = NEVER
         self._is_stale = True
+
+    def set_load(self, group: int, tokens: int) -> None:
+        """Sets the tokens of a group's requests; of a member, extrapolated back to step 0."""
+        self._loads[group] = tokens
+
+    def loads(self) -> list[int]:
+        """Tokens of the requests of each group now."""
+        found: list[int] = (self._loads + self._rows * self.step).tolist()
+        return found
+
+    def chunks_in_a_row(self, group: int) -> int:
+        """Chunks of a member since its last decode step."""
+        return int(self._chunks.in_a_row[group])
 
     @property
     def most_rows(self) -> int:
@@ -77,20 +108,102 @@ class Runs:
         self._refresh()
         return self._next_end
 
-    def ended(self) -> list[int]:
-        """Members whose run is over."""
-        if self.step < self.next_end:
-            return []
-        found: list[int] = np.flatnonzero(self._ends <= self.step).tolist()
+    def leaving(self, hold: bool) -> set[int]:
+        """Members that ask their schedulers for the next step; `hold`: it has no prompts."""
+        found: set[int] = set()
+        if self.step >= self.next_end:
+            found.update(np.flatnonzero(self._ends <= self.step).tolist())
+        if not hold:
+            found |= self.holding
+            if self.chunking:
+                found.update(np.flatnonzero(self._chunks.over(self._rows)).tolist())
         return found
 
     def shape(self, ahead: int = 0) -> StepShape:
-        """The maximum over the members, with the tokens of all, of the step `ahead` steps after the next one."""
+        """The maximum over the members, with the tokens of all, of the step `ahead` steps after the next one, without
+        prompts."""
         self._refresh()
         context = self._context + self._rows * (self.step + ahead)
         return StepShape(self._most_rows, int(context.max()), 0, 0, 0, self.total_rows)
+
+    def planned(self, hold: bool) -> tuple[StepShape, int, int] | None:
+        """Plans the next step of all members: its shape, as of `shape`, with the requests that decode and the prompt
+        tokens of all; None if no member has a part in it. `hold`: it has no prompts."""
+        chunks = self._chunks
+        if hold or not self.chunking:
+            if chunks.some_in_a_row:
+                chunks.decoded(self._rows)
+            return (self.shape(), self.total_rows, 0) if self.total_rows else None
+        rows = self._rows * ~chunks.mask
+        context = self._context + self._rows * self.step
+        context *= ~chunks.mask
+        decodes, tokens = self.total_rows - chunks.num_rows, chunks.num_tokens
+        shape = StepShape(int(rows.max()), int(context.max()), 0, *chunks.shape(), decodes + tokens, 0.0, chunks.cached)
+        chunks.computed()
+        self._context -= self._rows - rows
+        self._ends += chunks.mask
+        self._is_stale = True
+        return shape, decodes, tokens
 
     def _refresh(self) -> None:
         if self._is_stale:
             self._next_end, self._most_rows = int(self._ends.min()), int(self._rows.max())
             self._is_stale = False
+
+
+class _Chunks:
+    """The chunks of members, by group; zero for other groups. `num_rows`: their decoding requests, which wait during a
+    chunk; `num_tokens`: tokens of a chunk of each."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.mask = np.zeros(num_groups, np.bool_)
+        self.in_a_row = np.zeros(num_groups, np.int64)
+        self.num_rows = self.num_tokens = 0
+        self.some_in_a_row = False
+        self._sizes = np.zeros(num_groups, np.int64)
+        self._starts = np.zeros(num_groups, np.int64)
+        self._left = np.full(num_groups, NEVER, np.int64)
+        self._most_in_a_row = NEVER
+
+    def join(self, group: int, rows: int, limits: ChunkLimits, most_in_a_row: int) -> None:
+        self.mask[group] = True
+        self.num_rows += rows
+        self.num_tokens += limits.size
+        self.in_a_row[group], self._most_in_a_row = limits.in_a_row, most_in_a_row
+        self.some_in_a_row |= limits.in_a_row > 0
+        self._sizes[group], self._starts[group], self._left[group] = limits.size, limits.start, limits.chunks
+
+    def leave(self, group: int, rows: int) -> None:
+        self.mask[group] = False
+        self.num_rows -= rows
+        self.num_tokens -= int(self._sizes[group])
+        self.in_a_row[group] = self._sizes[group] = self._starts[group] = 0
+        self._left[group] = NEVER
+
+    def over(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Groups whose next step with prompts is of another kind: the last chunk, or the turn of the decodes."""
+        found: NDArray[np.bool_] = (self._left <= 0) | ((self.in_a_row >= self._most_in_a_row) & (rows > 0))
+        return found
+
+    @property
+    def cached(self) -> int:
+        """Most context tokens before a chunk."""
+        return int(self._starts.max())
+
+    def shape(self) -> tuple[int, int]:
+        """Tokens, and pairs of tokens, of the largest chunk."""
+        sizes = self._sizes
+        pairs = sizes * self._starts + sizes * (sizes + 1) // 2
+        return int(sizes.max()), int(pairs.max())
+
+    def computed(self) -> None:
+        """Each member computes a chunk."""
+        self._starts += self._sizes
+        self._left -= self.mask
+        self.in_a_row += self.mask
+        self.some_in_a_row = True
+
+    def decoded(self, rows: NDArray[np.int64]) -> None:
+        """The members decode that have requests to decode."""
+        self.in_a_row[rows > 0] = 0
+        self.some_in_a_row = bool(self.in_a_row.any())

@@ -1,10 +1,10 @@
 """The worker side of the KV connector (`scheduler.kv_connector`): copies between the KV pool and host memory.
 
 A place is a row of the host pool: the KV of one token in all layers of this rank, MTP layers included. States of
-requests have entries of their own (`host_states`). On the CPU a
-copy is done in the step. On an accelerator a thread with its own stream copies, in plan order. Slots that are stored
-are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores more than
-`COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
+requests have entries of their own (`host_states`), and so have the pages of windowed layers with slots of their own.
+On the CPU a copy is done in the step. On an accelerator a thread with its own stream copies, in plan order. Slots that
+are stored are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores
+more than `COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class KVCopies:
         staged: on an accelerator a copy is one transfer between the device and a staging buffer, whose rows the CPU
             scatters and gathers (`--hicache-io-backend kernel`); else a transfer for each run of neighbouring places.
         states: host memory for the states of prefixes, if the model has states.
+        num_window_slots: tokens of the host's pool of windowed layers; 0: they have no slots of their own.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class KVCopies:
         layout: str = "page_first",
         staged: bool = False,
         states: HostStates | None = None,
+        num_window_slots: int = 0,
     ) -> None:
         self._pool = pool
         self._stream = stream
         widths = pool.row_widths
         self.host = HostPool(num_places, widths, layout, stream)
+        self._windows = HostPool(num_window_slots, pool.window_widths, layout, stream) if num_window_slots else None
         self._at_once = max(1, COPY_BYTES // sum(widths))
         self._copies = make_copy_stream(stream)
         self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._copies is not None else None
@@ -74,7 +77,8 @@ class KVCopies:
 
     @property
     def num_bytes(self) -> int:
-        return self.host.num_bytes + (self._states.num_bytes if self._states is not None else 0)
+        further = (self._states, self._windows)
+        return self.host.num_bytes + sum(part.num_bytes for part in further if part is not None)
 
     def start(self, ops: KVOps) -> None:
         """Runs, or begins to run, the copies of a plan, before its forward; on the thread of the steps."""
@@ -87,6 +91,8 @@ class KVCopies:
             self._store(ops.store_slots[part], ops.store_places[part])
         if ops.state_stores:
             self._store_states(ops.state_stores)
+        if ops.window_stores:
+            self._store_windows(ops.window_stores)
         for load in ops.loads:
             if self._copies is None:
                 self._load(load)
@@ -135,14 +141,32 @@ class KVCopies:
                 self._storing_states = self._copies.run(self._states.download, rows, entries)
                 self._storing_states.add_done_callback(self._stored)
 
-    def _store(self, slots: list[int], places: list[int]) -> None:
+    def _store_windows(self, pairs: list[tuple[int, int]]) -> None:
+        assert self._windows is not None
+        at_once = max(1, COPY_BYTES // self._windows.width)
+        slots, places = self._slots_of([page for page, _ in pairs]), self._places_of([entry for _, entry in pairs])
+        for begin in range(0, len(slots), at_once):
+            self._store(slots[begin : begin + at_once], places[begin : begin + at_once], windows=self._windows)
+
+    def _slots_of(self, pages: list[int]) -> list[int]:
+        """The window slots of pages, which are named by their first slot."""
+        return [slot for page in pages for slot in range(page, page + self._pool.page_size)]
+
+    def _places_of(self, entries: list[int]) -> list[int]:
+        """The places of entries in the host's pool of windowed layers."""
+        size = self._pool.page_size
+        return [place for entry in entries for place in range(entry * size, (entry + 1) * size)]
+
+    def _store(self, slots: list[int], places: list[int], windows: HostPool | None = None) -> None:
         if self._storing is not None:
             self._storing.result()  # its rows are still in memory
-        rows = self._pool.read_rows(self._stream.from_list(slots, torch.int64))
+        read = self._pool.read_rows if windows is None else self._pool.read_windows
+        rows = read(self._stream.from_list(slots, torch.int64))
         if self._copies is None:
-            self.host.put(torch.tensor(places), rows)
+            (windows or self.host).put(torch.tensor(places), rows)
         else:
-            self._storing = self._copies.run(self._download, rows, places)
+            download = self._download if windows is None else windows.download
+            self._storing = self._copies.run(download, rows, places)
             self._storing.add_done_callback(self._stored)
 
     def _download(self, rows: Tensor, places: list[int]) -> None:
@@ -167,6 +191,21 @@ class KVCopies:
         if load.states:
             assert self._states is not None
             self._states.upload(load.states)
+        if load.windows:
+            self._load_windows(load.windows)
+
+    def _load_windows(self, pairs: list[tuple[int, int]]) -> None:
+        assert self._windows is not None
+        at_once = max(1, COPY_BYTES // self._windows.width)
+        places, slots = self._places_of([entry for entry, _ in pairs]), self._slots_of([page for _, page in pairs])
+        for begin in range(0, len(slots), at_once):
+            part = places[begin : begin + at_once]
+            if self._copies is None:
+                rows = self._windows.take(torch.tensor(part))
+            else:
+                rows = torch.empty(len(part), self._windows.width, dtype=torch.uint8, device=self._stream.device)
+                self._windows.upload(part, rows)
+            self._pool.write_windows(self._stream.from_list(slots[begin : begin + at_once], torch.int64), rows)
 
     def _upload(self, places: list[int], rows: Tensor) -> None:
         if self._staging is None:

@@ -114,7 +114,11 @@ class KVPool:
             for parts in self._tensors:
                 for tensor in parts:
                     tensor.zero_()
-        self._raw = [tensor.flatten(1).view(torch.uint8) for parts in self._tensors for tensor in parts]
+        bounded = set(windowed) if self.num_window_slots else set()
+        self._raw, self._raw_windows = (
+            [_bytes(tensor) for i, parts in enumerate(self._tensors) if (i in bounded) == own for tensor in parts]
+            for own in (False, True)
+        )
         of_states = {} if states is None else states.layers
         self.layers: Sequence[Any] = tuple(
             of_states[i] if i in of_states else parts[0] if len(parts) == 1 else tuple(parts)
@@ -143,6 +147,11 @@ class KVPool:
         """Bytes of a token in each tensor, in the order of `read_rows`."""
         return [tensor.shape[1] for tensor in self._raw]
 
+    @property
+    def window_widths(self) -> list[int]:
+        """As `row_widths` for `read_windows`."""
+        return [tensor.shape[1] for tensor in self._raw_windows]
+
     def schema(self) -> list[str]:
         """The tensors of a token, in the order of `read_rows`: a line each with layer, format and shape."""
         return [
@@ -152,18 +161,21 @@ class KVPool:
         ]
 
     def read_rows(self, slots: Tensor) -> Tensor:
-        """The KV of slots [n] in all layers, as bytes [n, bytes_per_token]; new memory."""
-        self._refuse_windows()
+        """The KV of slots [n], as bytes [n, sum of `row_widths`], in new memory: of all layers but windowed ones with
+        slots of their own."""
         return torch.cat([tensor.index_select(0, slots) for tensor in self._raw], 1)
 
     def write_rows(self, slots: Tensor, rows: Tensor) -> None:
         """The inverse of `read_rows`."""
-        self._refuse_windows()
-        begin = 0
-        for tensor in self._raw:
-            width = tensor.shape[1]
-            tensor.index_copy_(0, slots, rows[:, begin : begin + width])
-            begin += width
+        _write(self._raw, slots, rows)
+
+    def read_windows(self, slots: Tensor) -> Tensor:
+        """The KV of window slots [n] in the windowed layers, as bytes [n, sum of `window_widths`]; new memory."""
+        return torch.cat([tensor.index_select(0, slots) for tensor in self._raw_windows], 1)
+
+    def write_windows(self, slots: Tensor, rows: Tensor) -> None:
+        """The inverse of `read_windows`."""
+        _write(self._raw_windows, slots, rows)
 
     def _refuse_windows(self) -> None:
         if self.num_window_slots:
@@ -173,3 +185,16 @@ class KVPool:
         for parts in self._tensors:
             for tensor in parts:
                 tensor[: self.page_size].zero_()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1).view(torch.uint8)
+
+
+def _write(tensors: list[Tensor], slots: Tensor, rows: Tensor) -> None:
+    """Rows [n, W] to slots [n] of the tensors, one after the other."""
+    begin = 0
+    for tensor in tensors:
+        width = tensor.shape[1]
+        tensor.index_copy_(0, slots, rows[:, begin : begin + width])
+        begin += width

@@ -111,6 +111,8 @@ def make_copies(
     host_states = None
     if states is not None:
         more["states"] = host_states = HostStates(options.host_snapshots, states, stream)
+    if options.host_window_slots:
+        more["num_window_slots"] = options.host_window_slots
     copies = made(pool, options.host_tier_tokens, stream, **more)
     if options.storage is None:
         return copies

@@ -20,7 +20,7 @@ from tests.kernels.triton.poison import poisoned_memory
 
 FORM = GroupCodes(4, MXFP4_GROUP, values=FP4)
 HIDDEN, WIDTH = 160, 96  # neither is a multiple of a step of 128 columns
-BOUND = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of the largest result
+BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}  # of the largest result
 kernel = TritonExperts()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
 
@@ -54,6 +54,7 @@ class Experts:
         assert worst < BOUND[self.dtype], worst
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("tokens", [3, 60])
 def test_biased_experts(dtype: torch.dtype, tokens: int) -> None:

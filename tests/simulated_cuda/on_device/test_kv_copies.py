@@ -14,7 +14,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache import kv_copies
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
-from tests.engine import test_state_tier
+from tests.engine import test_state_tier, test_window_tier
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_host_tier import CHAIN, LIMITS, sessions
 from tests.simulated_cuda import streams
@@ -49,6 +49,10 @@ def test_a_load_brings_back_what_was_stored(at_once: int, monkeypatch: pytest.Mo
 
 def test_every_byte_of_a_state_comes_back(tmp_path: Path) -> None:
     test_state_tier.test_every_byte_of_a_state_comes_back(tmp_path, "cuda")
+
+
+def test_every_byte_of_a_window_comes_back() -> None:
+    test_window_tier.test_every_byte_of_a_window_comes_back("page_first", "cuda")
 
 
 @pytest.mark.parametrize("flags", [{}, CHAIN], ids=["plain", "chain"])

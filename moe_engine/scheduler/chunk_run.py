@@ -1,0 +1,230 @@
+"""Several steps of a scheduler at once, while one long prompt is computed in equal chunks: each step is a chunk, or a
+decode of all running requests, as the turns of the attention groups have it.
+
+The run ends before the last chunk, which samples and lets other prompts join. The result equals that of the same steps
+by `Scheduler.schedule` and `Scheduler.update` (tests/tuning/test_simulator.py compares them); the radix cache gets the
+chunks at the end of the run, because no other prompt is matched before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.admission import expected_growth
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.plan_draft import StepRecord
+from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.scheduler.step_sums import Steps, between
+from moe_engine.types import Request, StepPlan
+
+UNLIMITED = NEVER = 1 << 60
+NONE = Steps()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """Steps that a run may take from now on.
+
+    Attributes:
+        size: tokens of each chunk. start: first token of the next chunk.
+        chunks, decodes: max number of steps of each kind.
+        in_a_row: chunks since the last decode.
+        begins_with_chunk: whether the step in flight is a chunk of this prompt; else it is a decode.
+    """
+
+    size: int
+    start: int
+    chunks: int
+    decodes: int
+    in_a_row: int
+    begins_with_chunk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTimes:
+    """Times of a chunk whose result has been applied, in seconds of the scheduler's clock.
+
+    Attributes:
+        launched: time of planning; `ended`: of the result; `began`: of the result before.
+        before, after: sums of all steps before and after it.
+    """
+
+    launched: float
+    began: float
+    ended: float
+    before: Steps
+    after: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """Steps of a run whose results have been applied, the oldest of which was in flight before.
+
+    Attributes:
+        size: tokens of a chunk. decodes: number of decode steps.
+        chunks: times of the chunks; the decode steps before and between them are in the sums of their times.
+        begin, end: sums of all steps at the begin and the end of the run.
+        contended: sums from which on requests waited; None: none waited.
+        in_flight: kind of the step in flight: "decode", "chunk" or "" without one.
+        launched: time of planning of that step.
+        in_a_row: chunks since the last decode.
+    """
+
+    size: int
+    decodes: int
+    chunks: Sequence[ChunkTimes]
+    begin: Steps
+    end: Steps
+    contended: Steps | None
+    in_flight: str
+    launched: float
+    in_a_row: int
+
+
+def has_chunk_runs(config: SchedulerConfig) -> bool:
+    """Whether a scheduler of this kind can take such runs: a plan has prompts or decodes, and a chunk changes nothing
+    but the slots of its request."""
+    return not (
+        config.enable_mixed_chunk
+        or config.speculation is not None
+        or config.host_tier_tokens
+        or config.window
+        or config.num_snapshots
+        or config.lora_slots
+        or config.jump_forward
+        or config.autopilot
+        or config.delayer is not None
+        or config.kv_events
+        or config.radix_eviction_policy != "lru"
+    )
+
+
+def chunk_limits(scheduler: Scheduler, remaining: Callable[[Request], int]) -> ChunkLimits | None:
+    """The run that may begin with the step in flight; None if the next plan may be of another kind. The scheduler is
+    one of several groups, and `has_chunk_runs`.
+
+    Args:
+        remaining: tokens until a request ends by its content, beyond its `output_ids`.
+    """
+    table, flights, entry = scheduler.table, scheduler._in_flight, scheduler.table.chunked
+    if entry is None or len(flights) != 1 or table.aborting or scheduler._suspects or scheduler._prefills.preempting:
+        return None
+    record, decodes, request = flights[0], table.decodes, entry.request
+    chunk_first = bool(record.prefilled)
+    if chunk_first:
+        if record.sampled or record.ended or len(record.prefilled) > 1 or request.row not in record.prefilled:
+            return None
+    elif not decodes or record.sampled != decodes or scheduler._prefills.to_cache:
+        return None
+    most = table.settings.chunk_beside(len(decodes))
+    size = 0 if most is None else scheduler.config.floor_page(most)
+    if most is None or size <= 0:
+        return None
+    kv_cache, page = scheduler.kv_cache, scheduler.kv_cache.page_size
+    slots, running = kv_cache.slots, len(decodes)
+    if (slots.num_pending or kv_cache.rows.num_pending) and slots.num_free < page * running + size:
+        return None  # the next step cannot use these slots yet, and would evict others
+    tree = kv_cache.tree
+    if tree.peek(entry.prefix_keys, entry.limit, request.namespace, request.tree_node).length > request.num_in_tree:
+        return None  # another prompt of the same step had these tokens too: the next plan takes its slots
+    clip = scheduler.config.clip_max_new_tokens
+    reserved = scheduler.ratio.value * sum([expected_growth(other, clip) for other in decodes])
+    room = int(min(slots.num_free + tree.num_evictable, kv_cache.available - reserved)) - size
+    left = len(entry.tokens) - request.num_computed
+    chunks = max(min((left - most - 1) // size + 1, room // (2 if decodes else 1) // size), 0)
+    limit = UNLIMITED
+    if decodes:
+        limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes]) - 1 + chunk_first
+        limit = min(limit, ((room - chunks * size) // page // running) * page - page + 1)
+    elif not chunks:
+        return None
+    in_a_row = scheduler.backoff.prefills_in_a_row
+    return ChunkLimits(size, request.num_computed, chunks, max(limit, 0), in_a_row, chunk_first)
+
+
+def run_chunks(scheduler: Scheduler, run: ChunkRun, first_token: Callable[[Request], int]) -> StepPlan | None:
+    """Plans the steps of a run and applies their results, except that of the last step if it is still in flight.
+
+    Args:
+        first_token: id of a request's next token; ids count up from it.
+
+    Returns:
+        The plan of the step in flight; None without one.
+    """
+    table, kv_cache, entry = scheduler.table, scheduler.kv_cache, scheduler.table.chunked
+    assert entry is not None
+    record, decodes, prompt = scheduler._in_flight[0], table.decodes, entry.request
+    _observe(scheduler, run)
+    began_with_chunk = bool(record.prefilled)
+    num_decodes = run.decodes + (run.in_flight == "decode") - (not began_with_chunk)
+    num_chunks = len(run.chunks) + (run.in_flight == "chunk") - began_with_chunk
+    results = run.decodes + len(run.chunks)
+    if kv_cache.retire(record.number + results - 1):
+        scheduler.backoff.retry_now()
+    if not kv_cache.make_room(kv_cache.decode_need(decodes, num_decodes) + num_chunks * run.size):
+        raise MoeEngineError(f"no room for {num_chunks} chunks and {num_decodes} decodes; ask chunk_limits first")
+    for request in decodes:
+        slots = kv_cache.slots.alloc(num_decodes, request.slots[-1], len(request.slots))
+        assert slots is not None
+        request.slots += slots
+        token = first_token(request)
+        request.output_ids.extend(range(token, token + run.decodes))
+        request.num_computed += num_decodes
+        request.num_in_flight = int(run.in_flight == "decode")
+    if num_chunks:
+        kv_cache.extend(prompt, num_chunks * run.size)
+        prompt.num_computed += num_chunks * run.size
+        scheduler._prefills.to_cache = [prompt]
+        scheduler.totals.hit_rate = 0.0
+    if num_chunks or num_decodes:
+        table.row_writes.clear()
+        table.finished_rows.clear()
+    kv_cache.step += num_decodes + num_chunks
+    scheduler.totals.generated_tokens += run.decodes * len(decodes)
+    scheduler.backoff.count_run(num_decodes, run.in_a_row)
+    scheduler.ratio.decay(num_decodes)
+    return _replace_record(scheduler, run, prompt, record.number + results)
+
+
+def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
+    """Reports the times of the steps to the hold of sessions, in their order."""
+    sessions, running = scheduler.table.sessions, len(scheduler.table.decodes)
+    if sessions.is_off:
+        return
+    times, mark, waits = sessions.times, run.begin, NEVER if run.contended is None else run.contended.count
+    for chunk in run.chunks:
+        if running and chunk.before.count > mark.count:
+            steps = between(mark, chunk.before)
+            times.add_decodes(running, steps, _part(run, mark, chunk.before, steps), chunk.began)
+        times.add(chunk.launched, chunk.ended, run.size, 0, waits < chunk.after.count)
+        mark = chunk.after
+    if running:
+        steps = between(mark, run.end)
+        sessions.decoded(running, steps, _part(run, mark, run.end, steps))
+
+
+def _part(run: ChunkRun, begin: Steps, end: Steps, steps: Steps) -> Steps:
+    """The contended steps among those from `begin` to `end`."""
+    if run.contended is None or run.contended.count >= end.count:
+        return NONE
+    return between(run.contended, end) if run.contended.count > begin.count else steps
+
+
+def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number: int) -> StepPlan | None:
+    """The step in flight at the end of the run."""
+    flights, decodes = scheduler._in_flight, scheduler.table.decodes
+    flights.clear()
+    if run.in_flight == "decode":
+        rows, count = [request.row for request in decodes], len(decodes)
+        flights.append(StepRecord(number, decodes.copy(), rows, num_decodes=count, launched=run.launched))
+        starts = [request.num_computed - 1 for request in decodes]
+        return StepPlan(number, rows, starts, [1] * count, [True] * count, num_decodes=count)
+    if run.in_flight == "chunk":
+        start, row = prompt.num_computed - run.size, prompt.row
+        record = StepRecord(number, [], [], {row: prompt}, launched=run.launched)
+        record.prompt_spans = {row: (start, prompt.num_computed)}
+        flights.append(record)
+        return StepPlan(number, [row], [start], [run.size], [False])
+    return None

@@ -1,0 +1,99 @@
+"""Results of a step for groups in runs: tokens of their requests, times of their chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from moe_engine.scheduler.chunk_run import ChunkTimes
+from moe_engine.tuning.costs.step_cost import StepCost
+from moe_engine.tuning.simulator.front_end import FrontEnd
+from moe_engine.tuning.simulator.group import Group
+from moe_engine.tuning.simulator.recorder import Recorder
+from moe_engine.tuning.simulator.runs import NEVER, Runs
+
+
+@dataclass
+class Flight:
+    """The step that runs.
+
+    Attributes:
+        pending: groups that have not received its result, except those in a run.
+        rows: decoding requests of all groups.
+        hold: it has no prompts. chunks: groups in a run that compute a chunk in it.
+        launched: time of planning; `relaunched`: by groups behind `drained`, the first one that needed a result first.
+    """
+
+    cost: StepCost
+    end: float
+    pending: set[int]
+    rows: int = 0
+    hold: bool = False
+    chunks: set[int] = field(default_factory=set)
+    launched: float = 0.0
+    relaunched: float = 0.0
+    drained: int = NEVER
+
+    def launched_by(self, group: int) -> float:
+        """Time at which a group planned it."""
+        return self.relaunched if group > self.drained else self.launched
+
+
+class RunCounts:
+    """Attributes:
+    held_at: end of the newest step without prompts, in which all requests in runs got a token.
+    """
+
+    def __init__(self, recorder: Recorder, front: FrontEnd | None) -> None:
+        self._recorder, self._front = recorder, front
+        self.held_at = 0.0
+
+    def count(self, runs: Runs, groups: Sequence[Group], flight: Flight, previous: float, now: float) -> None:
+        """Counts a token of each request in a run that decodes in this step, and the chunks.
+
+        Before the first step of a run, the times of the last tokens differ. Requests beside a prompt got their last
+        token in the newest step without prompts.
+
+        Args:
+            previous: end of the step before.
+        """
+        gap, rows = now - previous, runs.total_rows
+        before = runs.sums.mark()
+        runs.sums.add(gap)
+        if flight.chunks:
+            times = ChunkTimes(flight.launched, previous, now, before, runs.sums.mark())
+            rows -= self._count_chunks(groups, flight, times)
+        if self._front is not None and rows:
+            self._front.tokens(now, rows)
+        if flight.hold and runs.chunking and self.held_at != previous:
+            late = sum([groups[index].run_rows for index in runs.chunking if index not in runs.fresh])
+            self.add(now - self.held_at, late, now)
+            rows -= late
+        for index in [index for index in runs.fresh if index not in flight.chunks]:
+            group = groups[index]
+            rows -= group.run_rows
+            for request in group.scheduler.table.decodes:
+                self._recorder.tokens(group.running[request.rid], 1, now)
+            if flight.hold or index not in runs.chunking:
+                runs.fresh.remove(index)
+        if flight.hold:
+            self.held_at = now
+        runs.step += 1
+        self.add(gap, rows, now)
+
+    def _count_chunks(self, groups: Sequence[Group], flight: Flight, times: ChunkTimes) -> int:
+        """Returns the number of requests that wait for these chunks."""
+        late = replace(times, launched=flight.relaunched) if flight.drained < NEVER else times
+        rows = 0
+        for index in flight.chunks:
+            group = groups[index]
+            rows += group.run_rows
+            group.run_from += 1
+            group.chunk_times.append(late if index > flight.drained else times)
+        return rows
+
+    def add(self, gap: float, rows: int, now: float) -> None:
+        """`rows` requests get a token, `gap` seconds after the last one."""
+        if rows:
+            self._recorder.gaps.add(gap, rows)
+            self._recorder.gaps.add_tokens(now, rows)
