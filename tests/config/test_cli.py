@@ -133,7 +133,7 @@ def test_a_launch_that_cannot_fit_is_refused_before_torch_is_loaded(model_dir):
     code = LOADED_TORCH.format(argv=["serve", "--model-path", str(model_dir(V3))])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "2"] and "Traceback" not in done.stderr, done.stderr
-    assert "weights 1252" in done.stderr and "this machine offers" in done.stderr
+    assert "weights 1251.83 GB" in done.stderr and "this machine offers" in done.stderr
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["demo"], ["doctor"], ["serve", "--tp", "3"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def reads() -> PartReads:
-    return PartReads(3)
+def reads() -> Iterator[PartReads]:
+    reads = PartReads(3)
+    yield reads
+    reads.close()
 
 
 def test_results_come_in_order_from_bounded_buffers(reads: PartReads) -> None:
@@ -112,11 +115,11 @@ def test_a_model_loaded_in_parts(kind: str, tmp_path: Path, monkeypatch: pytest.
     want = stepper.load(path, "cpu").step(step)[0]
     for name in ("PART_BYTES", "DIRECT_BYTES"):
         monkeypatch.setattr(safetensors_file, name, 1 << 10)
-    threads = torch.get_num_threads()
+    threads, others = torch.get_num_threads(), set(threading.enumerate())
     torch.set_num_threads(3)
     try:
         found = stepper.load(path, "cpu").step(step)[0]
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, want)
-    until(lambda: not any(thread.name.startswith("read_") for thread in threading.enumerate()))
+    until(lambda: not any(thread.name.startswith("read_") for thread in {*threading.enumerate()} - others))
