@@ -225,6 +225,10 @@ class Scheduler:
             return self._drain()
         if not mixed and not batch.jobs and table.decodes and not self._decodes.add(draft, bool(self._in_flight)):
             return self._drain()
+        if skip and not hold_prefill and not draft.rows:  # all requests that could decode were retracted
+            batch = self._prefills.build(0, bool(self._in_flight))
+            if batch is None:
+                return self._drain()
         if batch.jobs:
             self._prefills.add(draft, batch)
         if not draft.rows:
