@@ -39,7 +39,7 @@ def lives(process: psutil.Process) -> bool:
 def test_second_interrupt_ends_the_drain(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """The requests would run for longer; the exit code tells a drain (0) from an interruption."""
+    """The requests would run for longer. Exit code 0 means a drain, others an interruption."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), *flags) as server:
         threads, _ = in_background(server, 2)

@@ -81,7 +81,7 @@ def summary(outcome: Outcome) -> list[tuple[object, ...]]:
     )
 
 
-def books(fleet: Fleet) -> list[tuple[int, ...]]:
+def scheduler_counters(fleet: Fleet) -> list[tuple[int, ...]]:
     """Counters and cached tokens of all schedulers."""
     schedulers = [group.scheduler for replica in fleet.replicas for group in replica.groups]
     return [
@@ -140,7 +140,7 @@ def test_runs_equal_single_steps(example):
         load = sessions(random.Random(seed), rate) if turns else requests(random.Random(seed), count, rate)
         found.append(simulate(one, load))
     (single_fleet, single), (runs_fleet, runs) = found
-    assert books(runs_fleet) == books(single_fleet)
+    assert scheduler_counters(runs_fleet) == scheduler_counters(single_fleet)
     assert runs.retractions == single.retractions and runs.num_steps == single.num_steps
     for a, b in zip(summary(single), summary(runs)):
         assert a[1:4] == b[1:4] and (a[0], *a[4:]) == pytest.approx((b[0], *b[4:]), abs=1e-4)
