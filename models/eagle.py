@@ -24,8 +24,10 @@ from torch import Tensor
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig
+from moe_engine.models.draft_layers import embed_next
 from moe_engine.models.eagle_config import LAYER, HeadConfig
 from moe_engine.models.footprint import held_bytes
+from moe_engine.models.layers.axis_rows import AxisRows
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.decoder_layer import DecoderLayer
 from moe_engine.models.layers.embedding import Head
@@ -99,7 +101,9 @@ class EagleHead:
 
     def _load_attention(self, reader: WeightSource, max_positions: int) -> GQAttention | MLAAttention:
         layer, place = self.config.layer, self._model.config.num_layers
-        rotary = make_rotary_table(layer.rope, max_positions, reader.device)
+        more = self._model.max_image_tokens if layer.rope.axes else 0
+        rotary = make_rotary_table(layer.rope, max_positions + more, reader.device)
+        self._axis_rows = AxisRows(rotary, max_positions, layer.rope.axes) if more else None
         form = MLAAttention if isinstance(layer.attention, MLAConfig) else GQAttention
         return form(
             layer, place, reader, self._backends, self._parallel, rotary, layer_name=LAYER,
@@ -141,7 +145,8 @@ class EagleHead:
         """
         if self._parallel.world_size > 1:
             batch = with_sizes(batch, self._parallel)
-        x, stream = self._enter(self._model.embedding(input_ids), hidden)
+        x, stream = self._enter(embed_next(self._model, input_ids, batch), hidden)
+        batch = self._place(batch)
         if isinstance(self._attention, MLAAttention):
             v = self._layer.forward(x, stream, batch, self._attention.chunks(batch))
         else:
@@ -156,8 +161,11 @@ class EagleHead:
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache, for tokens whose v is not needed. Arguments as in `forward`; `batch` needs no plan."""
-        x, _ = self._enter(self._model.embedding(input_ids), hidden)
-        self._attention.remember(x, batch)
+        x, _ = self._enter(embed_next(self._model, input_ids, batch), hidden)
+        self._attention.remember(x, self._place(batch))
+
+    def _place(self, batch: ForwardBatch) -> ForwardBatch:
+        return batch if self._axis_rows is None else self._axis_rows.place(batch)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v [S, D] -> [S, W] float32. `sizes` as in `Model.logits`."""

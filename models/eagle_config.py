@@ -20,6 +20,7 @@ from moe_engine.models import registry
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_vision import rotary_axes
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, TensorSpec, layer_tensors
 
@@ -134,6 +135,8 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
             f"{file}: the head has enorm and hnorm, as MTP layers have; export it as one (...NextN in architectures, "
             "eh_proj for fc)"
         )
+    axes = rotary_axes(fields, layer.rope.width // 2)
+    layer = replace(layer, rope=replace(layer.rope, axes=axes))
     reads_taps = is_eagle3 and eagle.get("use_aux_hidden_state", True)
     head = HeadConfig(
         path=str(folder),

@@ -138,9 +138,15 @@ class ReferenceHead(nn.Module):
 
     def forward(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """The next token of each position [T] and hidden states [T, D] from the start of a text -> v [T, D]."""
-        embedding = self.target.embedding(ids)[None]
-        hidden = hidden[None]
-        rotary = self._rotary(hidden, torch.arange(len(ids))[None])
+        return self.over(self.target.embedding(ids), hidden, self.rotary(torch.arange(len(ids))))
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, T, Dh] of positions [T]."""
+        return self._rotary(self.fc.weight, positions[None])
+
+    def over(self, embedding: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """`forward` with the embeddings [T, D] of the next tokens."""
+        embedding, hidden = embedding[None], hidden[None]
         if not self.form.eagle3:
             out = self.layer(self.fc(torch.cat((embedding, hidden), -1)), position_embeddings=rotary)
             return (out[0] if isinstance(out, tuple) else out)[0]
