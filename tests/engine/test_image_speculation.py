@@ -187,7 +187,8 @@ def test_a_head_sees_the_embeddings_of_images(tmp_path: Path, axes: bool, chunk:
     for ids, images, places in prompts(torch.Generator().manual_seed(random.randrange(2**31))):
         proposed.clear()
         form = {} if chunk is None else {"chunked_prefill_size": chunk}
-        answers = engine.run([scripted("r", ids, images, places, count=COUNT)], overlap=False, **form)
+        script = [scripted(rid, ids, images, places, COUNT, arrives=at) for rid, at in (("r", 0), ("again", 60))]
+        answers = engine.run(script, overlap=False, **form)
         text = ids + answers["r"].token_ids
         seen = Text(oracle, text, images)
         for length, (root, *drafts) in proposed:
