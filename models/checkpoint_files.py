@@ -79,8 +79,8 @@ def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
 
 
 def read_head(directory: Path) -> dict[str, WeightFile]:
-    """`read_checkpoint` of an EAGLE head: its layer is ``model.layers.0``, whatever its published name, and other names
-    have no prefix. Raises as `read_checkpoint`."""
+    """`read_checkpoint` of an EAGLE head: its first layer is ``model.layers.0``, whatever its published name, and names
+    outside the layers have no prefix. Raises as `read_checkpoint`."""
     files = read_checkpoint(directory)
     return _renamed(files, {name: _head_name(name) for name in files})
 
@@ -90,10 +90,9 @@ def _head_name(name: str) -> str:
     for old, new in _HEAD_NORMS.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
-    for prefix in ("midlayer.", "layers.0."):
-        if name.startswith(prefix):
-            return f"model.layers.0.{name.removeprefix(prefix)}"
-    return name
+    if name.startswith("midlayer."):
+        return f"model.layers.0.{name.removeprefix('midlayer.')}"
+    return f"model.{name}" if name.startswith("layers.") else name
 
 
 def _read_files(directory: Path) -> dict[str, WeightFile]:

@@ -43,6 +43,10 @@ class DraftLayers(Protocol):
         """As `MTPLayers.fuses_drafts`."""
 
     @property
+    def attends_to_extend(self) -> bool:
+        """Whether `remember` runs attention, and needs a planned batch."""
+
+    @property
     def feed_forwards(self) -> list[Any]: ...
 
     def modules(self) -> Iterator[Reloadable]:

@@ -50,6 +50,7 @@ class MTPLayers:
     """
 
     ids: Tensor | None = None
+    attends_to_extend = False
 
     def __init__(self, model: Decoder, reader: WeightSource) -> None:
         first, count = model.config.num_layers, model.config.num_nextn_predict_layers

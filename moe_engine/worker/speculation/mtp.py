@@ -155,6 +155,8 @@ class MTPDrafter:
         assert history is not None
         self._store_states(rows, computed)
         if not self._lookback:
+            if self.layers.attends_to_extend:
+                computed = self._planned(computed)
             forward = self._with_images(computed.batch, computed.forward, rows, starts, counts, computed.offsets)
             self.layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, forward)
         else:
@@ -175,6 +177,16 @@ class MTPDrafter:
             self._store_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
         if self._images is not None:
             self._images.end()
+
+    def _planned(self, computed: Computed) -> Computed:
+        """The same tokens in a batch that is planned for the layers' attention."""
+        rows, starts, counts, offsets = computed.rows, computed.starts, computed.counts, computed.offsets
+        batch, forward = self._batches.runs(rows, starts, counts, num_decodes=0)
+        begins = np.cumsum(counts) - counts
+        in_runs = np.arange(int(counts.sum())) + np.repeat(offsets - begins, counts)  # place of each run's tokens
+        index = self._upload(in_runs[places_in_runs(batch.offsets, counts)])
+        hidden = computed.hidden.index_select(0, index)
+        return replace(computed, batch=batch, forward=forward, hidden=hidden, offsets=batch.offsets)
 
     def _with_images(
         self, batch: StepBatch, forward: ForwardBatch, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray,
