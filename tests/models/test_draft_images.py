@@ -76,7 +76,7 @@ def test_image_tokens_of_runs_are_found_by_place() -> None:
                 tokens += [(key, j) for j in range(count)]
             tokens += [None] * rng.randint(1, 3)
             content[row] = tokens
-            new = NewRow(row, f"r{row}", [1] * len(tokens), 5, [], None, 0, frozenset())  # type: ignore[arg-type]
+            new = NewRow(row, f"r{row}", [1] * len(tokens), len(tokens), [], None, 0, frozenset())  # type: ignore[arg-type]
             images.enter(replace(new, images=tuple(made)))
         rows = rng.sample(sorted(content), rng.randint(1, len(content)))
         starts = [rng.randint(0, len(content[row])) for row in rows]
