@@ -105,7 +105,7 @@ class EagleHead:
         names = [f"{LAYERS}.{i}" for i in range(layer.num_layers)]
         size, widths = layer.hidden_size, (layer.hidden_size, layer.intermediate_size)
         nexts: list[Any] = [RMSNorm(ops, reader, f"{name}.input_layernorm", size, layer.norm_eps) for name in names[1:]]
-        self._layers = []
+        self._layers: list[DecoderLayer | ShardedLayer] = []
         for i, (name, last) in enumerate(zip(names, [*nexts, _NoNorm()])):
             attention = form(
                 layer, self._model.config.num_layers + i, reader, self._backends, self._parallel, rotary,
@@ -113,7 +113,8 @@ class EagleHead:
             )  # fmt: skip
             post = RMSNorm(ops, reader, f"{name}.post_attention_layernorm", size, layer.norm_eps)
             mlp = MLP.dense(self._backends, reader, self._parallel, f"{name}.mlp", *widths, layer.mlp_bias)
-            self._layers.append(_join(attention, post, mlp, last, self._parallel))
+            shared_out = any(layer.shares_out for layer in self._layers)
+            self._layers.append(_join(attention, post, mlp, last, self._parallel, shared_out))
 
     def modules(self) -> Iterator[Reloadable]:
         """Empty: the head is unchanged when the target's weights are replaced."""
@@ -225,8 +226,8 @@ def _load_fc(head: HeadConfig, reader: WeightSource, backends: Backends) -> Any:
 
 
 def _join(
-    attention: Any, post: RMSNorm, mlp: MLP, last: Any, parallel: ParallelContext
+    attention: Any, post: RMSNorm, mlp: MLP, last: Any, parallel: ParallelContext, shared_out: bool
 ) -> DecoderLayer | ShardedLayer:
     if parallel.world_size == 1:
         return DecoderLayer(attention, post, mlp, last)
-    return ShardedLayer(attention, post, mlp, last, choose_communication(parallel, mlp.tokens, False))
+    return ShardedLayer(attention, post, mlp, last, choose_communication(parallel, mlp.tokens, shared_out))
