@@ -163,7 +163,9 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         )
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
-    section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic with alpha")
+    section.fail(
+        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic with alpha"
+    )
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -41,8 +41,9 @@ class HeadConfig:
 
     Attributes:
         path: its folder.
-        layer: a model of the head's decoder layers (of one, as published); `vocab_size` is the target's.
-        is_eagle3: the first layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of both.
+        layer: a model of the head's decoder layers (published heads have one); `vocab_size` is the target's.
+        is_eagle3: the first layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of
+            both.
         tapped: the numbers of target layers after which EAGLE-3 reads the hidden states (0: the embedding); (): the
             last hidden state, after the final norm.
         target_hidden: width of a target's hidden state.

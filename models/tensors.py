@@ -277,11 +277,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + (_OTHER_MTP,)
     ends = (_ROTARY, *KV_SCALES) if config.attention.kind == "mla" else (_ROTARY,)
-    return {
-        name
-        for name in names
-        if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)
-    }
+    return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
 
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:

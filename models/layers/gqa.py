@@ -167,9 +167,8 @@ class GQAttention:
 
     def _rows(self, parts: ProjectedParts, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """The result of `before` from the parts of the projection."""
-        q, k, v, _ = parts
         if self._rotary.query_scale is not None:
-            q.mul_(self._rotary.query_scale[positions][:, None, None])
+            parts.q.mul_(self._rotary.query_scale[positions][:, None, None])
         q = self._turn_and_write(parts, positions, slots, cache)
         return q if self._head_weights is None else self._head_weights.multiply(q)
 

@@ -1,5 +1,5 @@
-"""Drafts behind images: tokens and log-probabilities of transformers, for every drafter, in chunks and retracted; drafts
-of a head that sees the images' embeddings."""
+"""Drafts behind images: tokens and log-probabilities of transformers, for every drafter, in chunks and retracted;
+drafts of a head that sees the images' embeddings."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ class Text:
         handle.remove()
         self.embedding = states[0][0].double()
         self.states = torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1).double()
-        self.positions = seen["positions"][-3:, 0]
+        places = torch.arange(len(ids)).expand(3, -1)
+        self.positions = places if seen["positions"] is None else seen["positions"][-3:, 0]
 
 
 def chain(head: ReferenceHead, text: Text, known: int, depth: int, axes: bool) -> list[int]:

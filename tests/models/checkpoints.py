@@ -235,7 +235,10 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True}
         | {"sliding_window": None},
     ),
-    "solar_open": ("SolarOpen", {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 1, "head_dim": 24, "attention_bias": True}),
+    "solar_open": (
+        "SolarOpen",
+        {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 1, "head_dim": 24, "attention_bias": True},
+    ),
     "ernie4_5": ("Ernie4_5", {**_GQA, "head_dim": 24, "tie_word_embeddings": True}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
@@ -254,12 +257,14 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 32, "router_scaling_factor": 2.5, "enable_moe_fp32_combine": False},
     ),
     "ministral3": (
-        "Ministral3", {**_GQA, "head_dim": 24, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3}},
+        "Ministral3",
+        {**_GQA, "head_dim": 24, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3}},
     ),
     "mistral4": (
         "Mistral4",
         {**_MLA, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": True}
-        | {"routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3}},
+        | {"routed_scaling_factor": 1.5}
+        | {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 24}},
     ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
@@ -344,7 +349,9 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     torch.manual_seed(seed)
     text = "Text" if family.startswith("Qwen3_5") else ""
     config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
+    model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             less = family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name  # stored less 1

@@ -36,7 +36,7 @@ EXPERTS = {
 }  # fmt: skip
 CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
-WIDTHS |= {kind: "intermediate_size" for kind in ("minimax_m2", "gpt_oss")}
+WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
 MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 GROUPED = ("deepseek_v3", "deepseek_v2", "mistral4", "glm4_moe", "dots1", "glm4_moe_lite", "solar_open")

@@ -1,5 +1,5 @@
-"""Draft extends over images: an MTP layer reads rows of the tower as if they were tokens of the vocabulary, at positions
-of three axes; the image tokens of a step are found by place."""
+"""Draft extends over images: an MTP layer reads rows of the tower as if they were tokens of the vocabulary, at
+positions of three axes; the image tokens of a step are found by place."""
 
 from __future__ import annotations
 
