@@ -62,7 +62,7 @@ def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
         fields.fail("scoring_func", f"{score!r} is unknown; supported: sigmoid, softmax")
     is_v3 = method == "noaux_tc"
     width = fields.integer("moe_intermediate_size")
-    renormalize = fields.flag("norm_topk_prob", is_v3)
+    renormalize = fields.flag("norm_topk_prob", is_v3) and (is_v3 or fields.integer("num_experts_per_tok") > 1)
     scale = fields.number("routed_scaling_factor", 1.0)
     moe = MoEConfig(
         num_experts=num_experts,

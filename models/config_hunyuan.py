@@ -10,8 +10,6 @@ from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_gqa
 from moe_engine.models.config_fields import Fields
 
-HY3_THETA = 11_158_840.0
-
 
 def parse_hunyuan(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Hunyuan V1: q and k are normed after the rotation."""
@@ -39,8 +37,7 @@ def parse_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
 def _hunyuan(fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | None) -> ModelConfig:
     if fields.flag("use_cla"):
         fields.fail("use_cla", "is true: keys and values of another layer are not supported")
-    defaults = {"rms_norm_eps": 1e-5, "head_dim": fields.integer("attention_head_dim", None)}
-    read = Fields(defaults | fields.present(), fields.source)
+    read = Fields({"head_dim": fields.integer("attention_head_dim", None)} | fields.present(), fields.source)
     layers = (moe is not None,) * fields.integer("num_hidden_layers")
     norm = "rotated" if fields.flag("use_qk_norm", True) else ""
     return replace(parse_gqa(read, generation, moe, layers, qk_norm=norm), raw=fields.raw)
@@ -49,8 +46,7 @@ def _hunyuan(fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | Non
 def parse_hy_v3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Hy3: norms of q and k before the rotation, a sigmoid router with a bias, a shared expert. Its MTP layer is not
     read."""
-    raw = {"rms_norm_eps": 1e-5, "rope_theta": HY3_THETA, "first_k_dense_replace": 1} | fields.present()
-    read = Fields(raw | {"num_nextn_predict_layers": 0}, fields.source)
+    read = Fields({**fields.raw, "num_nextn_predict_layers": 0}, fields.source)
     if not fields.flag("moe_router_use_sigmoid", True) or fields.flag("mlp_bias"):
         fields.fail("moe_router_use_sigmoid, mlp_bias", "must be true and false; other values are not supported")
     width = fields.integer("moe_intermediate_size")

@@ -18,14 +18,13 @@ from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 
 def parse_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Ministral 3 (3B, 8B, 14B)."""
-    raw = {"head_dim": 128} | fields.present()
-    return _scaled(parse_gqa(Fields(raw, fields.source), generation, None, ()), fields)
+    return _scaled(parse_gqa(fields, generation, None, ()), fields)
 
 
 def parse_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Mistral Small 4: DeepSeek's attention, a softmax router without a bias, which may choose groups of experts."""
-    raw = {"norm_topk_prob": True} | fields.present() | {"topk_method": "noaux_tc", "scoring_func": "softmax"}
-    config = parse_deepseek(Fields(raw, fields.source), generation)
+    raw = {"topk_method": "noaux_tc", "scoring_func": "softmax"}
+    config = parse_deepseek(Fields({**fields.raw, **raw}, fields.source), generation)
     moe = config.moe
     if moe is None:
         fields.fail("n_routed_experts", "is missing; add it, or pass it with --json-model-override-args")

@@ -92,17 +92,14 @@ def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
 def parse_solar_open(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Solar Open: GLM-4.5's mixture in every layer, whole heads rotated."""
     moe = parse_deepseek_moe(fields)
-    raw = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 1} | fields.present()
-    read = Fields(raw, fields.source)
-    layers = (True,) * fields.integer("num_hidden_layers")
-    bias = fields.flag("attention_bias")
-    return replace(parse_gqa(read, generation, moe, layers, qkv_bias=bias, o_bias=False), raw=fields.raw)
+    layers, bias = (True,) * fields.integer("num_hidden_layers"), fields.flag("attention_bias")
+    return parse_gqa(fields, generation, moe, layers, qkv_bias=bias, o_bias=False)
 
 
 def parse_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """dots.llm1: Qwen3's attention, DeepSeek V3's router and shared experts."""
-    raw = {"use_sliding_window": True, "max_window_layers": 62, "norm_topk_prob": False} | fields.present()
-    read = Fields(raw | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}, fields.source)
+    raw = {"use_sliding_window": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    read = Fields({**fields.raw, **raw}, fields.source)
     moe = parse_deepseek_moe(read)
     config = parse_gqa(read, generation, moe, deepseek_moe_layers(read, moe), qk_norm="head")
     return replace(config, raw=fields.raw)
@@ -138,8 +135,6 @@ def _ernie(
 ) -> ModelConfig:
     if fields.flag("use_bias"):
         fields.fail("use_bias", "is true: biases are not supported for this model")
-    head_dim = None if moe is not None else 128
-    raw = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": head_dim} | fields.present()
-    read = Fields(raw | {"num_nextn_predict_layers": 0}, fields.source)
+    read = Fields({**fields.raw, "num_nextn_predict_layers": 0}, fields.source)
     config = parse_gqa(read, generation, moe, moe_layers, interleaved=True)
     return replace(config, raw=fields.raw)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
+from tests.models.checkpoints import KINDS, MORE_KINDS, YARN, make_checkpoint
 from tests.models.stepper import Chunk
 
 LENGTH = 60
@@ -50,7 +50,7 @@ DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
     "topk_method", "scoring_func", "n_group", "topk_group", "rope_scaling", "rope_interleave", "moe_layer_freq",
     "use_sliding_window", "max_window_layers", "sliding_window", "decoder_sparse_step", "mlp_only_layers",
-    "partial_rotary_factor", "rotary_dim", "pad_token_id", "use_cache", "layer_types", "mlp_layer_types", "model_type",
+    "partial_rotary_factor", "rotary_dim", "pad_token_id", "use_cache", "layer_types", "mlp_layer_types",
     "router_scaling_factor", "use_qk_norm", "tie_word_embeddings", "swiglu_limit", "moe_layer_end_index", "use_bias",
     "moe_layer_interval", "moe_layer_start_index", "moe_num_shared_experts", "attention_dropout", "torch_dtype",
     "full_attention_interval",
@@ -81,10 +81,18 @@ def draw(kind: str, rng: random.Random) -> Shape:
     (_draw_mla if kind in MLA else _draw_heads)(kind, rng, fields)
     if kind in EXPERTS:
         _draw_experts(kind, rng, fields)
+    if kind == "mistral4":
+        part = fields["qk_rope_head_dim"] / (fields["qk_rope_head_dim"] + fields["qk_nope_head_dim"])
+        scaling = {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 16}
+        fields["rope_scaling"] = {**YARN, **scaling, "partial_rotary_factor": part}
     if kind in HYBRID:
+        fields["head_dim"] = rng.choice((8, 16, 24, 40))
         keys = rng.choice((1, 2, 3))
         fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * rng.choice((1, 2, 3))}
-        fields |= {"full_attention_interval": rng.choice((1, 2, 3)), "linear_conv_kernel_dim": rng.choice((2, 3, 4))}
+        fields |= {
+            "full_attention_interval": rng.randint(1, min(3, layers)),
+            "linear_conv_kernel_dim": rng.choice((2, 3, 4)),
+        }
     if kind not in OWN_ROPE and kind not in HYBRID:
         fields["rope_scaling"] = _rope(rng, kind)
         fields["rope_theta"] = rng.choice((1e4, 1e6, 500000.0))
@@ -92,14 +100,15 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["sliding_window"] = rng.choice((None, 7, 20))
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
-    dropped = [name for name in DROPPED if rng.random() < 0.15]
+    shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
+    dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
     return Shape(kind, rng.choice(("torch", "cpu")), fields, dropped)
 
 
 def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     kv, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3, 5))
     width = rng.choice((8, 12, 16, 20, 24, 32, 40, 64))
-    hidden = kv * group * width if kind in NO_HEAD_DIM else rng.choice((36, 60, 64, 100))
+    hidden = kv * group * rng.choice((4, 8, 20)) if kind not in NO_HEAD_DIM else kv * group * width
     fields |= {"num_attention_heads": kv * group, "num_key_value_heads": kv, "hidden_size": hidden}
     if kind not in NO_HEAD_DIM:
         fields["head_dim"] = width
@@ -119,7 +128,7 @@ def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
 def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     heads = rng.choice((1, 2, 3, 5))
     fields |= {
-        "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": rng.choice((36, 64, 100)),
+        "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * rng.choice((12, 20, 64)),
         "q_lora_rank": rng.choice((None, 8, 24)), "kv_lora_rank": rng.choice((8, 32, 36)),
         "qk_nope_head_dim": rng.choice((4, 16, 24)), "qk_rope_head_dim": rng.choice((4, 8, 16)),
         "v_head_dim": rng.choice((8, 12, 28)), "attention_bias": rng.random() < 0.3,
@@ -137,7 +146,8 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
     fields[WIDTHS.get(kind, "moe_intermediate_size")] = rng.choice((12, 20, 32, 38))
     if kind in GROUPED:
         fields |= {"n_group": groups, "topk_group": kept}
-        fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5)), "norm_topk_prob": rng.random() < 0.7}
+        fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
+        fields["norm_topk_prob"] = rng.random() < 0.7 and kind != "deepseek_v2"  # which transformers does not follow
         fields["n_shared_experts"] = rng.choice((1, 2))
     if kind in ("qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
@@ -189,7 +199,9 @@ def _reference(path: Path, seed: int, vocab: int) -> tuple[list[int], Tensor]:
     transformers.utils.logging.set_verbosity_error()
     ids = torch.randint(0, min(vocab, 256), (1, LENGTH), generator=torch.Generator().manual_seed(seed))
     load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
-    model, info = load(path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    model, info = load(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
+    )
     if info["missing_keys"] or info["mismatched_keys"] or info["unexpected_keys"]:
         raise ValueError(f"loads in part: {info}")
     with torch.no_grad():
