@@ -12,8 +12,13 @@ from typing import Any
 _EPS: Mapping[str, Any] = {"rms_norm_eps": 1e-5}
 _YARN: Mapping[str, Any] = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 _SCALED: Mapping[str, Any] = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_DEEPSEEK_V3: Mapping[str, Any] = {
+    "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+}  # fmt: skip
 _ERNIE: Mapping[str, Any] = {**_EPS, "rope_theta": 500000.0, "tie_word_embeddings": True}
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
     "ernie4_5": {**_ERNIE, "head_dim": 128},
     "ernie4_5_moe": _ERNIE,

@@ -101,6 +101,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
+    if fields.get("tie_word_embeddings", False) != kind.startswith("ernie"):
+        shaping.append("tie_word_embeddings")
     dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
     return Shape(kind, rng.choice(("torch", "cpu")), fields, dropped)
 
