@@ -40,6 +40,7 @@ class GroupCodes:
         scales: dtype of the scales.
         values: kind of 4-bit codes: ``int`` or ``fp4``.
         factors: groups with a common scale and offset, for forms with factors; else 0.
+        plain: dtype of weights that kernels of the CPU quantize while they pack them (`PlainWeight`); empty: codes.
     """
 
     bits: int
@@ -48,6 +49,7 @@ class GroupCodes:
     scales: str = "bfloat16"
     values: str = INTEGERS
     factors: int = 0
+    plain: str = ""
 
     @property
     def row_block(self) -> int:
@@ -86,9 +88,13 @@ class GroupCodes:
         size = SCALE_BYTES[self.scales] + (1 if self.zeros else 0)
         return n * (k * self.bits // 8 + groups * size)
 
-    def empty(self, n: int, k: int, device: torch.device | str) -> CodedWeight:
+    def empty(self, n: int, k: int, device: torch.device | str) -> CodedWeight | PlainWeight:
         """Uninitialised memory for a weight [n, k]."""
-        return CodedWeight.empty(self, n, k, device)
+        if not self.plain:
+            return CodedWeight.empty(self, n, k, device)
+        import torch
+
+        return PlainWeight(torch.empty(n, k, dtype=getattr(torch, self.plain), device=device), self)
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,10 @@ class CodedWeight:
     zeros: Tensor | None
     format: GroupCodes
     factors: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
 
     @classmethod
     def empty(cls, format: GroupCodes, n: int, k: int, device: torch.device | str) -> CodedWeight:
@@ -165,3 +175,28 @@ class CodedWeight:
             pairs = self.scales.float().repeat_interleave(format.factors, 1) * self.factors.float()
             return (grouped * pairs[..., :1] - pairs[..., 1:]).view(n, k)
         return (grouped * self.scales.float().unsqueeze(-1)).view(n, k)
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight [N, K] without codes, which a kernel of the CPU quantizes to `format` while it packs it.
+
+    Attributes:
+        kept: the values become those of the codes, rounded to their dtype.
+    """
+
+    values: Tensor
+    format: GroupCodes
+    kept: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def rows(self, start: int, stop: int) -> PlainWeight:
+        """A view of rows [start, stop)."""
+        return PlainWeight(self.values[start:stop], self.format, self.kept)
+
+
+Coded = CodedWeight | PlainWeight
+"""A weight of a `GroupCodes`, as kernels take it."""
