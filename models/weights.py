@@ -325,10 +325,15 @@ def _open_files(
             "--load-format dummy"
         )
     opened: dict[Path, TensorFile] = {
-        file.path: GGUFFile(file, reads, ahead) if isinstance(file, GGUFWeights) else SafetensorsFile(file, reads, ahead)
-        for file in {f.path: f for f in files.values()}.values()
+        file.path: _open_file(file, reads, ahead) for file in {f.path: f for f in files.values()}.values()
     }
     return {name: opened[file.path] for name, file in files.items()}
+
+
+def _open_file(file: WeightFile, reads: PartReads, ahead: bool) -> TensorFile:
+    if isinstance(file, GGUFWeights):
+        return GGUFFile(file, reads, ahead)
+    return SafetensorsFile(file, reads, ahead)
 
 
 def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:

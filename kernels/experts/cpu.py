@@ -15,7 +15,7 @@ from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, rese
 from moe_engine.kernels.decoder.layers import fuse_moe
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.quantization.codes import Coded, GroupCodes
+from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
@@ -40,7 +40,9 @@ class CpuExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two)
-        return ExpertsCapabilities({GroupCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True)
+        return ExpertsCapabilities(
+            {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True
+        )
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)

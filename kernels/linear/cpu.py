@@ -11,7 +11,7 @@ from moe_engine.kernels.cpu import coded
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ANY_KIND, Panels, common_kind, kind_of, reserve, rows
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
-from moe_engine.kernels.quantization.codes import Coded, GroupCodes
+from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
@@ -20,7 +20,9 @@ class CpuLinear:
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
-        self.capabilities = LinearCapabilities({GroupCodes: self.prepare_coded}, coded_heads=self.prepare_coded_heads)
+        self.capabilities = LinearCapabilities(
+            dict.fromkeys((GroupCodes, PlainCodes), self.prepare_coded), coded_heads=self.prepare_coded_heads
+        )
 
     def _pack(self, weights: Tensor, bias: Tensor | None) -> PreparedLinear:
         heads, n, k = weights.shape

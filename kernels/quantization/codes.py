@@ -11,7 +11,7 @@ for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class GroupCodes:
         scales: dtype of the scales.
         values: kind of 4-bit codes: ``int`` or ``fp4``.
         factors: groups with a common scale and offset, for forms with factors; else 0.
-        plain: dtype of weights that kernels of the CPU quantize while they pack them (`PlainWeight`); empty: codes.
     """
 
     bits: int
@@ -49,7 +48,6 @@ class GroupCodes:
     scales: str = "bfloat16"
     values: str = INTEGERS
     factors: int = 0
-    plain: str = ""
 
     @property
     def row_block(self) -> int:
@@ -88,13 +86,9 @@ class GroupCodes:
         size = SCALE_BYTES[self.scales] + (1 if self.zeros else 0)
         return n * (k * self.bits // 8 + groups * size)
 
-    def empty(self, n: int, k: int, device: torch.device | str) -> CodedWeight | PlainWeight:
+    def empty(self, n: int, k: int, device: torch.device | str) -> Coded:
         """Uninitialised memory for a weight [n, k]."""
-        if not self.plain:
-            return CodedWeight.empty(self, n, k, device)
-        import torch
-
-        return PlainWeight(torch.empty(n, k, dtype=getattr(torch, self.plain), device=device), self)
+        return CodedWeight.empty(self, n, k, device)
 
 
 @dataclass(frozen=True)
@@ -179,7 +173,7 @@ class CodedWeight:
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """A weight [N, K] without codes, which a kernel of the CPU quantizes to `format` while it packs it.
+    """A weight [N, K] without codes, which a kernel quantizes to `format` while it packs it.
 
     Attributes:
         kept: the values become those of the codes, rounded to their dtype.
@@ -196,6 +190,28 @@ class PlainWeight:
     def rows(self, start: int, stop: int) -> PlainWeight:
         """A view of rows [start, stop)."""
         return PlainWeight(self.values[start:stop], self.format, self.kept)
+
+
+@dataclass(frozen=True)
+class PlainCodes(GroupCodes):
+    """`KernelFormat` of `PlainWeight`.
+
+    Attributes:
+        plain: dtype of the weights.
+    """
+
+    plain: str = "float32"
+
+    @property
+    def codes(self) -> GroupCodes:
+        """The form for kernels that take codes."""
+        return GroupCodes(**{field.name: getattr(self, field.name) for field in fields(GroupCodes)})
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> PlainWeight:
+        """Uninitialised memory for a weight [n, k]."""
+        import torch
+
+        return PlainWeight(torch.empty(n, k, dtype=getattr(torch, self.plain), device=device), self)
 
 
 Coded = CodedWeight | PlainWeight

@@ -20,7 +20,7 @@ from moe_engine.models.formats.schemes import SchemeFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.codes import GroupCodes
+    from moe_engine.kernels.quantization.codes import GroupCodes, PlainCodes
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 GROUPS = (32, 64, 128, 256)
@@ -40,7 +40,7 @@ class Online:
         codes: the form for kernels, which quantize plain weights; None: FP8 blocks.
     """
 
-    codes: GroupCodes | None
+    codes: PlainCodes | None
 
     @property
     def coded(self) -> bool:
@@ -106,11 +106,14 @@ class Online:
             _load_rows(form, source, stored, part, out, start, stop)
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import PlainWeight
+        from moe_engine.kernels.quantization.codes import CodedWeight, PlainWeight
         from moe_engine.kernels.quantization.protocol import BlockWeight
 
         if isinstance(out, PlainWeight):
             normal(out.values, deviation)
+            return
+        if isinstance(out, CodedWeight):
+            out.randomize(deviation, normal)
             return
         assert isinstance(out, BlockWeight)
         normal(out.data, deviation * 128)
@@ -130,7 +133,9 @@ def _load_rows(
     place = out.device if isinstance(out, torch.Tensor) else out.scales.device
     plain = torch.empty(cut.shape(stored.shape), device=place)
     source.read_into(stored, cut, plain)
-    if isinstance(out, BlockWeight):
+    if isinstance(out, CodedWeight):
+        quantize_codes(plain, out.rows(start, stop))
+    elif isinstance(out, BlockWeight):
         made, part = quantize_weight(plain), out.rows(start, stop)
         part.data.copy_(made.data)
         part.scales.copy_(made.scales)
@@ -185,16 +190,16 @@ def derived_codes(format: WeightFormat, columns: int, is_head: bool = False) -> 
     return wanted if small else wide
 
 
-def _codes_of(name: str) -> GroupCodes | None:
-    from moe_engine.kernels.quantization.codes import GroupCodes
+def _codes_of(name: str) -> PlainCodes | None:
+    from moe_engine.kernels.quantization.codes import PlainCodes
 
     if name.startswith("fp8"):
         return None
     if name.startswith("int8"):
-        return GroupCodes(8, 0, scales="float32", plain="float32")
+        return PlainCodes(8, 0, scales="float32")
     if name == "int4":
-        return GroupCodes(4, INT4_GROUP, plain="float32")
+        return PlainCodes(4, INT4_GROUP)
     size = name.removeprefix(_GROUPED)
     if not size.isdigit() or int(size) not in GROUPS:
         raise ConfigError(f"--quantization {name}: the group size must be one of {', '.join(map(str, GROUPS))}")
-    return GroupCodes(4, int(size), plain="float32")
+    return PlainCodes(4, int(size))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainWeight
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes, PlainWeight
 from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, as_format
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models.cut import UNCUT, Cut
@@ -151,10 +151,15 @@ def format_for(
     Args:
         declared: the kernel's `capabilities.quantized`.
     """
-    format, *others = (reader.format.kernel_format(part.name) for part in parts)
+    format, *others = (_taken(declared, reader.format.kernel_format(part.name)) for part in parts)
     if format is None or type(format) not in declared or any(other != format for other in others):
         return None
     return format if all(reader.keeps(*part) for part in parts) else None
+
+
+def _taken(declared: Mapping[type[KernelFormat], Any], format: KernelFormat | None) -> KernelFormat | None:
+    """The form, with codes for kernels that quantize no weights."""
+    return format.codes if isinstance(format, PlainCodes) and PlainCodes not in declared else format
 
 
 def empty_weight(format: KernelFormat | None, n: int, k: int, reader: WeightSource) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models import sizes
 from moe_engine.models.config_fields import Fields
@@ -20,6 +20,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import kept_format, parse_format
+from moe_engine.models.layers.linear import Projection, format_for
 from moe_engine.models.loader import load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
@@ -117,3 +118,19 @@ def test_other_matrices_keep_their_values(plain: Path, name: str) -> None:
         shape = exact._files[stored.name].entries[stored.name].shape
         same = torch.equal(reader.linear(prefix, shape), exact.linear(prefix, shape))  # type: ignore[arg-type]
         assert same == ("mlp" not in prefix)
+
+
+def test_kernels_that_quantize_no_weights_get_codes(plain: Path) -> None:
+    """As the rows of a GPU that multiply codes."""
+    name, shape = "model.layers.0.mlp.down_proj", (128, 128)
+    format = online_format("int4")
+    assert format is not None
+    reader = WeightReader(plain, torch.float32, format=format)
+    parts = [Projection(name, shape)]
+    own = format_for({GroupCodes: None, PlainCodes: None}, reader, parts)
+    codes = format_for({GroupCodes: None}, reader, parts)
+    assert isinstance(own, PlainCodes) and type(codes) is GroupCodes and codes == own.codes
+    assert format_for({}, reader, parts) is None
+    found, want = reader.linear(name, shape, out=codes.empty(*shape, "cpu")), CodedWeight.empty(codes, *shape, "cpu")
+    quantize_codes(WeightReader(plain, torch.float32).linear(name, shape), want)
+    assert torch.equal(found.codes, want.codes) and torch.equal(found.scales, want.scales)
