@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
+from moe_engine.server.listen import url_host
 
 MODULE = "sglang_router.launch_router"
 EPILOG = """\
@@ -40,7 +41,7 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{url_host(self.host)}:{self.port}"
 
 
 def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
@@ -61,7 +62,7 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     _check_serve_flags(serve, args)
     worker_flags = [[*serve, *_share_of(args, i, given.workers)] for i in range(given.workers)]
     router = [
-        *_program(given.router_program), "--host", given.host, "--port", str(given.port),
+        *_program(given.router_program), "--host", _router_host(given.host), "--port", str(given.port),
         "--policy", given.policy, "--health-check-interval-secs", str(given.health_check_interval_secs),
         "--worker-startup-check-interval", "1",
         "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports), *passed,

@@ -49,7 +49,7 @@ class Worker:
         """
         code = self.process.poll()
         if code is None:
-            if not self.is_healthy and _is_healthy(self.port):
+            if not self.is_healthy and _is_healthy(f"http://127.0.0.1:{self.port}"):
                 self.is_healthy = self.was_healthy = True
                 print(f"server on port {self.port} is ready", flush=True)
             return
@@ -82,7 +82,7 @@ def run(fleet: Fleet) -> int:
                     router = subprocess.Popen(fleet.router, start_new_session=True)
                 if router is not None and (code := router.poll()) is not None:
                     raise ChildProcessError(f"the router {describe_exit(code)}")
-                if not shown and all(worker.was_healthy for worker in workers) and _is_healthy(fleet.port):
+                if not shown and all(worker.was_healthy for worker in workers) and _is_healthy(fleet.url):
                     shown = True
                     print(f"READY: {len(workers)} servers behind {fleet.url}", flush=True)
                 time.sleep(POLL_SECONDS)
@@ -95,9 +95,9 @@ def run(fleet: Fleet) -> int:
     return 0
 
 
-def _is_healthy(port: int) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
