@@ -11,12 +11,13 @@ def bind(host: str, port: int) -> socket.socket:
     """Binds a socket, not listening yet.
 
     Args:
-        host: an address or a name; IPv4 addresses of a name are preferred.
+        host: an address or a name; IPv4 addresses of a name are preferred. An IPv6 address may have brackets.
 
     Raises:
         ConfigError: unknown host, or the address is in use or not of this machine.
     """
     flags = f"--host {host} --port {port}"
+    host = host.removeprefix("[").removesuffix("]")  # as in a URL
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
     except OSError as exc:
@@ -36,6 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def url_host(host: str) -> str:
     """The host in a URL for clients on this machine."""
+    host = host.removeprefix("[").removesuffix("]")
     if host in ("", "0.0.0.0", "::", "127.0.0.1"):
         return "localhost"
     return f"[{host}]" if ":" in host else host

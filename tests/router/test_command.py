@@ -57,6 +57,7 @@ def test_flags_go_to_their_side() -> None:
         ("-- --no-such-flag", "--no-such-flag"),
         ("-- --ssl-certfile f", "--ssl-certfile"),
         ("--policy best --", "--policy"),
+        ("--worker-urls http://a:1 --", "--worker-urls"),
     ],
 )
 def test_wrong_flags_are_named(words: str, message: str) -> None:

@@ -52,6 +52,8 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
         own, serve = own[:cut], own[cut + 1 :]
     parser = _parser(prog)
     given, passed = parser.parse_known_args(own)
+    if "--worker-urls" in (word.partition("=")[0] for word in passed):
+        raise ConfigError(f"--worker-urls: this command starts its servers; for others use python -m {MODULE}")
     if given.workers < 1:
         raise ConfigError(f"--workers {given.workers}: at least 1")
     first_port = given.worker_port if given.worker_port is not None else given.port + 1
