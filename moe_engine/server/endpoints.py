@@ -102,7 +102,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
                    event=ollama.OllamaAnswer, stream=JSON_LINES)
     yield Endpoint("/api/tags", local.tags, answer=ollama.ModelTags)
     yield Endpoint("/api/show", local.show, "POST", ollama.ShownModel, body=ollama.ShowRequest)
-    yield Endpoint("/api/version", local.version, answer=ollama.Version)
+    yield Endpoint("/api/version", local.version, answer=ollama.Version, aliases=("/version",))
     yield Endpoint("/v1/models", pages.models, answer=answers.ModelList)
     yield Endpoint("/v1/models/{model:path}", pages.model, answer=answers.ModelCard)
     yield Endpoint("/generate", api.generate, "POST PUT", native.Output | list[native.Output],
