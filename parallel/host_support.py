@@ -1,8 +1,8 @@
 """Memory shared by processes of this host: files in /dev/shm. Imports no torch: used in launch planning.
 
-A file has its name only until the other processes have opened it, and is locked meanwhile. A file without a lock belongs
-to a process that was killed at this moment: the next process that creates one removes it. Locks are visible in other
-containers that share /dev/shm, where pids are meaningless.
+A file has its name only until the other processes have opened it, and is locked meanwhile. A file without a lock
+belongs to a process that was killed at this moment: the next process that creates one removes it. Locks are visible in
+other containers that share /dev/shm, where pids are meaningless.
 """
 
 from __future__ import annotations

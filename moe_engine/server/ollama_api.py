@@ -43,8 +43,8 @@ from moe_engine.server.ollama_types import (
 )
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
-from moe_engine.server.openapi import JSON_LINES
 from moe_engine.server.openai_types import ChatRequest, CompletionRequest, generate_input
+from moe_engine.server.openapi import JSON_LINES
 from moe_engine.server.output_parts import OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.fill_in_middle import fill_in_middle
@@ -140,7 +140,9 @@ class OllamaApi:
         with named(NAMES):
             req = checked({**_sampling(asked), "prompt": text}, CompletionRequest)
             defaults = {**self._state.settings.sampling_defaults, "max_new_tokens": None}
-            read = self._state.frontend.read(generate_input(req, defaults, "max_tokens", text=text, text_field="prompt"))
+            read = self._state.frontend.read(
+                generate_input(req, defaults, "max_tokens", text=text, text_field="prompt")
+            )
         return Plan(read, (asked.stream is not False, self._model(asked), False, ParserOptions()))
 
     async def tags(self, request: Request) -> Response:
@@ -157,7 +159,8 @@ class OllamaApi:
             self._state.find_model(name)
         info, flags = self._state.client.info, self._state.flags
         able = {
-            "completion": info.pooling is None, "embedding": info.pooling is not None, "vision": info.vision is not None,
+            "completion": info.pooling is None, "embedding": info.pooling is not None,
+            "vision": info.vision is not None,
             "tools": flags.tool_call_parser is not None, "thinking": flags.reasoning_parser is not None,
         }  # fmt: skip
         kind = info.model_type

@@ -11,7 +11,9 @@ LENGTH = 2000  # a second or more of a tiny model: all requests run before the f
 LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 
-def in_background(server: ServerProcess, count: int, length: int = LENGTH) -> tuple[list[threading.Thread], list[object]]:
+def in_background(
+    server: ServerProcess, count: int, length: int = LENGTH
+) -> tuple[list[threading.Thread], list[object]]:
     answers: list[object] = []
 
     def ask(i: int) -> None:

@@ -257,8 +257,8 @@ def test_a_prefill_delayer_waits_for_prompts_of_all_groups(lost):
         fleet, outcome = simulate(one, workload)
         waits.append({answer.output_len: answer.ttft for answer in outcome.recorder.answers})
     plain, delayed = waits
-    assert delayed[2] - plain[2] == pytest.approx(0.01 * (passes - 1), abs=1e-6)
-    assert delayed[400] == plain[400] and {delayed[3], delayed[4]} == {plain[3], plain[4]}
+    assert delayed[2] - plain[2] == pytest.approx(0.01 * (passes - 1), abs=1e-4)
+    assert [delayed[n] for n in (400, 3, 4)] == pytest.approx([plain[n] for n in (400, 3, 4)], abs=1e-4)
     groups = [group for i, group in enumerate(fleet.replicas[0].groups) if i not in fleet.replicas[0].lost]
     decided = []
     for group in groups:

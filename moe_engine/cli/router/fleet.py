@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
-from moe_engine.server.listen import url_host
+from moe_engine.server.listen import find_address, url_host
 
 MODULE = "sglang_router.launch_router"
 EPILOG = """\
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     _check_serve_flags(serve, args)
     worker_flags = [[*serve, *_share_of(args, i, given.workers)] for i in range(given.workers)]
     router = [
-        *_program(given.router_program), "--host", _router_host(given.host), "--port", str(given.port),
+        *_program(given.router_program), "--host", _address(given.host, given.port), "--port", str(given.port),
         "--policy", given.policy, "--health-check-interval-secs", str(given.health_check_interval_secs),
         "--worker-startup-check-interval", "1",
         "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports), *passed,
@@ -72,6 +72,12 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     if args.server.api_key is not None:
         router += ["--api-key", args.server.api_key]
     return Fleet(worker_flags, ports, router, given.host, given.port)
+
+
+def _address(host: str, port: int) -> str:
+    """The router takes no names, and IPv6 addresses in brackets."""
+    address = find_address(host, port)[1][0]
+    return f"[{address}]" if ":" in address else address
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from types import FrameType
 from moe_engine.cli.router.fleet import Fleet
 from moe_engine.errors import ConfigError
 from moe_engine.processes.child import describe_exit
+from moe_engine.server.listen import bind
 
 POLL_SECONDS = 0.2
 RESTART_SECONDS = 1.0
@@ -67,9 +68,10 @@ class Worker:
 
 
 def run(fleet: Fleet) -> int:
-    """Runs until SIGTERM, SIGINT or the router's end; the exit code."""
+    """Runs until SIGTERM, SIGINT or the router's end; the exit code. Raises ConfigError: wrong flags, a port in use."""
     workers: list[Worker] = []
     router: subprocess.Popen[bytes] | None = None
+    bind(fleet.host, fleet.port).close()  # a port in use is an error now, not after the servers' start
     with _stop_signal() as stopped:
         try:
             for port, flags in zip(fleet.worker_ports, fleet.worker_flags):
