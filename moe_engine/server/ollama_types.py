@@ -13,13 +13,13 @@ from moe_engine.validation import Effort, OffOnly
 Images = Annotated[list[str], Meta(description="base64")]
 
 
-class CalledFunction(TypedDict):
+class OllamaFunction(TypedDict):
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaCall(TypedDict):
-    function: CalledFunction
+    function: OllamaFunction
 
 
 class OllamaMessage(TypedDict, total=False):

@@ -111,7 +111,7 @@ def test_options_reach_the_engine() -> None:
         ("/api/chat", {"messages": [{**CHAT["messages"][0], "images": ["aGk="]}]}, "messages[0].images"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context: not available"),
         ("/api/generate", {"prompt": "x", "raw": True, "images": ["aGk="]}, "images"),
-        ("/api/generate", {"prompt": "x " * 5000, "options": {"num_predict": 5}}, "5000"),
+        ("/api/generate", {"prompt": "x " * 5000, "options": {"num_predict": 5}}, "context length"),
         ("/api/pull", {"model": "x"}, "--model-path"),
     ],
 )

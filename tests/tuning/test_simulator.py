@@ -247,7 +247,8 @@ def test_a_prefill_delayer_waits_for_prompts_of_all_groups(lost):
     passes = 8
     prompt = iter(range(1, 10**6, 1000)).__next__
     arrivals = [(0.0, 400), (1.003, 2), (2.003, 3), (2.003, 4)]
-    spec = FleetSpec(ReplicaSpec(config(), Linear(0.01, 0, 0), num_groups=3 if lost else 2), elastic=True)
+    replica = ReplicaSpec(config(), Linear(0.01, 0, 0), num_groups=3 if lost else 2)
+    spec = FleetSpec(replica, method="round_robin", elastic=True)
     if lost:  # the first of three groups: the others form the pair
         spec = replace(spec, faults=(Fault.parse("rank=2@t=1ms", 3),), recovery_seconds=0.0)
     waits = []
