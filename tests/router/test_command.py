@@ -17,8 +17,8 @@ import pytest
 from moe_engine.cli.router import processes
 from moe_engine.cli.router.fleet import parse
 from moe_engine.errors import ConfigError
+from moe_engine.processes.addresses import free_port
 from moe_engine.server.listen import bind
-from tests.free_port import free_port
 from tests.router.router_process import needs_router
 
 PROGRAM = ("--router-program", "python -m sglang_router.launch_router")
