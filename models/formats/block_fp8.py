@@ -151,7 +151,7 @@ def _dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[in
     """
     import torch
 
-    from moe_engine.kernels.quantization.on_host import fp8_values
+    from moe_engine.kernels.cpu.fp8_weights import fp8_values
 
     num_rows, num_cols = weight.shape
     first_row, first_col = _first(cut.rows), _first(cut.cols)

@@ -59,7 +59,7 @@ class Float8:
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         from torch import Tensor
 
-        from moe_engine.kernels.quantization.on_host import fp8_values
+        from moe_engine.kernels.cpu.fp8_weights import fp8_values
 
         weight, scale, *unused = self.tensors(prefix, shape, source.names)
         consume(source, *unused)

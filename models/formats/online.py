@@ -150,7 +150,7 @@ def _load_rows(
 
 def _rounded(source: StoredTensors, stored: StoredTensor, cut: Cut, out: Tensor) -> bool:
     """Reads the weight and rounds it to FP8 in place; False if that is not the same as rounding what is stored."""
-    from moe_engine.kernels.quantization.on_host import fp8_rounding
+    from moe_engine.kernels.cpu.fp8_weights import fp8_rounding
 
     kept = {"BF16": "torch.bfloat16", "F32": "torch.float32"}.get(source.dtype_of(stored.name) or "")
     round_in_place = fp8_rounding(out) if str(out.dtype) == kept else None

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.cpu import fp8_weights
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.linear.cpu import CpuLinear
-from moe_engine.kernels.quantization import on_host
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainWeight
 from moe_engine.kernels.quantization.protocol import FP8
 from moe_engine.kernels.quantization.quantize import quantize_codes
@@ -60,7 +60,7 @@ def test_formats_without_a_quantization_are_refused(library: Library) -> None:
 def test_values_of_fp8(
     any_library: Library, stored: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_host, "load", lambda: any_library)
+    monkeypatch.setattr(fp8_weights, "load", lambda: any_library)
     n, k = random.randrange(1, 80), random.randrange(1, 200)
     block = random.choice([(128, 128), (16, 32), (1, k + 50), (7, 5)])
     first = random.randrange(40), random.randrange(40)
@@ -71,7 +71,7 @@ def test_values_of_fp8(
     if stored == FP8:
         weight[0, 0] = 0x7F  # NaN
     values = weight.view(stored)
-    assert on_host.fp8_values(out, values, scales, block, first)
+    assert fp8_weights.fp8_values(out, values, scales, block, first)
     rows = (torch.arange(n) + first[0]) // block[0]
     columns = (torch.arange(k) + first[1]) // block[1]
     want = (values.float() * scales[rows][:, columns]).to(dtype)
@@ -79,11 +79,11 @@ def test_values_of_fp8(
 
 
 def test_weights_rounded_to_fp8(any_library: Library, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_host, "load", lambda: any_library)
+    monkeypatch.setattr(fp8_weights, "load", lambda: any_library)
     weight = (torch.randn(random.randrange(1, 300), random.randrange(1, 300)) * 0.02).to(dtype)
     weight[:, :9] = 0
     want = dequantize_weight(quantize_weight(weight)).to(dtype)
-    rounded = on_host.fp8_rounding(weight)
+    rounded = fp8_weights.fp8_rounding(weight)
     assert rounded is not None
     rounded()
     assert torch.equal(weight, want)

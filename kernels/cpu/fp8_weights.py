@@ -15,11 +15,12 @@ from moe_engine.kernels.cpu.tensors import KIND
 from moe_engine.kernels.quantization.protocol import FP8
 
 _DTYPES = (FP8, torch.float8_e5m2)
+_HOST = torch.device("cpu")
 
 
 def _library(*tensors: Tensor) -> Library | None:
     """None also if a tensor is not on the host, or its rows are not contiguous."""
-    if any(tensor.device.type != "cpu" or tensor.stride(-1) != 1 for tensor in tensors):
+    if any(tensor.device != _HOST or tensor.stride(-1) != 1 for tensor in tensors):
         return None
     try:
         return load()
