@@ -19,6 +19,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedActivation, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -26,7 +27,7 @@ _BLOCK = tl.constexpr(BLOCK)
 _FEW_TOKENS = 16
 
 
-@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+@dependent_jit(do_not_specialize=["num_tokens", "scale_stride"])
 def heads_quantize_kernel(
     x, weight, out, scales, num_tokens, x_stride, x_head_stride, scale_stride,
     HEADS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -34,6 +35,7 @@ def heads_quantize_kernel(
 ):  # fmt: skip
     """out e4m3 [T, HEADS N] and scales of x[t, h] @ weight[h].T, rounded to x's dtype first. Grid (HEADS N / 128,
     T / BLOCK_T); weight [HEADS, N, K] is contiguous."""
+    wait_for_inputs()
     block = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens

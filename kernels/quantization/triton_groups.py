@@ -16,6 +16,7 @@ from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
 MAX_PROGRAMS = 2048
@@ -34,7 +35,7 @@ def group_rows(sizes, group, capacity, ALIGN: tl.constexpr):
     return start, end - start
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["sizes"])
+@dependent_jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["sizes"])
 def groups_kernel(
     x, sizes, weights, out, scales, capacity, scale_row, scale_column, scale_skip,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, GATED: tl.constexpr, QUANTIZE: tl.constexpr,
@@ -45,6 +46,7 @@ def groups_kernel(
     Scale of row m of group g and block b: scales[g * scale_skip + m * scale_row + b * scale_column].
     Grid (G, WIDTH / 128, programs per group).
     """
+    wait_for_inputs()
     group, block = tl.program_id(0), tl.program_id(1)
     first, count = group_rows(sizes, group, capacity, ALIGN)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -40,12 +41,13 @@ def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def quantize_kernel(
     x, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """x [M, WIDTH] -> out e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
+    wait_for_inputs()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -58,12 +60,13 @@ def quantize_kernel(
     tl.store(scales + block * scale_stride + rows, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def silu_mul_quantize_kernel(
     gate_up, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
+    wait_for_inputs()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -103,7 +106,7 @@ def store_norm(
     return inverse
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def rms_norm_quantize_kernel(
     x, other, residual, weight, normed, out, scales, scale_stride, eps,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -111,6 +114,7 @@ def rms_norm_quantize_kernel(
 ):  # fmt: skip
     """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype;
     PAIR: of x + other, which is contiguous."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
