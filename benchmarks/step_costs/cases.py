@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = Path(__file__).with_name("expected.json")
 """Values of `CHECKED` groups that CI checks."""
-HELD = ("host_waits", "launches_a_layer", "launches_outside", "bytes", "nvlink_bytes", "network_bytes")
+HELD = ("host_waits", "launches_a_layer", "launches_outside", "early_launches", "bytes", "nvlink_bytes", "network_bytes")
 DECODES = (1, 32, 128, 256)
 
 

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_engine.kernels.triton.availability import version
-from moe_engine.kernels.triton.dependent import COOPERATIVE, OPTION, DependentKernel, supports
+from moe_engine.kernels.triton.dependent import OPTION, is_dependent
 
 if hasattr(knobs.language, "default_fp_fusion"):
     knobs.language.default_fp_fusion = True  # the default up to Triton 3.9, announced to change in 3.10
@@ -144,7 +144,7 @@ def source_of(case: AotCase) -> ASTSource:
 def compiler_input(case: AotCase, arch: int) -> dict[str, Any]:
     """The arguments of `triton.compile`."""
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
-    if isinstance(case.kernel, DependentKernel) and supports(arch) and not options.get(COOPERATIVE):
+    if is_dependent(case.kernel, arch, options):
         options[OPTION] = True
     return {"src": source_of(case), "target": GPUTarget("cuda", arch, 32), "options": options}
 

@@ -16,7 +16,7 @@ triton/language/extra/cuda/gdc.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -27,9 +27,10 @@ from triton.language.extra import cuda
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
+from moe_engine.kernels.triton.grid_barrier import COOPERATIVE
+
 OPTION = "launch_pdl"
 """Triton's launch option, part of the compiled kernel's key."""
-COOPERATIVE = "launch_cooperative_grid"
 OLDEST_ARCH = 90
 """Compute capability, in Triton's notation."""
 
@@ -41,19 +42,20 @@ class DependentKernel(JITFunction):
     """A kernel whose launches carry `OPTION` where the current device has it."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if not options.get(COOPERATIVE) and _supported(driver.active):
+        if is_dependent(self, _arch(driver.active), options):
             options[OPTION] = True
         return super().run(*args, grid=grid, warmup=warmup, **options)
 
 
-def supports(arch: int) -> bool:
-    return arch >= OLDEST_ARCH
+def is_dependent(kernel: Any, arch: int, options: Mapping[str, Any]) -> bool:
+    """Whether launches of a kernel with these options carry `OPTION` on a GPU of compute capability `arch`."""
+    return isinstance(kernel, DependentKernel) and arch >= OLDEST_ARCH and not COOPERATIVE.items() <= options.items()
 
 
 @lru_cache
-def _supported(active: Any) -> bool:
+def _arch(active: Any) -> int:
     target = active.get_current_target()
-    return target.backend == "cuda" and supports(target.arch)
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 def dependent_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
