@@ -150,13 +150,13 @@ def _shown(key: str, value: Any) -> str:
     return str(value) if key == "case" else f"{value:,}"
 
 
-def run_every_group(hardware: str) -> int:
-    cases = []
-    for _, found in run_all(GROUPS, hardware):
+def run_every_group() -> int:
+    cases, hardware = [], sorted({group.hardware for group in GROUPS})
+    for _, found in run_all(GROUPS):
         cases += found
         path = report.write_result("step_costs", {"hardware": hardware, "cases": cases})
     about = (
-        f"# Step costs on {hardware}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per layer, and "
+        f"# Step costs on {' and '.join(hardware)}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per layer, and "
         "outside the layers), bytes and waits are counted, times are computed from\n`step_costs/hardware.json`. No GPU "
         "was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
         f"`python -m benchmarks.step_costs --all` writes both files; the most expensive launches of each case are in "
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             update_expected()
             return 0
         if options.all:
-            return run_every_group(options.hardware)
+            return run_every_group()
         Hardware.named(options.hardware)
         config_of(options.model)
         cases = run_group(options)

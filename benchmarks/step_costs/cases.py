@@ -34,6 +34,7 @@ class Group:
     topk: int = 1
     threshold: float = 1.0
     context: int = 2048
+    hardware: str = "H200x8"
 
     @property
     def name(self) -> str:
@@ -43,13 +44,14 @@ class Group:
         work += f" threshold {self.threshold}" if self.threshold < 1 else ""
         work += f" {self.attention}" if self.attention != "auto" else ""
         work += f" after {self.context}" if self.context != 2048 else ""
+        work += f" on {self.hardware}" if self.hardware != "H200x8" else ""
         return f"{self.model} {self.form} {self.rows} {work}" + f" {self.dispatch}" * (self.dispatch != "deepep")
 
     def arguments(self) -> list[str]:
         more = ["--prefill", self.prefill] if self.prefill else ["--batch", *self.batches, "--mtp", self.mtp]
         found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", self.context, *more]
         found += ["--dispatch", self.dispatch, "--drafter", self.drafter, "--attention", self.attention]
-        found += ["--topk", self.topk, "--threshold", self.threshold]
+        found += ["--topk", self.topk, "--threshold", self.threshold, "--hardware", self.hardware]
         return [str(x) for x in found]
 
 
@@ -76,6 +78,9 @@ GROUPS = (
     Group("v2-lite", "tp1", (1,), prefill=8192),
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3", "tp8", (1,), prefill=8192),
+    Group("v3", "dp8ep8", (128, 256), hardware="B200x8"),
+    Group("v3", "tp8", (8,), hardware="B200x8"),
+    Group("gpt-oss-120b", "tp4", (1, 128), hardware="B200x8"),
 )
 CHECKED = (
     Group("v2-lite", "tp1", (1, 128), "triton"),
@@ -88,6 +93,9 @@ CHECKED = (
     Group("v3.2", "dp8ep8", (8,), context=8192),
     Group("gpt-oss-120b", "tp4", (8,)),
     Group("qwen3-next", "tp4", (8,)),
+    Group("v3", "dp8ep8", (128,), hardware="B200x8"),
+    Group("v3", "tp8", (8,), hardware="B200x8"),
+    Group("gpt-oss-120b", "tp4", (8,), hardware="B200x8"),
 )
 """Groups that are fast enough for every run of the tests."""
 
@@ -104,19 +112,19 @@ def in_an_interpreter(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def run(
-    group: Group, hardware: str = "H200x8", start: Callable[[Sequence[str]], tuple[int, str]] = in_an_interpreter
+    group: Group, start: Callable[[Sequence[str]], tuple[int, str]] = in_an_interpreter
 ) -> list[dict[str, Any]]:
     """The values of a group's cases; `start` runs the program in another process."""
     with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:
         file = Path(folder) / "values.json"
-        code, errors = start([*group.arguments(), "--hardware", hardware, "--json", str(file)])
+        code, errors = start([*group.arguments(), "--json", str(file)])
         if code:
             raise CaseFailed(f"{group.name}: {' '.join(errors.strip().splitlines()[-3:])}")
         found: list[dict[str, Any]] = json.loads(file.read_text())["cases"]
     return found
 
 
-def run_all(groups: Sequence[Group], hardware: str = "H200x8") -> Iterator[tuple[Group, list[dict[str, Any]]]]:
+def run_all(groups: Sequence[Group]) -> Iterator[tuple[Group, list[dict[str, Any]]]]:
     """Groups one after the other, with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import Progress
@@ -125,7 +133,7 @@ def run_all(groups: Sequence[Group], hardware: str = "H200x8") -> Iterator[tuple
         task = progress.add_task("", total=len(groups))
         for group in groups:
             progress.update(task, description=group.name)
-            yield group, run(group, hardware)
+            yield group, run(group)
             progress.advance(task)
 
 

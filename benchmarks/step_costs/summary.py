@@ -22,6 +22,7 @@ ATTENTION = {
     "flash_mla_fp8",
     "paged_kernel",
     "tree_kernel",
+    "trtllm_mla",
 }
 
 
