@@ -75,7 +75,7 @@ def combine_norm(
         raise ValueError("combine_norm needs a contiguous residual in the dtype of the rows")
     (tokens, top_k), width = rows.positions.shape, residual.shape[1]
     normed = torch.empty_like(residual) if format.unquantized else None
-    quantized = QuantizedRows.empty(tokens, width, residual.device) if format.rows else None
+    quantized = QuantizedRows.empty(tokens, width, residual.device, exponents=format.exponents) if format.rows else None
     if tokens:
         weights = with_contiguous_rows(rows.weights)
         add = None if rows.add is None else with_contiguous_rows(rows.add)
