@@ -81,19 +81,20 @@ def test_linear_equals_float64(arch, power_of_two):
         close(got, block_product(rows, as_used(w, arch)) + bias.double(), scale=2)
         if tokens:
             near(got, x.double() @ fp8.dequantize_weight(w).double().T + bias.double())
-    assert emulator.transposed == 0  # activations have the kernel's layout
+    assert emulator.transposed == emulator.packed == 0  # activations have the kernel's layout
 
 
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
-    kernel = DeepGemmLinear(library(arch)[1])
+    emulator, gemm = library(arch)
+    kernel = DeepGemmLinear(gemm)
     gate_up, down = weight(384, 256), weight(128, 256)
     first = kernel.prepare_blocks(gate_up)
     x, norm = normal(tokens, 300, dtype=BF16)[:, :256], torch.rand(256) + 0.5
-    assert kernel.input_format(first) == ActivationFormat.fp8(arch == 10)
+    assert kernel.input_format(first) == ActivationFormat.fp8(arch == 10, arch == 10)
     assert kernel.input_format(kernel.prepare(normal(4, 8, dtype=BF16))) == UNQUANTIZED
-    normed = fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1]
+    normed = fp8.quantize_rows(fp8.rms_norm_quantize(x, norm, 1e-5)[0], arch == 10, arch == 10)
     want = block_product(normed, as_used(gate_up, arch))
     got = kernel.run(QuantizedActivation(normed, None, BF16), first)
     assert got.shape == (tokens, 384)
@@ -102,7 +103,7 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     mlp = kernel.fuse_mlp(*inner)
     assert mlp is not None
     out = mlp(x)
-    assert out.shape == (tokens, 128)
+    assert out.shape == (tokens, 128) and emulator.packed == 0
     if tokens:
         assert (got - want).abs().max() < 0.01 * want.abs().max()
         near(got, rms_norm(x, norm, 1e-5) @ fp8.dequantize_weight(gate_up).double().T)
