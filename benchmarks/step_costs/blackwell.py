@@ -82,15 +82,23 @@ class FlashInfer:
 
 
 class _Wrapper:
-    """Its steps with prompts are not counted."""
+    """Of steps with prompts, which run in the warm-up and are not counted."""
 
-    def run(self, *args: Any, kv_cache: Any = None, query: Any = None, ckv_scale: Any = None) -> None:
-        raise NotImplementedError("only decodes are counted on Blackwell")
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def plan(self, *args: Any, **options: Any) -> None: ...
+
+    def reset_workspace_buffer(self, *args: Any, **options: Any) -> None: ...
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, ckv_scale: Any = None, **options: Any
+    ) -> Any:
+        """Attention over keys and values [S, H, *]."""
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        return (out, torch.empty(*q.shape[:2], device=q.device)) if return_lse else out
 
 
-def experts_costs(
-    routing: Routing, x: Tensor, ids: Tensor, parts: Any, out: Tensor
-) -> list[tuple[str, Cost]]:
+def experts_costs(routing: Routing, x: Tensor, ids: Tensor, parts: Any, out: Tensor) -> list[tuple[str, Cost]]:
     """The kernels of a call. x [T, D] e4m3; parts: weights [E, K / 128, N, 128] and scales, of both products."""
     (first, first_scales), (second, second_scales) = parts
     experts, hidden = len(first), x.shape[1]

@@ -367,8 +367,10 @@ def message_cost(
     if nodes > 1:
         network = (copies * (1 - per_node / ranks) if tokens is None else tokens * (nodes - 1)) * row_bytes
     table = hardware["deepep"][mode]
-    inside, across = table["node"], table["network"]
+    inside = table["node"]
     near = inside[f"{operation}_us"] + nvlink / inside[f"{operation}_bytes_per_s"] * 1e6
-    far = across[f"{operation}_us"] + network / across[f"{operation}_bytes_per_s"] * 1e6 if nodes > 1 else 0.0
+    far = 0.0
+    if nodes > 1:
+        far = table["network"][f"{operation}_us"] + network / table["network"][f"{operation}_bytes_per_s"] * 1e6
     moved = nvlink + network
     return Cost(moved, moved, nvlink=nvlink, network=network, link_us=max(near, far))
