@@ -339,7 +339,7 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     got = kernel.run_routed(x, topk_weights, ids, weights, add)
     assert got.shape == x.shape and got.dtype == BF16
     fp8_close(got, routed(x, topk_weights, ids, quantised_mlp(arch, parts), num) + add.double())
-    assert kernel.input_format(weights) == gemm.input_format(False) == ActivationFormat.fp8(arch == 10)
+    assert kernel.input_format(weights) == gemm.expert_format(False) == ActivationFormat.fp8(arch == 10)
     before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
     assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)
     assert emulator.transposed == 0
