@@ -14,7 +14,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = Path(__file__).with_name("expected.json")
 """Values of `CHECKED` groups that CI checks."""
-HELD = ("host_waits", "launches_a_layer", "launches_outside", "early_launches", "bytes", "nvlink_bytes", "network_bytes")
+HELD = (
+    "host_waits",
+    "launches_a_layer",
+    "launches_outside",
+    "early_launches",
+    "bytes",
+    "nvlink_bytes",
+    "network_bytes",
+)
 DECODES = (1, 32, 128, 256)
 
 
@@ -111,9 +119,7 @@ def in_an_interpreter(arguments: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def run(
-    group: Group, start: Callable[[Sequence[str]], tuple[int, str]] = in_an_interpreter
-) -> list[dict[str, Any]]:
+def run(group: Group, start: Callable[[Sequence[str]], tuple[int, str]] = in_an_interpreter) -> list[dict[str, Any]]:
     """The values of a group's cases; `start` runs the program in another process."""
     with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:
         file = Path(folder) / "values.json"
@@ -148,6 +154,9 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 def update_expected() -> None:
-    """Writes the current values."""
-    found = {values["case"]: held(values) for _, cases in run_all(CHECKED) for values in cases}
+    """Writes the current values, after each group."""
+    known, found = expected(), {}
+    for _, cases in run_all(CHECKED):
+        found |= {values["case"]: held(values) for values in cases}
+        EXPECTED.write_text(json.dumps(known | found, indent=1) + "\n")
     EXPECTED.write_text(json.dumps(found, indent=1) + "\n")

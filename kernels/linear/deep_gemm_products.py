@@ -99,7 +99,8 @@ class DeepGemm:
         self._groups = _groups(self._quantization)
         self.permutation: Permutation = _permutation(self._quantization)
         self.heads_quantized = _heads_quantized(self._quantization)
-        """(x [T, H, K], weight [H, N, K], power_of_two, exponents=) -> the product per head, quantized; None with torch kernels."""
+        """(x [T, H, K], weight [H, N, K], power_of_two, exponents=) -> the product per head, quantized; None with torch
+        kernels."""
         self._ends: bool | None = None
         if hasattr(self._lib, "set_pdl"):
             # programmatic dependent launch: a kernel starts before the one ahead ends, and waits (griddepcontrol)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows, num_blocks
+from moe_engine.kernels.quantization.protocol import QuantizedRows
 from moe_engine.kernels.quantization.reference import quantize_rows
 
 

@@ -125,14 +125,14 @@ def test_scales_as_exponents() -> None:
     for rows, width in ((1, 128), (5, 640), (18, 1100)):
         x, weight = normal(rows, 2 * width, dtype=torch.bfloat16, scale=3.0), torch.rand(width) + 0.5
         half = x[:, :width].contiguous()
-        makers = (
-            lambda form: triton_rows.quantize_rows(half, True, form),
-            lambda form: triton_rows.silu_mul_quantize(x, True, form),
-            lambda form: triton_rows.rms_norm_quantize(half, weight, 1e-6, None, True, False, None, form)[1],
-            lambda form: reference.quantize_rows(half, True, form),
+        norm = (half, weight, 1e-6, None, True, False, None)
+        pairs = (
+            [triton_rows.quantize_rows(half, True, form) for form in (False, True)],
+            [triton_rows.silu_mul_quantize(x, True, form) for form in (False, True)],
+            [triton_rows.rms_norm_quantize(*norm, form)[1] for form in (False, True)],
+            [reference.quantize_rows(half, True, form) for form in (False, True)],
         )
-        for make in makers:
-            plain, got = make(False), make(True)
+        for plain, got in pairs:
             assert got.exponents and not plain.exponents and torch.equal(got.data.float(), plain.data.float())
             blocks = -(-width // BLOCK)
             assert got.scales.shape == (rows, -(-blocks // 4)) and got.scales.stride(0) == 1
