@@ -188,8 +188,7 @@ def latent_kernel(
         if TREE:
             word = tl.load(visible + token + inner)
         before = first - 1
-        best = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
         slots = next_slots(table_row, begin + inside, stop)
