@@ -155,7 +155,8 @@ def expected() -> dict[str, dict[str, Any]]:
 
 def update_expected() -> None:
     """Writes the current values, after each group."""
-    known, found = expected(), {}
+    known = expected()
+    found: dict[str, dict[str, Any]] = {}
     for _, cases in run_all(CHECKED):
         found |= {values["case"]: held(values) for values in cases}
         EXPECTED.write_text(json.dumps(known | found, indent=1) + "\n")
