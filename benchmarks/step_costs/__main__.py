@@ -157,8 +157,8 @@ def run_every_group() -> int:
         path = report.write_result("step_costs", {"hardware": hardware, "cases": cases})
     about = (
         f"# Step costs on {' and '.join(hardware)}, {time.strftime('%Y-%m-%d')}\n\n"
-        "Simulated on a CPU: launches (per layer, and outside the layers), bytes and waits are counted, times are computed from\n`step_costs/hardware.json`. No GPU "
-        "was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
+        "Simulated on a CPU: launches (per layer, and outside the layers), bytes and waits are counted, times are computed "
+        "from\n`step_costs/hardware.json`. No GPU was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
         f"`python -m benchmarks.step_costs --all` writes both files; the most expensive launches of each case are in "
         f"`{path.name}`.\n"
     )
