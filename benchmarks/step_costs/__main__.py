@@ -156,11 +156,11 @@ def run_every_group() -> int:
         cases += found
         path = report.write_result("step_costs", {"hardware": hardware, "cases": cases})
     about = (
-        f"# Step costs on {' and '.join(hardware)}, {time.strftime('%Y-%m-%d')}\n\n"
-        "Simulated on a CPU: launches (per layer, and outside the layers), bytes and waits are counted, times are computed "
-        "from\n`step_costs/hardware.json`. No GPU was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
-        f"`python -m benchmarks.step_costs --all` writes both files; the most expensive launches of each case are in "
-        f"`{path.name}`.\n"
+        f"# Step costs on {' and '.join(hardware)}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per "
+        "layer, and outside the layers), bytes and waits are counted, times are computed from\n"
+        "`step_costs/hardware.json`. No GPU was measured. Context 2,048 tokens, uniform routing; tokens of drafts are "
+        "not counted in tok/s.\n`python -m benchmarks.step_costs --all` writes both files; the most expensive launches "
+        f"of each case are in `{path.name}`.\n"
     )
     path.with_suffix(".md").write_text(f"{about}\n{as_table(cases)}\n")
     print(as_table(cases))
