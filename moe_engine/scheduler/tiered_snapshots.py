@@ -216,10 +216,14 @@ class TieredSnapshots(TieredCache, SnapshotTree):
     def drop_state(self, node: TierNode) -> None:
         """Frees the entry of a node, if it has one."""
         assert isinstance(node, TierStateNode)
-        if node.entry != NONE:
-            del self.owners[node.entry]
-            self._release_entry(node.entry)
-            node.entry = NONE
+        if (entry := self.take_from(node)) != NONE:
+            self._release_entry(entry)
+
+    def take_from(self, node: TierStateNode) -> int:
+        """Takes the entry of a node from it; NONE if it has none."""
+        entry, node.entry = node.entry, NONE
+        self.owners.pop(entry, None)
+        return entry
 
     def forget_entries(self, entries: set[int]) -> None:
         """Removes the states of these entries, which may be wrong."""
