@@ -14,9 +14,11 @@ import pytest
 from moe_engine.media.image_process import load_processor
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
+from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
 from tests.models.parity_families import address
 from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
@@ -107,6 +109,26 @@ def test_states_of_layers_without_kv(tmp_path: Path) -> None:
         assert pair.post("/generate", body(turn)).json()["meta_info"]["cached_tokens"] >= len(turn) - 4
         idle_and_free(pair)
         assert "its prompt is computed here" not in pair.decode.log
+
+
+def test_answers_of_a_decode_server_are_stored_for_the_next_turn(tmp_path: Path) -> None:
+    """Another prefill server reads prompt and answer from the storage."""
+    storage = (
+        *("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--page-size", "16"),
+        *("--hicache-storage-dir", str(tmp_path / "pages")),
+        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+    )
+    (ids,) = prompts(1)
+    with Pair(tmp_path, *storage) as pair:
+        longer = body(ids) | {"sampling_params": {**GREEDY, "max_new_tokens": 40}}
+        answer = pair.post("/generate", longer).json()["output_ids"]
+        wait_until(lambda: len(list((tmp_path / "pages").rglob("*.kvpage"))) >= 11, "eleven pages")  # of 189 tokens
+        idle_and_free(pair)
+    mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(free_port()))
+    with ServerProcess(tmp_path, *FLAGS, *storage, *mode) as later:
+        turn = [*ids, *answer, *range(20, 60)]
+        meta = httpx.post(later.url + "/generate", json=body(turn), timeout=60).json()["meta_info"]
+        assert meta["cached_tokens_details"]["storage"] == 176, meta
 
 
 def test_prompt_logprobs_and_streams(tmp_path: Path) -> None:
