@@ -18,7 +18,7 @@ from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
 from tests.models.parity_families import address
 from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
-from tests.waiting import wait_until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
@@ -122,7 +122,7 @@ def test_answers_of_a_decode_server_are_stored_for_the_next_turn(tmp_path: Path)
     with Pair(tmp_path, *storage) as pair:
         longer = body(ids) | {"sampling_params": {**GREEDY, "max_new_tokens": 40}}
         answer = pair.post("/generate", longer).json()["output_ids"]
-        wait_until(lambda: len(list((tmp_path / "pages").rglob("*.kvpage"))) >= 11, "eleven pages")  # of 189 tokens
+        until(lambda: len(list((tmp_path / "pages").rglob("*.kvpage"))) >= 11, "eleven pages")  # of 189 tokens
         idle_and_free(pair)
     mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(free_port()))
     with ServerProcess(tmp_path, *FLAGS, *storage, *mode) as later:
