@@ -220,6 +220,7 @@ class SessionHold:
         """Sessions that are worth their space, the most valuable first; then by time. The evicted part of a session
         takes space and saves nothing."""
         patience, shares = self.returns.patience, self._by_length.shares()
+        demands = self._by_length.demands(self.growth)
         doubts = [0.0] * MAX_TURNS
         ranked: list[tuple[float, float, int]] = []
         for number, session in list(self._sessions.items()):
@@ -242,10 +243,17 @@ class SessionHold:
                 value = horizon if entry is not None else self.returns.value(silence, shares[self._turns(session.end)])
                 if value > 0:
                     since = session.ended if entry is None else entry.request.queued_at
-                    ranked.append((-value * cached, since, number))
+                    ranked.append((-cached * self._worth(session, *demands), since, number))
         self._by_length.doubted, self.returns.num_doubted = doubts, sum(doubts)
         ranked.sort()
         return [self._sessions[number] for _, _, number in ranked]
+
+    def _worth(self, session: _Session, turns: list[float], tokens: list[float]) -> float:
+        """Tokens that holding a session is expected to save, over the space that it takes: until it returns, and in its
+        later turns."""
+        length, returns = session.end, session.returns if session.entry is None else 1.0
+        turn = self._turns(length)
+        return returns / (1 + returns * (turns[turn] + tokens[turn] / length))
 
     def _choose(self, now: float, room: float) -> None:
         horizon = self.horizon

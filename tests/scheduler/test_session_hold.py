@@ -132,7 +132,8 @@ def test_beside_a_host_tier_of_twice_the_pool(name: str) -> None:
     changes = {"host_tier_tokens": 2 * shape.pool}
     seconds, share = (25, 0.85) if name == "short pauses" else (150, 0.95)
     held = [throughput(shape, times, seconds, **changes) for times in (1, 2, 4)]
-    assert min(held[1:]) >= share * max(held), held
+    peak = max(held[:2])  # with long pauses more sessions are served than fit: the throughput rises with the load
+    assert held[1] >= share * held[0] and held[2] >= share * peak, held
     if shape.pause < 1:
         plain = throughput(shape, 2, 15, session_hold=0.0, **changes)
         assert plain < 0.85 * held[1], (plain, held)

@@ -202,10 +202,25 @@ def test_servers_with_other_weights_refuse_each_other() -> None:
 
 def test_states_travel_with_their_prompts() -> None:
     """The simulation checks states: each row must have seen exactly the tokens before its step."""
-    _prefill, decode, _network = play(1, num=30, places=2000, page_size=4, states=(40, 200))
-    total = sum(len(o.request.prompt_ids) for o in decode.outcomes.values())
-    assert decode.tier.num_transferred_tokens > total / 4 and decode.tier.num_failed_transfers == 0
-    assert decode.scheduler.totals.cached_tokens > total / 2
+    rng = random.Random(2)
+    config = replace(BASE, num_slots=2000, context_len=500, page_size=4, host_tier_tokens=2000)
+    config = replace(config, num_snapshots=40, host_snapshots=80, mamba_track_interval=8)
+    prefill, decode = (ServerSimulation(config, mode, rng, 0.3) for mode in ("prefill", "decode"))
+    network = Network(prefill, decode, rng, 0.0)
+    text, moved = [rng.randrange(50) for _ in range(100)], []
+    for room in range(4):
+        for server, new in ((prefill, 1), (decode, 4)):
+            request = make_request(str(room), list(text), new, ignore_eos=True)
+            request.bootstrap = ("host", 1, room)
+            server.add(request)
+        before = decode.tier.num_transferred_tokens
+        while prefill.turn() | decode.turn() | network.step():
+            pass
+        moved.append(decode.tier.num_transferred_tokens - before)
+        text += [rng.randrange(50) for _ in range(40)]
+    assert moved == [96, 40, 40, 40] and decode.tier.num_failed_transfers == 0
+    prefill.check_end()
+    decode.check_end()
 
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
