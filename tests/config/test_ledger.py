@@ -250,6 +250,8 @@ def test_the_host_tier_beside_a_gpu_fits_into_host_memory(resolved):
         assert f"{share:g} of the available host memory: 40.00 GB" in reason
     for name, value in (("hicache_ratio", 2.0), ("hicache_size", 60)):
         message = refusal(resolved, V2_LITE, on=small, **tier, **{name: value})
-        assert re.search(rf"--{name.replace('_', '-')}: the host-RAM tier needs .* and 40.00 GB of host memory", message)
+        assert re.search(
+            rf"--{name.replace('_', '-')}: the host-RAM tier needs .* and 40.00 GB of host memory", message
+        )
     wrong = tier | {"hicache_host_memory_fraction": 1.5}
     assert "--hicache-host-memory-fraction 1.5" in refusal(resolved, V2_LITE, on=small, **wrong)

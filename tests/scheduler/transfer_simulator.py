@@ -15,7 +15,6 @@ from moe_engine.types import StepPlan
 from tests.scheduler.drafting_worker import RUBBISH
 from tests.scheduler.tier_simulator import CopyingStateWorker, CopyingWorker, TierSimulation
 
-
 STATE_ROWS = 3
 
 
