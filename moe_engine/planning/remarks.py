@@ -135,7 +135,8 @@ def _parallel(args: EngineArgs, device: str, plan: ParallelPlan) -> Iterator[str
 
     if (given := listed(OF_GPUS)) and device == "cpu":
         yield f"{given}: no effect (ranks on a CPU use no GPU)"
-    if (given := listed(("hicache_host_memory_fraction",))) and device == "cpu":
+    tier = args.memory.enable_hierarchical_cache and device == "cpu"
+    if tier and (given := listed(("hicache_host_memory_fraction",))):
         yield f"{given}: no effect (on a CPU the memory ledger includes the host-RAM tier)"
     if (given := listed(BETWEEN_RANKS)) and plan.topology.tp_size == 1:
         yield f"{given}: no effect (one rank holds all experts; --tp-size adds ranks)"
