@@ -183,8 +183,8 @@ def _note_sizes(
     if asked != sizing.max_running_requests:
         reason = sizing.running_reason if asked is None else f"{asked} shared by the attention groups"
         record.note("max_running_requests", sizing.max_running_requests, reason)
-    if args.memory.enable_hierarchical_cache and _may_reduce_tier(args.memory):
-        record.note("hicache_ratio", sizing.tier_ratio, sizing.tier_reason or "the default")
+    if args.memory.hicache_ratio is None:
+        record.note("hicache_ratio", sizing.tier_ratio or TIER_RATIO, sizing.tier_reason or "the default")
     if args.memory.mem_fraction_static is None:
         record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
     captured = graphs.up_to(sizing.max_running_requests)
