@@ -275,10 +275,12 @@ class ModelRunner:
         hidden = self._run_overlapped(forwards)
         return concatenate(*batches), torch.cat(hidden)
 
-    def _with_images(self, forward: ForwardBatch, images: StepImages, before: int = 0) -> ForwardBatch:
+    def _with_images(
+        self, forward: ForwardBatch, images: StepImages, before: int = 0, keep: bool = False
+    ) -> ForwardBatch:
         assert self.images is not None
         self._phase = f"encoding {len(images.parts)} images"
-        return replace(forward, images=self.images.rows(images, before))
+        return replace(forward, images=self.images.rows(images, before, keep))
 
     def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
         assert isinstance(self.model, Decoder | ExpertRecordingModel)
@@ -354,16 +356,16 @@ class ModelRunner:
         shape, prompts = self._graph_shape(plan), []
         model_began, logits = drafted, None
         if shape is not None:
-            batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
+            batch, hidden, logits = self._replay(shape, lambda: step.verifications.build(plan, verification))
             forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
         else:
             self._phase = "building the batch"
-            batch = step.build(plan, verification)
+            batch = step.verifications.build(plan, verification)
             self.rows.note_tokens(batch.slots, batch.input_ids)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             if batch.images is not None:
-                forward = self._with_images(forward, batch.images)
+                forward = self._with_images(forward, batch.images, keep=speculation.follow)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             if self.rows.states is not None:
