@@ -65,11 +65,11 @@ PLAIN = ExpertTiles(
     block_k=64,
 )
 
-MXFP4 = "mxfp4"
-"""Name of the weights' form in `tiles_of`, for rows of 16 bits."""
-MXFP4_WIDE = "mxfp4 float32"
+FOUR_BITS = "4 bits"
+"""Name of weights in 4 bits in `tiles_of`, for rows of 16 bits."""
+FOUR_BITS_WIDE = "4 bits, float32"
 
-_MXFP4_TILES = ExpertTiles(
+_FOUR_BITS_TILES = ExpertTiles(
     TileTable(
         _DEFAULT,
         (
@@ -97,7 +97,7 @@ WIDE = ExpertTiles(
 )
 """float32, without tensor cores: correct, not fast."""
 
-_WIDE_MXFP4 = ExpertTiles(
+_WIDE_FOUR_BITS = ExpertTiles(
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
     block_k=128,
@@ -110,7 +110,7 @@ FIXED_BLOCK_FP8 = ExpertTiles(
     TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, group=8)),)),
     block_k=128,
 )
-FIXED_MXFP4 = ExpertTiles(
+FIXED_FOUR_BITS = ExpertTiles(
     TileTable(_FIXED, ((None, Tiles(64, 64, 4, 4, swap_ab=True, group=8)),)),
     TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, swap_ab=True, group=8)),)),
     block_k=128,
@@ -124,10 +124,10 @@ FIXED_PLAIN = ExpertTiles(
 
 
 def tiles_of(element: str, deterministic: bool = False) -> ExpertTiles:
-    """Tiles by Triton's name of the weights' dtype, or `MXFP4` or `MXFP4_WIDE`."""
+    """Tiles by Triton's name of the weights' dtype, or `FOUR_BITS` or `FOUR_BITS_WIDE`."""
     fp8, plain = (FIXED_BLOCK_FP8, FIXED_PLAIN) if deterministic else (BLOCK_FP8, PLAIN)
-    mxfp4 = FIXED_MXFP4 if deterministic else _MXFP4_TILES
-    return {"fp8e4nv": fp8, "fp32": WIDE, MXFP4: mxfp4, MXFP4_WIDE: _WIDE_MXFP4}.get(element, plain)
+    few = FIXED_FOUR_BITS if deterministic else _FOUR_BITS_TILES
+    return {"fp8e4nv": fp8, "fp32": WIDE, FOUR_BITS: few, FOUR_BITS_WIDE: _WIDE_FOUR_BITS}.get(element, plain)
 
 
 def row_classes(num_experts: int, most: int, tiles: ExpertTiles) -> list[int]:
