@@ -83,14 +83,12 @@ def gated_norm(a: Any, s: Setting) -> Cost:
 # -- the indexer
 
 
-@cost_of("keys_kernel")
-def index_keys(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.keys, a.slots), a.count * (a.WIDTH + FP32))
-
-
-@cost_of("queries_kernel")
-def index_queries(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.q, a.weights), size(a.out, a.folded))
+@cost_of("index_rows_kernel")
+def index_rows(a: Any, s: Setting) -> Cost:
+    """Keys into the cache, and queries if some are selected for."""
+    record = a.WIDTH + FP32 if a.FP8 else a.WIDTH * a.cache.element_size()
+    read = size(*map(given, (a.keys, a.slots, a.positions, a.q, a.gates)))
+    return Cost(read, a.tokens * record * a.KEYS + size(given(a.out), given(a.folded)))
 
 
 @cost_of("scores_kernel")
