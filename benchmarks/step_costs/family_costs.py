@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
-from benchmarks.step_costs.triton_costs import FP32, NAMES
+from benchmarks.step_costs.triton_costs import FP32, NAMES, given
 
 
 def _records(heads: int, width: int, kind: int) -> int:
