@@ -179,8 +179,9 @@ class TritonExperts:
         triton_four_bits.store(up, codes[width:], scales[:, width:])
         triton_four_bits.store(down, data.down[expert], data.down_scales[expert])
         if data.format.nvfp4:
-            data.gate_up_whole[expert].copy_(torch.stack((gate.whole, up.whole)))
-            data.down_whole[expert].copy_(down.whole)
+            for place, part in enumerate((gate, up)):
+                data.gate_up_whole[expert, place] = part.whole
+            data.down_whole[expert, 0] = down.whole
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [part[expert] for part in weights.data.memory]

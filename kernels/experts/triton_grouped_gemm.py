@@ -59,7 +59,6 @@ from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
-
 _HALF = tl.constexpr(HALF)
 
 
@@ -276,7 +275,8 @@ def down_kernel(
     FORM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
-    BIASED: + bias [E, WIDTH]. FORM: as in `gate_up_kernel`; whole: float32 [E]. Grid: `num_programs`, with PAIRS every tile."""
+    BIASED: + bias [E, WIDTH]. FORM: as in `gate_up_kernel`; whole: float32 [E]. Grid: `num_programs`, with PAIRS every
+    tile."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row, tile_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N

@@ -19,7 +19,7 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.launch import element, with_contiguous_rows
+from moe_engine.kernels.triton.launch import with_contiguous_rows
 
 ROWS = 16
 """Rows of a program: the minimum of a matrix product."""

@@ -83,14 +83,14 @@ def kept_format(
     if isinstance(declared, BlockFP8Format):
         return declared.held_by(blocks) if declared.kept_on(device) and blocks else PLAIN
     if isinstance(declared, FusedExpertsFormat):
-        kept = declared.has_kernel_formats and "experts" in coded | four_bits
-        return replace(declared, scale_bytes=2 if "experts" in coded else 1) if kept else PLAIN
+        if not declared.has_kernel_formats or "experts" not in coded | four_bits:
+            return PLAIN
+        return replace(declared, scale_bytes=2 if "experts" in coded else 1)
     return declared if declared.kept_on(device) else PLAIN
 
 
 def experts_format(format: WeightFormat) -> GroupCodes | None:
-    """The form of codes in which kernels may multiply the routed experts of all layers; None: other forms, or several.
-    """
+    """The form of codes in which kernels may multiply the experts of all layers; None: other forms, or several."""
     if isinstance(format, FusedExpertsFormat):
         found: Any = format.kernel_format(f"{_EXPERTS}.0.up_proj")
         return found

@@ -52,8 +52,8 @@ class Indexer:
         heads, width = self._config.num_heads, self._width
         self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
-        weight, bias = (reader.tensor(f"{prefix}.k_norm.{x}", (width,), dtype=torch.float32) for x in ("weight", "bias"))
-        self._norm = KeyNorm(weight, bias, KEY_NORM_EPS)
+        norm = [reader.tensor(f"{prefix}.k_norm.{x}", (width,), dtype=torch.float32) for x in ("weight", "bias")]
+        self._norm = KeyNorm(norm[0], norm[1], KEY_NORM_EPS)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (heads, hidden_size), dtype=torch.float32)
         self._gates = Linear(linear, gates)
         self._factor = heads**-0.5 * width**-0.5
@@ -84,9 +84,9 @@ class Indexer:
         found = prepare(keys, self._norm, q, gates, self._factor, positions, self._rotary, slots, cache)
         for chunk in selecting:
             assert found is not None and chunk.selected is not None
+            query, weights = (part[chunk.tokens] for part in found)
             self._kernel.select(
-                *(part[chunk.tokens] for part in found), cache, chunk.queries, self._config.top_k, chunk.selected,
-                chunk.index_plan,
+                query, weights, cache, chunk.queries, self._config.top_k, chunk.selected, chunk.index_plan
             )  # fmt: skip
 
     def _prepare(

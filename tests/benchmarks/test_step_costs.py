@@ -269,7 +269,13 @@ def test_layers_that_run_stand_for_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("name", "active", "total"),
-    [("v2-lite", 2.4e9, 15.7e9), ("v3", 37e9, 671e9), ("gpt-oss-120b", 5.1e9, 117e9), ("qwen3-next", 3e9, 80e9), ("kimi-k2", 32e9, 1.03e12)],
+    [
+        ("v2-lite", 2.4e9, 15.7e9),
+        ("v3", 37e9, 671e9),
+        ("gpt-oss-120b", 5.1e9, 117e9),
+        ("qwen3-next", 3e9, 80e9),
+        ("kimi-k2", 32e9, 1.03e12),
+    ],
 )
 def test_layers_have_the_published_numbers_of_parameters(name: str, active: float, total: float) -> None:
     """Of the model cards, which round; one of the two tables of embeddings is active."""

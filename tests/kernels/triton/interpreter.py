@@ -1,10 +1,10 @@
 """Triton's interpreter with the number formats of the GPU: torch computes the formats that numpy lacks.
 
 The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
-carry out of the mantissa, and sums and products of bf16 are those of the integers. GPUs round to nearest even and multiply
-numbers, and so must kernels that are compared with float64 here. GPUs also have a clock and can pause, which is the
-only assembly in the kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no longer
-accepts.
+carry out of the mantissa, and sums and products of bf16 are those of the integers. GPUs round to nearest even and
+multiply numbers, and so must kernels that are compared with float64 here. GPUs also have a clock and can pause, which
+is the only assembly in the kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no
+longer accepts.
 
 The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
 cached, and integer sums are checked for overflow only by `make test-exhaustive`.

@@ -132,9 +132,8 @@ def test_a_dispatchers_rows(rows: list[int], form: str) -> None:
 def test_every_number_is_rounded_at_most_once(form: str, dtype: torch.dtype) -> None:
     """Down projections of unit rows: gate and up of 0 with biases give an inner row of one 1. FP4 is exact, also at
     the ends of the range of its scales."""
-    codes_of, (hidden, width) = FORMS[form], (160, max(96, FORMS[form].group))
-    if codes_of.group > 32:
-        hidden = codes_of.group
+    codes_of = FORMS[form]
+    hidden, width = (-(-columns // codes_of.group) * codes_of.group for columns in (160, 96))
     weights = kernel.allocate_codes(1, hidden, width, "cpu", codes_of)
     down, values = coded(codes_of, hidden, width)
     if codes_of.mxfp4 and dtype != torch.float16:

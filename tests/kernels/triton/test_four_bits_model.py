@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.models import sizes
@@ -23,9 +24,8 @@ from moe_engine.models.formats.table import experts_format, kept_format, width_g
 from moe_engine.models.layers.moe import StoredExperts
 from moe_engine.models.loader import load_model
 from moe_engine.models.needs import need_of_model
-from moe_engine.models.tensor_names import expert_names
+from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightReader
-from moe_engine.kernels.backends import plan_kernels
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from tests.models.checkpoints import make_checkpoint
@@ -106,9 +106,9 @@ def test_parts_of_uneven_width_add_up(tmp_path: Path, name: str) -> None:
     assert [width for _, width in parts] == [64, 32]
     torch.testing.assert_close(sum(part for part, _ in parts), whole, rtol=1e-4, atol=1e-5)
     format = kept_format(config.weight_format, "cuda", four_bits=KEPT)
-    two, four = (sizes.weight_bytes(config, 2, Topology(ranks), format=format) for ranks in (2, 4))
-    dense = sizes.weight_bytes(config, 2, Topology(4))
-    assert four == dense and two < sizes.weight_bytes(config, 2, Topology(2))
+    two, four = (sizes.weight_bytes(config, 2, topology=Topology(ranks), format=format) for ranks in (2, 4))
+    dense_two, dense_four = (sizes.weight_bytes(config, 2, topology=Topology(ranks)) for ranks in (2, 4))
+    assert four == dense_four and two < dense_two
 
 
 def test_the_triton_row_is_chosen_before_libraries(tmp_path: Path) -> None:
