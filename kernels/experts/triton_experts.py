@@ -16,7 +16,7 @@ from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts import triton_four_bits
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.experts.tiles import FOUR_BITS, FOUR_BITS_WIDE, ExpertTiles, row_classes, tiles_of
+from moe_engine.kernels.experts.tiles import FOUR_BITS, FOUR_BITS_WIDE, MXFP4, ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
@@ -274,8 +274,10 @@ class TritonExperts:
     def _tiles_of(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertTiles:
         """`dtype`: of the result."""
         data: TritonExpertWeights = weights.data
-        few = FOUR_BITS_WIDE if dtype == torch.float32 else FOUR_BITS
-        return tiles_of(few if data.format else element(data.gate_up.dtype), self._deterministic)
+        if data.format is None:
+            return tiles_of(element(data.gate_up.dtype), self._deterministic)
+        few = MXFP4 if data.format.mxfp4 else FOUR_BITS
+        return tiles_of(FOUR_BITS_WIDE if dtype == torch.float32 else few, self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights) -> Tensor | QuantizedRows:
         """x [M, D] in the weights' activation format."""

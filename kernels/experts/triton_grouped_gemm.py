@@ -33,7 +33,7 @@ from moe_engine.kernels.experts.shapes import (
     KIMI_K2,
     ExpertModel,
 )
-from moe_engine.kernels.experts.tiles import FOUR_BITS, ExpertTiles, tiles_of
+from moe_engine.kernels.experts.tiles import FOUR_BITS, MXFP4, ExpertTiles, tiles_of
 from moe_engine.kernels.experts.triton_four_bits import (
     HALF,
     add_four_bits,
@@ -339,7 +339,7 @@ def gate_up(
             _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias),
             **_constants(groups, width, hidden, weight.dtype, tiles, tma, bias is not None, format),
             **_gathering(top_k, source is not None, power_of_two),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **_options(format),
         )  # fmt: skip
     return out
 
@@ -364,7 +364,7 @@ def down(
             data, _scales(x), groups.sizes, matrix, scales, whole, out, groups.capacity, _scale_stride(x),
             None if bias is None else bias.down,
             **_constants(groups, hidden, width, weight.dtype, tiles, tma, bias is not None, format),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **_options(format),
         )  # fmt: skip
     return out
 
@@ -425,6 +425,12 @@ def _constants(
     }  # fmt: skip
 
 
+def _options(format: GroupCodes | None) -> dict[str, int]:
+    """Options of the compiler. Without a limit it spills some registers of operands in two halves for more programs on
+    an SM (sm_100)."""
+    return {} if format is None or format.mxfp4 else {"maxnreg": 255}
+
+
 def _gathering(top_k: int, gathers: bool, power_of_two: bool) -> dict[str, Any]:
     """Extra constants of the first product."""
     return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two}
@@ -442,7 +448,8 @@ def cases_of(
     """Both products of a layer's experts on one rank, with gathered rows unless padded or `pairs`."""
     stored = FP8 if model.fp8 else torch.uint8 if model.format else dtype
     fp8, kind, weight = model.fp8, element(FP8 if model.fp8 else dtype), element(stored)
-    table = tiles_of(FOUR_BITS if model.format else kind, deterministic)
+    few = MXFP4 if model.format is not None and model.format.mxfp4 else FOUR_BITS
+    table = tiles_of(kind if model.format is None else few, deterministic)
     groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table, pairs)
     first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
     signature = {
@@ -472,13 +479,14 @@ def cases_of(
         more["weight"] = f"tensordesc<{kind}[{first.block_n}, {table.block_k}]>"
     up = AotCase(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
-        first.num_warps, first.num_stages, True,
+        first.num_warps, first.num_stages, True, _options(model.format),
     )  # fmt: skip
     constants = _constants(groups, model.hidden, model.width, stored, second, second.tma, model.biased, model.format)
     signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{weight}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
         signature | {"out": f"*{element(dtype)}"}, constants | none, second.num_warps, second.num_stages, True,
+        _options(model.format),
     )  # fmt: skip
     return [up, result]
 

@@ -52,8 +52,9 @@ class Indexer:
         heads, width = self._config.num_heads, self._width
         self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
-        norm = [reader.tensor(f"{prefix}.k_norm.{x}", (width,), dtype=torch.float32) for x in ("weight", "bias")]
-        self._norm = KeyNorm(norm[0], norm[1], KEY_NORM_EPS)
+        self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
+        self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
+        self._norm = KeyNorm(self._norm_weight, self._norm_bias, KEY_NORM_EPS)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (heads, hidden_size), dtype=torch.float32)
         self._gates = Linear(linear, gates)
         self._factor = heads**-0.5 * width**-0.5
