@@ -33,7 +33,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "hold": {},
     "tier": {"enable_hierarchical_cache": True},
 }
-TTFT_TARGET, PEAK_TARGET = 5.0, 0.95
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.examples import left_out
 from tests.fork_server import (  # noqa: F401
@@ -31,6 +32,11 @@ from tests.random_seed import (  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: an engine's threads in this process sleep
+
+
+# test processes share the cores: times of examples say nothing
+settings.register_profile("without times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without times")
 
 
 @pytest.fixture(scope="module", autouse=True)

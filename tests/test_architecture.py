@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 80
 
 FACTS = {
     "errors", "kv_ops", "prefill_delay", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
-    "custom_logit_processor", "validation", "gguf_container", "image_tokens",
+    "custom_logit_processor", "validation", "gguf_container", "image_tokens", "sampling_params",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -38,14 +38,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefill_delay": set(),
     "row_sizes": set(),
     "image_tokens": set(),
-    "types": {"errors", "image_tokens", "kv_ops", "prefill_delay", "structured_output"},
+    "sampling_params": {"errors", "structured_output"},
+    "types": {"image_tokens", "kv_ops", "prefill_delay", "sampling_params", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
     "class_path": {"errors"},
     "kv_connectors": {"class_path", "errors"},
     "storage": {"class_path", "errors", "step_settings", "gguf_container"},
-    "sampling_checks": {"errors", "types", "validation", "structured_output"},
+    "sampling_checks": {"errors", "sampling_params", "validation", "structured_output"},
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
     "gguf_container": {"errors"},
@@ -88,6 +89,7 @@ NO_TORCH_FILES = (
     "custom_logit_processor",
     "kv_connectors",
     "sampling_checks",
+    "sampling_params",
     "validation",
     "gguf_container",
     "errors",

@@ -23,8 +23,6 @@ ALIASES = {
 UNIFORM = 0.9
 """Mean of random lengths between 0.8 and 1.0 of the nominal length, as in InferenceX."""
 
-NODE_GPUS = 8
-
 
 @dataclass(frozen=True)
 class Point:

@@ -5,15 +5,12 @@ Legend: N rows and K columns of the slice, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22
-
-Unpacked = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

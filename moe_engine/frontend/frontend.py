@@ -17,11 +17,12 @@ from moe_engine.frontend.chunks import Chunks
 from moe_engine.frontend.client_api import DirectReader, EngineClient
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation, Piece
-from moe_engine.frontend.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
+from moe_engine.frontend.prepare import BURST, FormatOf, Job, Preparer, ReadRequest
 from moe_engine.frontend.sequence import COLLECTED, Observer, PieceSink, Sequence, direct_reader, feed, sequences_of
 from moe_engine.frontend.served_adapters import ServedAdapters
 from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.sessions import Sessions
+from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
 

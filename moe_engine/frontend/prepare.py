@@ -10,9 +10,8 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -21,21 +20,19 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
-from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
+from moe_engine.frontend.generate_input import GenerateInput, Prompt, split_prompts
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
 from moe_engine.frontend.image_prompts import ImagePrompts, engine_ids
 from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
+from moe_engine.frontend.prompt_checks import PromptChecks, too_long
 from moe_engine.frontend.sessions import Sessions
-from moe_engine.media.settings import MediaSettings
-from moe_engine.step_settings import LoraSettings
-from moe_engine.structured_output.backend import GrammarSettings
+from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
-from moe_engine.tokenizer.stop_regex import compiled
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 
@@ -54,40 +51,6 @@ THREAD_CHARS = 4096
 SEED_BITS = 63
 BURST = 64
 """Sequences of one request handled in a row before yielding to health probes and other requests."""
-
-
-@dataclass(frozen=True)
-class FrontendSettings:
-    """Settings for all requests. A field with the name of a flag has that flag's value (`ResolvedConfig.select`)."""
-
-    stream_interval: int = 1
-    incremental_streaming_output: bool = False
-    allow_auto_truncate: bool = False
-    weight_version: str = "default"
-    preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of /generate's sampling_params."""
-    max_logprobs: int = 20
-    """Max log-probabilities per token, top or by id; -1: no limit."""
-    max_sequences: int | None = 16384
-    """Max sequences (prompts times n) of one request; None: no limit."""
-    max_prompt_tokens: int | None = 2**24
-    """Max prompt tokens of one request, counting each copy: about 40 bytes each in the engine core. None: no limit."""
-    enable_custom_logit_processor: bool = False
-    """Whether requests may bring code that changes their logits."""
-    enable_memory_saver: bool = False
-    uses_priority: bool = False
-    """Whether the priority of requests has an effect (`SchedulingArgs.uses_priority`)."""
-    abort_on_priority_when_disabled: bool = False
-    enable_return_hidden_states: bool = False
-    random_seed: int = 0
-    """Seed of the generator that draws seeds for requests without one."""
-    grammars: GrammarSettings = field(default_factory=GrammarSettings)
-    disaggregation_mode: str = "null"
-    lora: LoraSettings | None = None
-    media: MediaSettings = field(default_factory=MediaSettings)
-    """Images of requests."""
-    reasoning_parser: str | None = None
-    """The reasoning parser, for requests with `require_reasoning`."""
 
 
 @dataclass(slots=True)
@@ -135,6 +98,7 @@ class Preparer:
         self._settings = settings
         self._choose = choose
         self._sessions = sessions
+        self._checks = PromptChecks(info, tokenizer, settings)
         self._seeds = random.Random(settings.random_seed)
         self.images = ImagePrompts(info, settings.media)
         self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
@@ -159,13 +123,13 @@ class Preparer:
         settings = self._settings
         check_kind(self._info, pooled=inp.pooled)
         check_dimensions(self._info, inp.dimensions)
-        self._check_priority(inp)
+        self._checks.priority(inp)
         prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
-        self._check_logprobs(inp, prompts)
+        self._checks.logprobs(inp, prompts)
         if not settings.enable_return_hidden_states and any(prompt.hidden for prompt in prompts):
             raise InputError(NOT_ENABLED, field="return_hidden_states")
         self._tokenize(inp, prompts)
-        self._check_total(inp, prompts)
+        self._checks.total(inp, prompts)
         custom = settings.enable_custom_logit_processor
         complete_sampling(prompts, self._tokenizer, inp.sampling_field, custom=custom)
         self._add_reasoning(inp, prompts)
@@ -173,16 +137,10 @@ class Preparer:
             where = inp.ids_field if prompt.text is None else inp.text_field
             self.images.check(prompt.ids, prompt.sources, prompt.session is not None, where)
             if prompt.session is None and not prompt.sources:  # else in `begin`, with the tokens of session or images
-                self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+                self._checks.prompt(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
         if inp.bootstrap_room is not None:
             apply_mode(settings.disaggregation_mode, prompts)
         return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(BULK)), prompts, is_batch)
-
-    def _check_priority(self, inp: GenerateInput) -> None:
-        settings = self._settings
-        if inp.priority is not None and settings.abort_on_priority_when_disabled and not settings.uses_priority:
-            words = "priority scheduling is off (--enable-priority-scheduling), and this server refuses the field then"
-            raise InputError(f"priority: {words}; leave it out", field="priority")
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
@@ -217,9 +175,9 @@ class Preparer:
         for prompt in joined:
             assert prompt.session is not None
             prompt.ids, prompt.joined = self._sessions.join(prompt.session, prompt.ids)
-            self._check(read.inp, prompt, read.inp.ids_field)
+            self._checks.prompt(read.inp, prompt, read.inp.ids_field)
         if joined:
-            self._check_total(read.inp, read.prompts)
+            self._checks.total(read.inp, read.prompts)
 
     async def _place_images(self, read: ReadRequest) -> None:
         """Reads the images of the prompts, and checks the prompts with their tokens."""
@@ -227,11 +185,11 @@ class Preparer:
         where = inp.ids_field if read.prompts[0].text is None else inp.text_field
         for prompt in await self.images.place_all(read.prompts, where):
             count = len(prompt.ids)
-            self._check(inp, prompt, where)
+            self._checks.prompt(inp, prompt, where)
             if len(prompt.ids) < count:
                 words = f"{count} tokens with its images are longer than this server takes, and images are not cut"
                 raise InputError(f"{where}: {words}; send fewer or smaller images", field=where)
-        self._check_total(inp, read.prompts)
+        self._checks.total(inp, read.prompts)
 
     async def _check_grammars(self, prompts: list[Prompt]) -> None:
         """Raises InputError if a constraint cannot be compiled, with the reason."""
@@ -263,28 +221,6 @@ class Preparer:
             if (constraint := prompt.sampling.constraint) is not None:
                 prompt.sampling = replace(prompt.sampling, constraint=replace(constraint, reasoning=reasoning))
 
-    def _check_logprobs(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
-        limit = self._settings.max_logprobs
-        for options in {prompt.logprobs for prompt in prompts} if limit >= 0 else ():
-            if options is None:
-                continue
-            for where, count in ((inp.top_logprobs_field, options.top), ("token_ids_logprob", len(options.token_ids))):
-                if count > limit:
-                    raise InputError(
-                        f"{where}: {count} log-probabilities per token exceed this server's limit of {limit}; "
-                        "ask for fewer, or start it with a higher --max-logprobs",
-                        field=where,
-                    )
-
-    def _check_total(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
-        limit, total = self._settings.max_prompt_tokens, sum(len(p.ids) * p.sampling.n for p in prompts)
-        if limit is not None and total > limit:
-            where = inp.ids_field if inp.text is None else inp.text_field
-            raise InputError(
-                f"{where}: {total} prompt tokens, counting all n copies; send at most {limit} in one request",
-                field=where,
-            )
-
     def _tokenize(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         texts = [p.text for p in prompts if p.text is not None]
         if not texts:
@@ -297,80 +233,11 @@ class Preparer:
             limit = self._info.context_len
             for text in texts:
                 if (least := len(text) // self._tokenizer.max_token_chars) >= limit:
-                    raise _too_long(f"at least {least}", limit, inp.text_field)
+                    raise too_long(f"at least {least}", limit, inp.text_field)
         for prompt, ids in zip(prompts, self._tokenizer.encode_batch(texts, inp.add_special_tokens), strict=True):
             if not ids:
                 raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
             prompt.ids = ids
-
-    def _check(self, inp: GenerateInput, prompt: Prompt, where: str) -> None:
-        info = self._info
-        check_token_ids(prompt.ids, info.vocab_size, where)
-        _check_vocab(prompt, info.vocab_size, inp.sampling_field)
-        sampling = prompt.sampling
-        if (sampling.stop or sampling.stop_regex) and self._tokenizer is None:
-            name = "sampling_params.stop" if sampling.stop else "sampling_params.stop_regex"
-            words = "needs a tokenizer, and this server runs with --skip-tokenizer-init; use stop_token_ids"
-            raise InputError(f"{name}: {words}", field=name)
-        for pattern in sampling.stop_regex:
-            compiled(pattern, f"{inp.sampling_field}.stop_regex".lstrip("."))
-        if prompt.sampling.constraint is not None:
-            self._check_grammars_available(prompt.sampling.constraint)
-        if prompt.logprobs is not None:
-            check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
-        self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
-        if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
-            raise InputError(
-                f"logprob_start_len: {prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)",
-                field="logprob_start_len",
-            )
-
-    def _check_grammars_available(self, constraint: Constraint) -> None:
-        missing = None
-        if self._settings.grammars.grammar_backend == "none":
-            missing = "is not available: this server runs with --grammar-backend none"
-        elif self._tokenizer is None:
-            missing = "needs a tokenizer, and this server runs with --skip-tokenizer-init"
-        if missing is not None:
-            raise InputError(f"{constraint.where}: {missing}", field=constraint.where)
-
-    def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
-        """Resolves `max_new_tokens`. A default is reduced to the free space. A client's value that does not fit is
-        refused, or with --allow-auto-truncate reduced like the prompt. `where`, `prompt_field`: the client's names of
-        the two fields."""
-        info = self._info
-        truncate = self._settings.allow_auto_truncate
-        room = min(info.context_len, info.max_total_num_tokens // info.page_size * info.page_size)
-        longest = max(1, min(info.max_req_input_len, room - 1))
-        if truncate and len(prompt.ids) > longest:
-            prompt.ids = prompt.ids[:longest]
-        count, wanted = len(prompt.ids), prompt.sampling.max_new_tokens
-        if count >= info.context_len:
-            raise _too_long(str(count), info.context_len, prompt_field)
-        if count > longest:
-            raise InputError(
-                f"Input length ({count} tokens) exceeds the maximum allowed length ({longest} tokens). "
-                "Use a shorter input or enable --allow-auto-truncate.",
-                field=prompt_field,
-            )
-        prompt.max_new_tokens = room - count if wanted is None else wanted
-        if truncate or not prompt.length_asked:
-            prompt.max_new_tokens = min(prompt.max_new_tokens, room - count)
-        if count + prompt.max_new_tokens > info.context_len:
-            raise InputError(
-                f"Requested token count exceeds the model's maximum context length of {info.context_len} tokens. You "
-                f"requested a total of {count + prompt.max_new_tokens} tokens: {count} tokens from the input messages "
-                f"and {prompt.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the "
-                "input messages or the completion to fit within the limit.",
-                field=where,
-            )
-        if count + prompt.max_new_tokens > room:
-            raise InputError(
-                f"The input ({count} tokens) and max_new_tokens ({prompt.max_new_tokens}) together exceed the KV cache "
-                f"({room} tokens): the request could never finish. Lower max_new_tokens to {room - count}, or start "
-                "the server with a higher --mem-fraction-static or --max-total-tokens.",
-                field=where,
-            )
 
     def _draw_seeds(self, prompts: list[Prompt]) -> list[int]:
         """One seed per sequence, prompt-major. Drawn here because several schedulers would draw the same ones."""
@@ -468,14 +335,6 @@ def _size(inp: GenerateInput) -> int:
     return len(given) if isinstance(given, str) else 0
 
 
-def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
-    """Checks the sampling parameters' token ids; `where` is "" if the fields are at the top level."""
-    try:
-        prompt.sampling.check_vocab(vocab_size, prefix=where)
-    except InputError as exc:
-        raise InputError(exc.message.lstrip("."), field=(exc.field or "").lstrip(".")) from None
-
-
 def seed_of_copy(seed: int, copy: int) -> int:
     """Seed of a copy of a prompt. Copy 0 uses the client's seed itself; the others use 64-bit hashes of (seed, copy),
     which do not collide with copy 0 of a nearby seed such as seed + 1."""
@@ -483,11 +342,3 @@ def seed_of_copy(seed: int, copy: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _too_long(count: str, limit: int, field: str) -> InputError:
-    return InputError(
-        f"The input ({count} tokens) is longer than the model's context length ({limit} tokens). "
-        f"Shorten {field}, or start the server with --allow-auto-truncate.",
-        field=field,
-    )

@@ -13,7 +13,7 @@ from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.sharded_worker import rank_group_options
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
-from moe_engine.frontend.frontend import FrontendSettings
+from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.media.settings import MediaSettings
 from moe_engine.planning.images import max_images, pixel_bounds
 from moe_engine.planning.resolve_parallel import ParallelPlan

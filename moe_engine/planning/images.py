@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
@@ -16,7 +16,7 @@ from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.planning.ledger import LedgerRow
-from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.sizing_input import SizingInput
 
 PROCESSOR_FILE = "preprocessor_config.json"
 DEFAULT_TOKENS = 1280
@@ -24,21 +24,6 @@ DEFAULT_TOKENS = 1280
 BOUNDS = ("min_pixels", "max_pixels")
 ANGLE_COPIES = 3
 """Copies of an image's rotary table: in the processor's order, in the order of windows, and a row for a part of it."""
-
-
-class ImageInput(Protocol):
-    """The part of `SizingInput` that images depend on."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def dtype_bytes(self) -> int: ...
-    @property
-    def limits(self) -> StepLimits: ...
-    @property
-    def image_cache_bytes(self) -> int: ...
-    @property
-    def divides_images(self) -> bool: ...
 
 
 def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConfig:
@@ -131,7 +116,7 @@ def max_images(args: EngineArgs) -> int:
     return most
 
 
-def image_rows(given: ImageInput) -> list[LedgerRow]:
+def image_rows(given: SizingInput) -> list[LedgerRow]:
     """Ledger rows of one rank: kept results, and the run of the largest image."""
     vision = given.model.vision
     if vision is None:

@@ -17,7 +17,6 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.weight_offload import NONE, WeightOffload
-from moe_engine.planning.window_memory import window_bytes_per_token
 from moe_engine.step_settings import GraphSettings, LoraSettings
 
 MIN_USEFUL_TOKENS = 128
@@ -74,8 +73,15 @@ class SizingInput:
     def bytes_per_token(self) -> int:
         """KV bytes of a token on one rank, without those of windowed layers that have a pool of their own."""
         drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
-        windowed = window_bytes_per_token(self) if self.num_window_slots else 0
+        windowed = self.window_bytes_per_token if self.num_window_slots else 0
         return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted - windowed
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """KV bytes of a token in all windowed layers, on one rank."""
+        model = self.local_model
+        with_kv = model.num_layers - len(model.state_layers)
+        return model.kv_bytes_per_token(self.kv_dtype) // with_kv * len(model.windowed_layers)
 
     @property
     def weight_format(self) -> WeightFormat:

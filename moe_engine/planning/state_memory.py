@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
@@ -19,23 +18,13 @@ from moe_engine.models.config import STATE_BYTES, ModelConfig
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.ledger import STATES_ROW, LedgerRow
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.step_limits import StepLimits
 
 PADDING_ROWS = 1
 
 
-class StateInput(Protocol):
-    """The part of `SizingInput` that the states depend on."""
-
-    @property
-    def local_model(self) -> ModelConfig: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def limits(self) -> StepLimits: ...
-
-
-def state_rows(given: StateInput) -> list[LedgerRow]:
+def state_rows(given: SizingInput) -> list[LedgerRow]:
     """The ledger row of the states on one rank, if the model has such layers."""
     model = given.local_model
     if not model.state_groups:

@@ -3,15 +3,11 @@ only the rows of one copy."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from moe_engine.models.config import ModelConfig
-from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.ledger import LedgerRow
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import state_bytes
-from moe_engine.planning.step_limits import StepLimits
-from moe_engine.planning.window_memory import window_bytes_per_token
 from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS, TRANSFER_SLOTS, transfer_window_bytes
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
@@ -22,50 +18,11 @@ COPIED_STATES = 3
 """States on a GPU at once: one that leaves the device, in parts and whole, and one that arrives."""
 
 
-class TierInput(Protocol):
-    """The part of `SizingInput` that the tier depends on."""
-
-    @property
-    def machine(self) -> Machine: ...
-    @property
-    def kv_dtype(self) -> str: ...
-    @property
-    def uses_mtp(self) -> bool: ...
-    @property
-    def draft(self) -> ModelConfig | None: ...
-    @property
-    def head(self) -> HeadConfig | None: ...
-    @property
-    def tier_ratio(self) -> float: ...
-    @property
-    def tier_bytes(self) -> int: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def local_model(self) -> ModelConfig: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def transfers(self) -> bool: ...
-    @property
-    def limits(self) -> StepLimits: ...
-    @property
-    def windows_in_tier(self) -> bool: ...
-    @property
-    def num_window_slots(self) -> int: ...
-    @property
-    def max_total_tokens(self) -> int | None: ...
-    @property
-    def swa_ratio(self) -> float: ...
-    @property
-    def bytes_per_token(self) -> int: ...
-
-
-def tier_bytes_per_token(given: TierInput) -> int:
+def tier_bytes_per_token(given: SizingInput) -> int:
     """KV of a token in the tier, on one rank, without that of windowed layers with a pool of their own. A draft model
     recomputes its KV; the KV of an EAGLE head is kept."""
     own = given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
-    own -= window_bytes_per_token(given) if given.num_window_slots else 0
+    own -= given.window_bytes_per_token if given.num_window_slots else 0
     return own + (given.draft.kv_bytes_per_token(given.kv_dtype) if given.head is not None and given.draft else 0)
 
 
@@ -77,7 +34,7 @@ class TierSize(NamedTuple):
     windows: int = 0
 
 
-def tier_size(given: TierInput, num_slots: int) -> TierSize:
+def tier_size(given: SizingInput, num_slots: int) -> TierSize:
     """Size of the tier beside a KV cache of `num_slots`: a multiple of the KV cache, its snapshots and its windows."""
     if not (given.tier_bytes or given.tier_ratio):
         return TierSize()
@@ -85,7 +42,7 @@ def tier_size(given: TierInput, num_slots: int) -> TierSize:
     each, of_state = tier_bytes_per_token(given), _state_bytes(given)
     if given.num_window_slots:
         if given.tier_bytes:
-            ratio = given.tier_bytes / (num_slots * each + given.num_window_slots * window_bytes_per_token(given))
+            ratio = given.tier_bytes / (num_slots * each + given.num_window_slots * given.window_bytes_per_token)
         return TierSize(_pages(given, ratio * num_slots), windows=_window_tokens(given, ratio))
     if not snapshots:
         tokens = given.tier_bytes // each if given.tier_bytes else int(ratio * num_slots)
@@ -95,11 +52,11 @@ def tier_size(given: TierInput, num_slots: int) -> TierSize:
     return TierSize(_pages(given, ratio * num_slots), max(1, int(ratio * snapshots)))
 
 
-def _pages(given: TierInput, tokens: float) -> int:
+def _pages(given: SizingInput, tokens: float) -> int:
     return int(tokens) // given.page_size * given.page_size
 
 
-def _window_tokens(given: TierInput, ratio: float) -> int:
+def _window_tokens(given: SizingInput, ratio: float) -> int:
     """Tokens of the tier's window pool: at least one window."""
     if not given.num_window_slots:
         return 0
@@ -107,12 +64,12 @@ def _window_tokens(given: TierInput, ratio: float) -> int:
     return _pages(given, max(ratio * given.num_window_slots, least))
 
 
-def _state_bytes(given: TierInput) -> int:
+def _state_bytes(given: SizingInput) -> int:
     """Bytes of the state of a prefix; 0 if no states are cached."""
     return state_bytes(given.local_model, given.dtype) if given.limits.num_snapshots else 0
 
 
-def tier_reserve(given: TierInput) -> tuple[int, float]:
+def tier_reserve(given: SizingInput) -> tuple[int, float]:
     """Memory of the ledger that the tier takes: (bytes, tier tokens for each token of the KV cache)."""
     if not (given.tier_bytes or given.tier_ratio):
         return 0, 0.0
@@ -124,21 +81,21 @@ def tier_reserve(given: TierInput) -> tuple[int, float]:
         return given.tier_bytes + pieces, 0.0
     beside = max(1, int(given.tier_ratio * given.limits.num_snapshots)) * of_state
     if given.num_window_slots:
-        beside += _window_tokens(given, given.tier_ratio) * window_bytes_per_token(given)
+        beside += _window_tokens(given, given.tier_ratio) * given.window_bytes_per_token
     return beside + pieces, given.tier_ratio
 
 
-def _transfer_bytes(given: TierInput) -> int:
+def _transfer_bytes(given: SizingInput) -> int:
     """Memory of the first connection of `--disaggregation-mode`; 0 without."""
     return transfer_window_bytes(tier_bytes_per_token(given)) if given.transfers else 0
 
 
-def tier_host_rows(given: TierInput, size: TierSize) -> tuple[LedgerRow, ...]:
+def tier_host_rows(given: SizingInput, size: TierSize) -> tuple[LedgerRow, ...]:
     """The tier's memory of the host beside that of a GPU."""
     return tuple(_host_rows(given, size)) if size.tokens and given.machine.device != "cpu" else ()
 
 
-def tier_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
+def tier_rows(given: SizingInput, size: TierSize) -> list[LedgerRow]:
     """The tier's rows of the ledger, if there is a tier."""
     if not size.tokens:
         return []
@@ -150,13 +107,13 @@ def tier_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
     return _host_rows(given, size)
 
 
-def _host_rows(given: TierInput, size: TierSize) -> list[LedgerRow]:
+def _host_rows(given: SizingInput, size: TierSize) -> list[LedgerRow]:
     each, of_state = tier_bytes_per_token(given), _state_bytes(given)
     rows = [LedgerRow("host KV tier", size.tokens * each, f"{size.tokens} tokens x {each} B")]
     if size.states:
         rows.append(LedgerRow("host tier of states", size.states * of_state, f"{size.states} states x {of_state} B"))
     if size.windows:
-        of_token = window_bytes_per_token(given)
+        of_token = given.window_bytes_per_token
         detail = f"{size.windows} tokens x {of_token} B in layers with windows"
         rows.append(LedgerRow("host tier of windows", size.windows * of_token, detail))
     if given.transfers:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
-from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.row_sizes import window_pool_tokens
 
 INDEXED_WINDOWS = 16
@@ -14,41 +11,7 @@ INDEXED_WINDOWS = 16
 window pool times this."""
 
 
-class WindowInput(Protocol):
-    """The part of `SizingInput` that the pool of windowed layers depends on."""
-
-    @property
-    def local_model(self) -> ModelConfig: ...
-    @property
-    def kv_dtype(self) -> str: ...
-    @property
-    def limits(self) -> StepLimits: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def tier_ratio(self) -> float: ...
-    @property
-    def tier_bytes(self) -> int: ...
-    @property
-    def windows_in_tier(self) -> bool: ...
-    @property
-    def num_window_slots(self) -> int: ...
-    @property
-    def bytes_per_token(self) -> int: ...
-    @property
-    def max_total_tokens(self) -> int | None: ...
-    @property
-    def swa_ratio(self) -> float: ...
-
-
-def window_bytes_per_token(given: WindowInput) -> int:
-    """KV bytes of a token in all windowed layers, on one rank."""
-    model = given.local_model
-    with_kv = model.num_layers - len(model.state_layers)
-    return model.kv_bytes_per_token(given.kv_dtype) // with_kv * len(model.windowed_layers)
-
-
-def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:
+def bound_windows(given: SizingInput, tokens: int) -> tuple[int, str]:
     """Tokens of the pool of windowed layers, or 0 with the reason why there is none.
 
     The pool holds the windows of all running requests if that is less than a KV cache of `tokens`, which would hold the
@@ -78,10 +41,10 @@ def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:
     return 0, f"{kept}: {windows}, the KV cache has {tokens} tokens ({flags})"
 
 
-def _share(given: WindowInput, tokens: int) -> int:
+def _share(given: SizingInput, tokens: int) -> int:
     """Slots of windowed layers in the memory of a KV cache of `tokens`: `--swa-full-tokens-ratio` of those of the other
     layers; all of it if there are no other layers."""
-    ratio, windowed, others = given.swa_ratio, window_bytes_per_token(given), _other_bytes(given)
+    ratio, windowed, others = given.swa_ratio, given.window_bytes_per_token, _other_bytes(given)
     tables = slot_table_bytes(given.limits.running, given.limits.row_width)
     memory = tokens * (windowed + others + SLOT_TOKEN_BYTES) - tables
     if given.max_total_tokens is not None:
@@ -93,15 +56,15 @@ def _share(given: WindowInput, tokens: int) -> int:
     return int(slots) // given.page_size * given.page_size
 
 
-def _other_bytes(given: WindowInput) -> int:
+def _other_bytes(given: SizingInput) -> int:
     """KV bytes of a token in layers without a window, drafters included."""
-    return given.bytes_per_token - (0 if given.num_window_slots else window_bytes_per_token(given))
+    return given.bytes_per_token - (0 if given.num_window_slots else given.window_bytes_per_token)
 
 
-def window_rows(given: WindowInput) -> list[LedgerRow]:
+def window_rows(given: SizingInput) -> list[LedgerRow]:
     """The ledger row of the pool of windowed layers, if they have one."""
     if not given.num_window_slots:
         return []
-    each, model, slots = window_bytes_per_token(given), given.local_model, given.num_window_slots
+    each, model, slots = given.window_bytes_per_token, given.local_model, given.num_window_slots
     detail = f"{slots} tokens x {each} B in {len(model.windowed_layers)} layers with windows of {model.longest_window}"
     return [LedgerRow(WINDOWS_ROW, (slots + given.page_size) * each, detail)]

@@ -215,22 +215,19 @@ class Scheduler:
 
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
-        table, draft, num_before = self.table, PlanDraft(), self.table.num_running
+        table, draft, num_before, in_flight = self.table, PlanDraft(), self.table.num_running, bool(self._in_flight)
         mixed = self.config.enable_mixed_chunk and not self._prefills.preempting
-        if mixed and table.decodes and not self._decodes.add(draft, bool(self._in_flight)):
+        is_turn = hold_prefill or self._is_decode_turn(mixed)
+        if (mixed or is_turn) and table.decodes and not self._decodes.add(draft, in_flight):
             return self._drain()
-        skip = hold_prefill or self._is_decode_turn(mixed)
-        batch = PrefillBatch() if skip else self._prefills.build(draft.num_decode_tokens, bool(self._in_flight))
+        held = hold_prefill or (is_turn and bool(draft.rows))  # no rows: all decodes were retracted
+        batch = PrefillBatch() if held else self._prefills.build(draft.num_decode_tokens, in_flight)
         if batch is None:
             return self._drain()
-        if not mixed and not batch.jobs and table.decodes and not self._decodes.add(draft, bool(self._in_flight)):
-            return self._drain()
-        if skip and not hold_prefill and not draft.rows:  # all requests that could decode were retracted
-            batch = self._prefills.build(0, bool(self._in_flight))
-            if batch is None:
-                return self._drain()
         if batch.jobs:
             self._prefills.add(draft, batch)
+        elif not (mixed or is_turn) and table.decodes and not self._decodes.add(draft, in_flight):
+            return self._drain()
         if not draft.rows:
             return None
         self._suspect_turn = True

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind
 from moe_engine.frontend.frontend import Job
@@ -21,12 +20,13 @@ from moe_engine.media.settings import ImageSource
 from moe_engine.sampling_checks import constrained
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
+from moe_engine.server.event_stream import EventStream
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body_and_rest, encode_json, json_response
 from moe_engine.server.openai_answers import Usage
 from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
-from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
-from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
+from moe_engine.server.openai_common import head_of, last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai_events import PLAIN_END, ChunkEvents
+from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras
 from moe_engine.server.openai_images import take_images
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.openai_tools import ToolWish, tool_wish
@@ -37,9 +37,6 @@ from moe_engine.tokenizer.reasoning import free_reasoning
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.counted_ids import num_calls
 from moe_engine.types import SamplingParams
-
-PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
-"""JSON of an event that has only a delta."""
 
 
 class ChatApi:
@@ -52,9 +49,9 @@ class ChatApi:
         req, model, parsers = plan.options
         job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         if req.stream:
-            events = _Events(
-                req, job, model, parsers, lambda generations: self._usage(generations, parsers), self._state.flags
-            )
+            usage = partial(self._usage, parsers=parsers)
+            head = head_of(job, model, "chat.completion.chunk")
+            events = _Events(parsers, req, job, head, usage, self._state.flags)
             return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model, parsers))
@@ -159,11 +156,7 @@ class ChatApi:
                     **extras.whole(g),
                 }
             )
-        return {
-            "id": job.generations[0].rid,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
+        return head_of(job, model, "chat.completion") | {
             "choices": choices,
             "usage": self._usage(job.generations, parsers),
             "metadata": {"weight_version": job.generations[0].weight_version},
@@ -179,34 +172,10 @@ def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
 
 
-class _Events(DataEvents):
-    """Events of a stream. Most have only a delta; the JSON around it is made once."""
-
-    def __init__(
-        self,
-        req: ChatRequest,
-        job: Job,
-        model: str,
-        parsers: ParserOptions,
-        usage: Callable[[list[Generation]], Usage],
-        flags: ServerArgs,
-    ) -> None:
-        super().__init__(openai_body)
-        self._job = job
+class _Events(ChunkEvents):
+    def __init__(self, parsers: ParserOptions, *chunks: Any) -> None:
+        super().__init__(*chunks)
         self._parsers = parsers
-        self._usage = usage
-        self._head: dict[str, Any] = {
-            "id": job.generations[0].rid,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model,
-        }
-        options = req.stream_options
-        self._continuous = bool(options and options.continuous_usage_stats)
-        self._with_usage = wants_usage(req, flags)
-        self._extras = ChoiceExtras(req)
-        self._answer_extras = lambda: answer_extras(req, flags, job.generations)
-        self._head_json = b"data: " + encode_json(self._head)[:-1]
         self._choices: dict[int, tuple[ChoiceParser, bytes]] = {}
         """By index of the sequence: its parser, and a plain event up to its delta."""
 
@@ -215,8 +184,7 @@ class _Events(DataEvents):
         ids = piece.token_ids if self._extras.has_ids else None
         found, events = self._choices.get(g.index), b""
         if found is None:
-            before = self._head_json + b',"choices":[{"index":%d,"delta":' % g.index
-            found = self._choices[g.index] = ChoiceParser(self._parsers), before
+            found = self._choices[g.index] = ChoiceParser(self._parsers), self._plain_start(g, b"delta")
             events = self._event(g, {"role": "assistant", "content": ""}, more=self._extras.begin(g))
         parser, before = found
         deltas = parser.push(piece.text)
@@ -241,12 +209,6 @@ class _Events(DataEvents):
             return None
         return found[1] + b'{"content":', b"}" + PLAIN_END
 
-    def end(self) -> bytes:
-        last: dict[str, Any] = self._answer_extras()
-        if self._with_usage:
-            last["usage"] = self._usage(self._job.generations)
-        return sse({**self._head, "choices": [], **last}) + DONE if last else DONE
-
     def _event(
         self,
         g: Generation,
@@ -263,7 +225,4 @@ class _Events(DataEvents):
             "matched_stop": matched_stop(g.finish) if finish else None,
             **more,
         }
-        chunk = {**self._head, "choices": [choice]}
-        if self._continuous:
-            chunk["usage"] = self._usage([g])
-        return sse(chunk)
+        return self._chunk(g, choice)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
+from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generation import Generation
 from moe_engine.server.openai_answers import Usage
+
+
+def head_of(job: Job, model: str, kind: str) -> dict[str, Any]:
+    """The fields of an answer, or of a chunk, before its choices."""
+    return {"id": job.generations[0].rid, "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning_tokens: int = 0) -> Usage:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
@@ -19,16 +17,15 @@ from moe_engine.frontend.prepare import FormatOf
 from moe_engine.server.best_of import RankedLogprobs, best
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
+from moe_engine.server.event_stream import EventStream
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
-from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
-from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
+from moe_engine.server.openai_answers import Usage
+from moe_engine.server.openai_common import head_of, last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai_events import PLAIN_END, ChunkEvents
+from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.fill_in_middle import fill_in_middle
-
-PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
-"""JSON of an event that has only a text."""
 
 
 class CompletionsApi:
@@ -41,7 +38,7 @@ class CompletionsApi:
         req, model = plan.options
         job = await self._state.frontend.begin(plan.read, self._format(req))
         if req.stream:
-            events = _Events(req, job, self._head(job, model), self._state.flags)
+            events = _Events(req, job, head_of(job, model, "text_completion"), self._usage, self._state.flags)
             return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
@@ -90,8 +87,8 @@ class CompletionsApi:
         whole = [fill_in_middle(tokenizer, prompt, req.suffix or "", form) for prompt in prompts]
         return whole[0] if isinstance(req.prompt, str) else whole
 
-    def _head(self, job: Job, model: str) -> dict[str, Any]:
-        return {"id": job.generations[0].rid, "object": "text_completion", "created": int(time.time()), "model": model}
+    def _usage(self, generations: list[Generation]) -> Usage:
+        return usage_of(generations, cache_report=self._state.flags.enable_cache_report)
 
     def _answer(self, req: CompletionRequest, job: Job, model: str) -> dict[str, Any]:
         choices, extras = [], ChoiceExtras(req)
@@ -101,30 +98,18 @@ class CompletionsApi:
             if req.echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
             choices.append(_choice(g, text, entries, g.finish) | last_hidden_state(g) | extras.whole(g))
-        usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
-        return self._head(job, model) | {
+        return head_of(job, model, "text_completion") | {
             "choices": choices,
-            "usage": usage,
+            "usage": self._usage(job.generations),
             "metadata": {"weight_version": job.generations[0].weight_version},
             **answer_extras(req, self._state.flags, job.generations),
         }
 
 
-class _Events(DataEvents):
-    """Events of a stream. Most have only a text; the JSON around it is made once."""
-
-    def __init__(self, req: CompletionRequest, job: Job, head: dict[str, Any], flags: ServerArgs) -> None:
-        super().__init__(openai_body)
-        self._job = job
-        self._head = head
-        self._cache_report = flags.enable_cache_report
+class _Events(ChunkEvents):
+    def __init__(self, req: CompletionRequest, *chunks: Any) -> None:
+        super().__init__(req, *chunks)
         self._echo = req.echo
-        options = req.stream_options
-        self._continuous = bool(options and options.continuous_usage_stats)
-        self._with_usage = wants_usage(req, flags)
-        self._extras = ChoiceExtras(req)
-        self._answer_extras = lambda: answer_extras(req, flags, job.generations)
-        self._head_json = b"data: " + encode_json(head)[:-1]
         self._before: dict[int, bytes] = {}
         """By index of the sequence: a plain event up to its text."""
 
@@ -133,27 +118,18 @@ class _Events(DataEvents):
         more = self._extras.ids(piece.token_ids) if self._extras.has_ids else NO_FIELDS
         if g.index not in self._before:
             more = {**more, **self._extras.begin(g)}
-            self._before[g.index] = self._head_json + b',"choices":[{"index":%d,"text":' % g.index
+            self._before[g.index] = self._plain_start(g, b"text")
             if self._echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
         if not (text or piece.finish or entries or more):
             return b""
         if not (entries or more or piece.finish or self._continuous):
             return self._before[g.index] + encode_json(text) + PLAIN_END
-        chunk = self._head | {"choices": [{**_choice(g, text, entries, piece.finish), **more}]}
-        if self._continuous:
-            chunk["usage"] = usage_of([g], cache_report=self._cache_report)
-        return sse(chunk)
+        return self._chunk(g, {**_choice(g, text, entries, piece.finish), **more})
 
     def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
         before = self._before.get(generation.index)
         return None if before is None or self._continuous else (before, PLAIN_END)
-
-    def end(self) -> bytes:
-        last: dict[str, Any] = self._answer_extras()
-        if self._with_usage:
-            last["usage"] = usage_of(self._job.generations, cache_report=self._cache_report)
-        return sse(self._head | {"choices": []} | last) + DONE if last else DONE
 
 
 def _choice(g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:

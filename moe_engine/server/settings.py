@@ -11,7 +11,7 @@ import msgspec
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.frontend.frontend import FrontendSettings
+from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.sampling_checks import SamplingRequest, given, parse_sampling, plain_numbers
 from moe_engine.validation import checked
 

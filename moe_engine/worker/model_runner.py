@@ -354,11 +354,11 @@ class ModelRunner:
         shape, prompts = self._graph_shape(plan), []
         model_began, logits = drafted, None
         if shape is not None:
-            batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
+            batch, hidden, logits = self._replay(shape, lambda: step.verifications.build(plan, verification))
             forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
         else:
             self._phase = "building the batch"
-            batch = step.build(plan, verification)
+            batch = step.verifications.build(plan, verification)
             self.rows.note_tokens(batch.slots, batch.input_ids)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)

@@ -149,7 +149,7 @@ WORDS = [
 FLAGS = [info for part in PARTS.values() for info in fields_of(part) if info.name not in ("device",)]
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from([info.name for info in FLAGS]), st.sampled_from(WORDS), min_size=1, max_size=3))
 def test_any_value_of_any_flag(capsys, values):
     argv = ["plan"]
@@ -160,7 +160,7 @@ def test_any_value_of_any_flag(capsys, values):
     assert code in (0, 2) and len(lines) == (1 if code else 0), (argv, code, lines)
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.sampled_from(sorted(EngineArgs().flat())),

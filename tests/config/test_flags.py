@@ -242,7 +242,7 @@ def misspellings(draw: st.DrawFn) -> str:
     return "--" + word
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(misspellings())
 def test_suggestions_are_accepted_flags(word):
     try:

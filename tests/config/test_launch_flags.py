@@ -128,7 +128,7 @@ def _settled(config: ResolvedConfig, name: str) -> Any:
     return dataclasses.replace(value, topology=topology, dispatch=None), dispatch.row.name, dispatch.modes
 
 
-@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.filter_too_much])
 @given(launches(), st.sampled_from(["moe", "dense"]), st.sampled_from(["cpu", "gpu"]))
 def test_flags_given_again_resolve_to_the_same(folders, flags, model, device):
     try:

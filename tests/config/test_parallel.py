@@ -325,7 +325,7 @@ def fits(tp: int, attn_dp: int, ep: int, dense: int | None, backend: str, lm_hea
     return not lm_head or attn_dp > 1
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(
     tp=st.integers(1, 8),
     attn_dp=st.integers(1, 8),

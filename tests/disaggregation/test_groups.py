@@ -73,7 +73,7 @@ class Rank:
         return []
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data(), st.sampled_from(SIZES), st.sampled_from(SIZES), st.sampled_from([0, 2, 4]), st.booleans())
 def test_reports_of_a_prefill_group_are_joined(data: Any, p: int, d: int, heads: int, fails: bool) -> None:
     """One end for the scheduler, after all other reports; places are free only after every rank has read them."""

@@ -33,7 +33,7 @@ def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
 
 
 @given(st.lists(st.one_of(st.none(), st.lists(st.binary(max_size=40), min_size=1, max_size=4)), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_valid_messages_pass_among_arbitrary_frames(script: list[list[bytes] | None]) -> None:
     """None in the script is a valid message."""
     reader: FrameReader[messages.ToCore] = FrameReader("test", messages.decode_to_core)

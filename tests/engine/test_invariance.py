@@ -80,7 +80,7 @@ def check_same(found: dict[str, Answer], expected: dict[str, Answer], script: li
         assert got.finish == want.finish
 
 
-@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
     page_size=st.sampled_from([1, 4, 16]),

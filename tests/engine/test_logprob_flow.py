@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_engine.core import deltas as core
@@ -134,7 +134,6 @@ DELTAS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, 
 
 
 @given(DELTAS, st.integers(1, 40), st.integers(0, 5), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_inbox_returns_everything_in_order_and_in_bounded_parts(
     script: list[tuple[int, int]], limit: int, best: int, rng: random.Random
 ) -> None:

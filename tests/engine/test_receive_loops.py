@@ -106,7 +106,7 @@ TO_CORE = st.one_of(
 
 
 @given(st.lists(st.lists(TO_FRONT_END, max_size=6), min_size=4, max_size=12), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_front_end_survives_arbitrary_frames(noise: list[list[Noise]], rng: random.Random) -> None:
     async def run(folder: Path) -> None:
         async with front_end(folder) as (frontend, client, core):
@@ -188,7 +188,7 @@ class RunningCore:
 
 
 @given(st.lists(st.lists(TO_CORE, max_size=6), min_size=1, max_size=10), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_core_survives_arbitrary_frames(noise: list[list[Noise]], rng: random.Random) -> None:
     wanted: dict[str, list[int]] = {}
     found: dict[str, list[int]] = {}

@@ -72,7 +72,7 @@ async def test_sequential_client_reuses_one_id_with_stop_strings(tmp_path: Path)
 
 
 @given(st.lists(st.lists(st.tuples(KINDS, st.integers(1, 4)), max_size=8), min_size=1, max_size=4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_retries_after_every_kind_of_ending_beside_others(clients: list[list[tuple[str, int]]]) -> None:
     """Each client is sequential and reuses its id; one id is a prefix of another."""
 

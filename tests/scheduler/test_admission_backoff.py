@@ -11,7 +11,7 @@ from tests.examples import examples
 EVENTS = ("decode", "prefill", "full", "freed", "retract", "release")
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 30))))
 def test_admission_stops_for_so_many_decode_steps(events: list[tuple[str, int]]) -> None:
     backoff, released, full_until, retracted_until, retracted_at = AdmissionBackoff(), 0, 0, 0, -1

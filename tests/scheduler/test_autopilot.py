@@ -198,7 +198,7 @@ def test_settings_that_somebody_else_changes_stand() -> None:
     assert plant.own.settings.schedule_conservativeness == 0.7 and plant.pilot.counts.undone == 0
 
 
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10**9))
 def test_random_loads_never_leave_the_bounds_nor_change_more_often_than_allowed(seed: int) -> None:
     """Load, effects and blockages are new random values every few seconds: noise that matches no rule for long."""

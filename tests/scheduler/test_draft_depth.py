@@ -172,7 +172,7 @@ def machines(draw: st.DrawFn) -> Machine:
     )
 
 
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
     """If the gain of drafts equals their cost, measurements with 10 % noise do not hide a small loss for long."""

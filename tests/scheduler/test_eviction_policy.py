@@ -66,7 +66,7 @@ def leaves(tree: RadixCache) -> list[Node]:
     return found
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(policy=st.sampled_from(list(POLICIES)), tiered=st.booleans(), seed=st.integers(0, 1 << 30))
 def test_the_leaf_of_least_rank_leaves_first(policy: str, tiered: bool, seed: int) -> None:
     rng, uses, freed = random.Random(seed), Uses(), list[int]()

@@ -64,7 +64,7 @@ def check(sim: FailingSimulation, bad: dict[str, int], apart: bool) -> None:
             assert bad.get(rid, computed) >= computed, rid
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     overlap=st.booleans(),
@@ -89,7 +89,7 @@ def test_only_the_poison_request_ends(
     check(sim, bad, apart)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     speculation=speculations(),

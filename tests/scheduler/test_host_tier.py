@@ -42,7 +42,7 @@ def play(sim: TierSimulation, rng: random.Random, num_requests: int, arrival: fl
     play_arrivals(sim, rng, make, num_requests, arrival, abort)
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     places=st.integers(0, 40),
@@ -61,7 +61,7 @@ def test_any_trace_leaks_nothing_and_computes_the_same(
     play(TierSimulation(config, rng, overlap=overlap, late=late), rng, 40, arrival, abort)
 
 
-@settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     speculation=speculations(),
@@ -173,7 +173,7 @@ def test_the_tier_needs_the_radix_cache() -> None:
         replace(BASE, disable_radix_cache=True)
 
 
-@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), overlap=st.booleans(), late=st.sampled_from([0.0, 0.5, 0.95]))
 def test_failed_steps_forget_what_they_stored(seed: int, overlap: bool, late: float) -> None:
     rng = random.Random(seed)

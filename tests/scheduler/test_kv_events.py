@@ -53,7 +53,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(actions=ACTIONS, page_size=st.integers(1, 3), tiered=st.booleans(), pairs=st.booleans())
 def test_an_index_of_the_events_is_the_content(actions: list[tuple], page_size: int, tiered: bool, pairs: bool) -> None:
     places = iter(range(1 << 30))

@@ -260,7 +260,7 @@ def test_config_refuses_what_cannot_work() -> None:
 # -- counts without a walk over the queue
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(["push", "push", "front", "remove", "admit", "clear"]), st.integers(0, 999))),
        st.sampled_from(["fcfs", "lof", "lpm", "random"]))  # fmt: skip
 def test_queue_counts_match_its_entries(steps: list[tuple[str, int]], policy: str) -> None:

@@ -29,7 +29,7 @@ def best(pauses: list[float], share: float, horizon: float, silence: float) -> f
     return found
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(pauses=PAUSES, num_lost=st.integers(0, 20), horizon=st.floats(0.0, 100.0), silence=st.floats(0.0, 60.0))
 def test_value_is_that_of_the_best_moment_to_give_up(
     pauses: list[float], num_lost: int, horizon: float, silence: float
@@ -54,7 +54,7 @@ def test_share_counts_sessions_that_return_after_all() -> None:
     assert times.share > 0.99
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(pauses=PAUSES, share=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.0, 1.0)), silence=st.floats(0.0, 60.0))
 def test_a_long_silence_is_an_end(pauses: list[float], share: float, silence: float) -> None:
     """Bayes' rule with the observed pauses; a session silent for longer than all of them has ended."""
@@ -70,7 +70,7 @@ def test_a_long_silence_is_an_end(pauses: list[float], share: float, silence: fl
         assert found == 0.0
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(points=st.lists(st.tuples(st.integers(1, 500), st.floats(0.001, 1.0)), min_size=3, max_size=30))
 def test_line_is_the_weighted_least_squares(points: list[tuple[int, float]]) -> None:
     line = Line()

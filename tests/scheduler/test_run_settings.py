@@ -42,7 +42,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @given(configs())
-@settings(max_examples=examples(5), deadline=None)
+@settings(max_examples=examples(5))
 def test_bounds_have_the_type_that_the_endpoint_describes(config: SchedulerConfig) -> None:
     own = RunSettings(config)
     shown = [{"values": own.values(), "bounds": own.bounds()}]
@@ -83,7 +83,7 @@ class Changing(Simulation):
         assert own.set(changes) == before | changes
 
 
-@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(config=configs(), overlap=st.booleans(), seed=st.integers(0, 10**6))
 def test_plans_keep_to_the_values_in_force(config: SchedulerConfig, overlap: bool, seed: int) -> None:
     rng = random.Random(seed)

@@ -31,7 +31,7 @@ def begun(shares: list[float], growth: float, arrivals: tuple[float, int, float]
     return per_turn * math.prod(shares[min(turn + i, MAX_TURNS - 1)] for i in range(n)) * (size + n * growth)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     shares=SHARES,
     growth=st.floats(0, 50),

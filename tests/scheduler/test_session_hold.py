@@ -153,7 +153,7 @@ def test_sessions_that_fit_the_host_tier_lose_nothing(policy: str) -> None:
     assert connector is not None and connector.num_loaded_tokens > 0
 
 
-@settings(max_examples=examples(5), deadline=None)
+@settings(max_examples=examples(5))
 @given(
     limit=st.sampled_from([0.5, 2.0, 5.0]),
     times=st.sampled_from([2, 4]),
@@ -185,7 +185,7 @@ def test_nothing_is_passed_over_after_the_limit(limit: float, times: int, host: 
     assert longest < limit and not over
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(
     totals=st.lists(st.integers(1, 3000), min_size=1, max_size=8),
     per_token=st.floats(1e-5, 1e-2),

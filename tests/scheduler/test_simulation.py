@@ -73,7 +73,7 @@ def play(
     play_arrivals(sim, rng, make, num_requests, arrival, abort)
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     overlap=st.booleans(),

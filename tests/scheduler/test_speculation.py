@@ -33,7 +33,7 @@ def simulate(config: SchedulerConfig, *, overlap: bool, seed: int, luck: float, 
     return Simulation(config, overlap=overlap, check_every=check_every, worker=worker)
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     speculation=speculations(),
@@ -93,7 +93,7 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     assert sum(stats.speculation.accepted) <= worker.accepted  # some belonged to ended requests
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(
     depth=st.integers(1, 5),
     accepted=st.lists(st.integers(0, 5), max_size=4),

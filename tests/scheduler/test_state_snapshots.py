@@ -23,7 +23,7 @@ def with_snapshots(config: SchedulerConfig, number: int, interval: int = 8) -> S
     return replace(config, disable_radix_cache=False, num_snapshots=number, mamba_track_interval=interval)
 
 
-@settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     number=st.sampled_from([1, 2, 5, 40]),

@@ -30,7 +30,7 @@ BASE = SchedulerConfig(
 PROMPT = [i % 50 for i in range(100)]
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     snapshots=st.sampled_from([1, 2, 5, 40]),
@@ -54,7 +54,7 @@ def test_every_state_has_seen_its_text(
     play(TierSimulation(config, rng, overlap=overlap, late=late), rng, 30, 0.5, abort)
 
 
-@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     snapshots=st.sampled_from([2, 40]),
@@ -79,7 +79,7 @@ def test_restarts_and_faults_of_the_storage(
         play(StorageSimulation(config, rng, faults, pages, overlap=True, late=late), rng, 25, 0.5, 0.05)
 
 
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6), write=st.sampled_from(POLICIES), overlap=st.booleans(), stored=st.booleans(),
     late=st.sampled_from([0.0, 0.5, 0.95]),

@@ -173,7 +173,7 @@ def loads(rng: random.Random, sim: Simulation, longest: int) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(asked=flags(), layers=st.sampled_from(LAYERS), on_gpu=st.booleans(), seed=st.integers(0, 10**6))
 def test_no_plan_exceeds_the_limits(
     folders: dict[int, Path], asked: dict[str, Any], layers: int, on_gpu: bool, seed: int

@@ -37,7 +37,7 @@ def faults(draw: st.DrawFn) -> Faults:
     return Faults(draw(share), draw(share), draw(st.sampled_from([0.0, 0.5, 0.9])), draw(st.sampled_from([0.0, 0.2])))
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     places=st.integers(1, 40),
@@ -63,7 +63,7 @@ def test_any_trace_and_any_fault(
         play(StorageSimulation(config, rng, faults, pages, overlap=overlap, late=late), rng, 25, 0.5, abort)
 
 
-@settings(max_examples=examples(10), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     speculation=speculations(),
@@ -85,7 +85,7 @@ def test_drafts_are_stored_too(
         play(StorageSimulation(config, rng, faults, pages, overlap=True, late=late, luck=0.7), rng, 20, 0.5, 0.05)
 
 
-@settings(max_examples=examples(10), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), write=st.sampled_from(POLICIES), faults=faults(), late=st.sampled_from([0.0, 0.9]))
 def test_failed_steps_store_nothing_wrong(seed: int, write: str, faults: Faults, late: float) -> None:
     rng, pages = random.Random(seed), dict[bytes, list[Any]]()

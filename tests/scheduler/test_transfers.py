@@ -80,7 +80,7 @@ def test_prompts_are_computed_once() -> None:
     assert decode.scheduler.totals.cached_tokens > total / 2
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.sampled_from([1, 1, 4]),

@@ -27,7 +27,7 @@ def kv_cache_of(sim: Simulation) -> WindowedKVCacheManager:
     return kv_cache
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     window=st.sampled_from([1, 2, 7, 16, 40]),

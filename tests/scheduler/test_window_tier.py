@@ -34,7 +34,7 @@ def tiered(config: SchedulerConfig, window: int, requests: int | None, places: i
 BASE = SchedulerConfig(num_slots=200, context_len=200, max_rows=4, chunked_prefill_size=16, page_size=4)
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     window=st.sampled_from([1, 2, 7, 16, 40]),
@@ -66,7 +66,7 @@ def check_free(sim: TierSimulation) -> None:
     assert not windows.resumed
 
 
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),
     window=st.sampled_from([3, 20]),

@@ -36,7 +36,7 @@ class Body:
     st.lists(st.tuples(st.binary(min_size=1, max_size=40), EXTENSIONS, st.integers(0, 3)), max_size=6),
     st.integers(0, 2**32),
 )
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_declared_sizes_are_those_of_the_body(chunks, seed):
     rng = random.Random(seed)
     wire = b"".join(

@@ -61,7 +61,7 @@ def check_walk(
     assert count == accepted + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 9),
@@ -96,7 +96,7 @@ def test_accept_equals_the_walk(
         check_walk(sampled[d].tolist(), drafts[d].tolist(), parents[d].tolist(), forced[d].tolist(), depth, found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(0, 9), depth=st.integers(0, 6), broken=st.booleans())
 def test_chains_as_arrays_and_as_tensors_equal_the_walk(seed: int, num_requests: int, depth: int, broken: bool) -> None:
     """Also with nodes that repeat the last node of a shorter chain: their draft is -1."""

@@ -77,7 +77,7 @@ def check_drafts(drafts: Drafts, texts: list[list[int]], rows: list[int], expect
     assert [row[1:] for row in tokens] == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH - 8), min_size=1, max_size=5),
     depth=st.integers(1, 5),
@@ -208,7 +208,7 @@ def test_memory_of_the_host_is_the_ledgers() -> None:
     assert length * sizes.NGRAM_HOST_BYTES / 2 < peak - kept < length * sizes.NGRAM_HOST_BYTES
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     text=st.lists(st.sampled_from([0, 1, 65535, 65536, 70000, 131072]), min_size=2, max_size=60),
     unsorted=st.integers(0, 20),

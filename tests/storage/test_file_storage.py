@@ -53,7 +53,7 @@ def test_pages_outlive_the_storage_that_wrote_them(tmp_path: Path) -> None:
     assert first.exists([key(1)]) == 0
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_damaged_pages_are_misses(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("pages")

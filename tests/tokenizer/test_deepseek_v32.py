@@ -139,7 +139,7 @@ VALUES = st.recursive(
 CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(CALLS, st.sampled_from(["", "Look.", "a\n\n"]), st.booleans())
 def test_the_parser_reads_written_calls_back(calls, content, thinking):
     prompt = CHAT.render([user("q")], kwargs={"thinking": thinking})
@@ -167,7 +167,7 @@ TURN = st.one_of(
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(TURN, min_size=1, max_size=6), st.booleans())
 def test_a_longer_conversation_extends_the_prompt_of_a_shorter_one(turns, thinking):
     """Always without thinking; with thinking, within one user turn."""

@@ -73,7 +73,7 @@ TEXTS = st.lists(st.tuples(WORDS, st.sampled_from(["", " ", " ", "\n"])), max_si
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(text=TEXTS, size=st.integers(4, 40), special=st.booleans())
 @example(text=SPECIALS[0] * 3 + "Hello world " * 20, size=30, special=True)
 def test_slices_have_the_tokens_of_the_whole(kind, text, size, special):

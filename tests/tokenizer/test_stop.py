@@ -33,7 +33,7 @@ def pieces_of(text, sizes):
 SHORT = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.text(alphabet="abc", max_size=30),
     st.lists(SHORT, min_size=1, max_size=3),
@@ -53,7 +53,7 @@ def test_any_split_gives_the_same_cut(text, stops, sizes, trim):
     assert (out, matcher.matched) == (want, matched)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.text(alphabet="aé你😀 ", min_size=1, max_size=12),
     st.text(alphabet="aé你😀 ", min_size=1, max_size=2),

@@ -33,7 +33,7 @@ def first_end(pattern: str, text: str) -> int | None:
     return next(ends, None)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(PATTERNS, min_size=1, max_size=2), TEXTS, st.integers(1, 4))
 def test_an_output_ends_where_a_match_ends_first(patterns, text, size):
     assume(all(re.match(f"(?:{pattern})\\Z", "") is None for pattern in patterns))

@@ -87,7 +87,7 @@ def test_token_text_and_bytes():
 TEXTS = st.text(alphabet=st.sampled_from("ab é你😀🙂‍👩\n<|｜▁"), max_size=40) | st.text(max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=40))
 def test_any_split_decodes_the_same(text, sizes):
     ids = TOK.encode(text, False)
@@ -101,7 +101,7 @@ def test_any_split_decodes_the_same(text, sizes):
         assert out + detokenizer.flush() == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, TOK.vocab_size - 1), max_size=30), st.booleans())
 def test_any_tokens_decode_as_the_library_does(ids, skip):
     """Also ids that are not valid UTF-8."""

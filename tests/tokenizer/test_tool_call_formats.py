@@ -202,7 +202,7 @@ PIECES = sorted(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(st.sampled_from(PIECES), max_size=12), st.integers(1, 9))
 def test_garbage(form: str, pieces: list[str], size: int) -> None:
     """No exception, and results that do not depend on the pieces."""
@@ -210,7 +210,7 @@ def test_garbage(form: str, pieces: list[str], size: int) -> None:
     assert parse(form, text, size)[:2] == parse(form, text, len(text) or 1)[:2]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(GOOD), st.data())
 def test_mutated_outputs(case: tuple[str, str, str, Any], data: st.DataObject) -> None:
     form, text = case[:2]

@@ -88,7 +88,7 @@ def _check(batch: StepBatch, plan: StepPlan, rows: RequestRows, form: MLAFormPol
     assert batch.all_sampled == (batch.logits_rows.tolist() == list(range(len(tokens))))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(plan=plans(), break_even=st.sampled_from([0.0, 4.0, 1e9]), deterministic=st.booleans())
 def test_any_plan(plan: StepPlan, break_even: float, deterministic: bool) -> None:
     rows, form = _rows(), MLAFormPolicy(break_even, deterministic)
@@ -117,7 +117,7 @@ def test_last_tokens_of_two_prompts_in_two_forms() -> None:
     assert not batch.all_sampled and batch.logits_rows.tolist() == [1, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), count=st.integers(1, MAX_ROWS))
 def test_repeated_decodes_take_the_fast_path(data: st.DataObject, count: int) -> None:
     rows, form = _rows(), MLAFormPolicy()

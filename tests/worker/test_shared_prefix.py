@@ -17,7 +17,7 @@ from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_sharers_share_exactly_their_length(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

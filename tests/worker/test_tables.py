@@ -17,7 +17,7 @@ def make_table(stream: DeviceStream, values: np.ndarray, dtype: torch.dtype) -> 
     return DeviceIntTable(tensor, stream), tensor
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([torch.int32, torch.int64]))
 def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype) -> None:
     check_table(seed, dtype, DeviceStream("cpu"))

@@ -37,7 +37,7 @@ def tokens_of(plan: StepPlan) -> list[tuple[int, int, int, int | None]]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(plans(), st.sampled_from([0.0, 0.25, 0.48, 0.5]))
 def test_halves_are_the_plan(plan: StepPlan, threshold: float) -> None:
     cut = find_cut(plan, threshold)

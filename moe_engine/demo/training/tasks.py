@@ -16,7 +16,6 @@ from .words import invented
 
 CITIES: tuple[str, ...] = tuple(dict.fromkeys([c.capital for c in COUNTRIES])) + OTHER_CITIES
 CONDITIONS: tuple[str, ...] = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "clear", "stormy")
-CONTINENTS: tuple[str, ...] = tuple(dict.fromkeys(c.continent for c in COUNTRIES))
 
 
 @dataclass

@@ -17,7 +17,8 @@ from moe_engine.worker.device_stream import DeviceStream, StepClock
 from moe_engine.worker.sampling.sampler import SampledRows
 from moe_engine.worker.speculation.draft_graphs import DraftGraphs
 from moe_engine.worker.speculation.pending import ChainsCopy
-from moe_engine.worker.speculation.step import Decodes, SpeculativeStep
+from moe_engine.worker.speculation.step import SpeculativeStep
+from moe_engine.worker.speculation.verification import Decodes
 from moe_engine.worker.step_graphs import StepShape
 from moe_engine.worker.step_sampling import Drawn
 
@@ -37,14 +38,14 @@ class DraftedStep:
         """False for trees of rows with logits processors or token masks, which need the trees on the host."""
         if self._step.config.topk == 1 or plan.speculation is None or not plan.speculation.depth:
             return True
-        return not (plan.masked or self._rows.edits.applies_to(self._step.decodes_of(plan).rows))
+        return not (plan.masked or self._rows.edits.applies_to(self._step.verifications.decodes_of(plan).rows))
 
     def verify(
         self, plan: StepPlan, shape: StepShape, clock: StepClock | None = None
     ) -> tuple[SampledRows, Tensor, Tensor | None]:
         """Drafts and verifies: the rows to sample, hidden states [D * K, *] and logits, as `DraftGraphs.verify`.
         `clock` gets a mark between both."""
-        decodes = self._step.decodes_of(plan)
+        decodes = self._step.verifications.decodes_of(plan)
         count, edited = shape.count, self._rows.edits.applies_to(decodes.rows)
         starts = self._step.read_lengths(decodes.rows) if edited else np.array(plan.starts, dtype=np.int64)
         rows, rows_device = self._repeat(decodes, count)

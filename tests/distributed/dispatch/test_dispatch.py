@@ -18,7 +18,7 @@ from tests.examples import examples
 
 LOCAL_AND_TOP_K = [(1, 1), (2, 3), (4, 8), (3, 2)]
 OURS = ("all_to_all", "allgather", "shared_memory")
-EXAMPLES = settings(max_examples=examples(4), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+EXAMPLES = settings(max_examples=examples(4), suppress_health_check=list(HealthCheck), database=None)
 
 
 def setups_of(backends: tuple[str, ...], num_nodes: int = 1, as_device: bool = False) -> list[Setup]:

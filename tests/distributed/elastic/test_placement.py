@@ -18,7 +18,7 @@ from tests.distributed.placement.test_placement_moves import arrived, by_rank, f
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_survivors_hold_what_fits_and_the_rest_is_named(data):
     layout = data.draw(layouts())
     counts = data.draw(counts_for(layout, 2))

@@ -52,7 +52,7 @@ def prompt(family: Sequence[int], rest: int) -> list[int]:
 prompts = st.builds(prompt, st.lists(st.integers(0, 1), max_size=5), st.integers(0, BLOCK - 1))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 12), st.lists(st.tuples(prompts, st.integers(0, 40)), max_size=14))
 def test_known_prefixes_are_those_used_last(max_blocks: int, steps: list[tuple[list[int], int]]) -> None:
     known, model = KnownPrefixes(max_blocks * BLOCK + 5), Model(max_blocks)

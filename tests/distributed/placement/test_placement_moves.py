@@ -17,7 +17,7 @@ from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 from tests.distributed.placement.drawn import counts_for, layouts
 
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 def shuffled(layout: ExpertLayout, num_layers: int, generator: np.random.Generator) -> ExpertPlacement:

@@ -20,7 +20,7 @@ from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement, resolve_policy
 from tests.distributed.placement.drawn import counts_for, layouts
 
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 def moved(old: ExpertPlacement, new: ExpertPlacement) -> int:

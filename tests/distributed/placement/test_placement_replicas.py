@@ -18,7 +18,7 @@ from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.replicas import ReplicaChoice, static_choice
 from tests.distributed.placement.drawn import counts_for, layouts
 
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 def near_copies(row: np.ndarray, expert: int, rank: int, layout: ExpertLayout) -> list[int]:

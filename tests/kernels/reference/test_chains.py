@@ -21,7 +21,7 @@ Rule = SimulatedAcceptance | Thresholds | None
 RULES = (None, *(SimulatedAcceptance(x, mix64(SALT)) for x in (1.0, 2.4)), Thresholds(0.6, 0.4, SALT))
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1 << 40))
 def test_numbers_equal_the_hosts(seed: int, position: int) -> None:
     seeds = np.array([mix64(seed)], dtype=np.uint64)
@@ -34,7 +34,7 @@ def numbers(chain: ChainBuffers, positions: np.ndarray, salt: int = 0) -> np.nda
     return uniforms(chain.seeds.numpy().view(np.uint64), positions, salt)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 1 << 30), st.integers(0, 4), st.integers(0, 4), st.integers(0, 3))
 def test_inputs(seed: int, real: int, padded: int, drafts: int) -> None:
     if real + padded == 0:
@@ -78,7 +78,7 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 1 << 30), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3))
 def test_acceptance(rule: Rule, seed: int, real: int, padded: int, drafts: int) -> None:
     """As `accept_chains`, `accept` with forced drafts and `accept_at_random`; only the rows of requests change."""

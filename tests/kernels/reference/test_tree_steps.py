@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.kernels.reference.chains import WIDTH, drawn_chain, drawn_tables, drawn_tree
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 1 << 30), st.integers(0, 4), st.integers(0, 2), st.integers(1, 4), st.integers(2, 4))
 def test_a_step_with_trees(seed: int, real: int, padded: int, depth: int, topk: int) -> None:
     """Requests of different lengths, some of whose tokens are invalid."""

@@ -54,7 +54,7 @@ def check(lens: list[tuple[int, int]], per_token: int, split: Split, tree: bool)
     return segments
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests, st.integers(1, 40), st.sampled_from([16, 64]), st.integers(1, 30), st.booleans(), st.booleans())
 def test_everything_is_covered_once(lens, per_token, block_m, programs, tree, fixed) -> None:
     check(lens, per_token, Split(block_m, 16, programs, 5 if fixed else None), tree)
@@ -92,7 +92,7 @@ def test_an_empty_step() -> None:
     assert empty.segments.shape == (0, 8) and empty.merges.shape == (0, 8) and empty.num_partials == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 3000), min_size=1, max_size=24), st.integers(1, 5), st.integers(1, 140),
     st.sampled_from([16, 64]), st.integers(1, 40),

@@ -20,7 +20,7 @@ from tests.worker.test_tables import check_table, make_table
 GPU = DeviceStream("cuda")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([torch.int32, torch.int64]))
 def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype) -> None:
     check_table(seed, dtype, GPU)
@@ -44,7 +44,7 @@ def test_device_memory_has_no_host_view(dtype: torch.dtype) -> None:
     assert GPU.host_view(tensors[0]) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH - 8), min_size=1, max_size=5),
     depth=st.integers(1, 5),
