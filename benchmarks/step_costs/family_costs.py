@@ -80,6 +80,16 @@ def gated_norm(a: Any, s: Setting) -> Cost:
     return Cost(2 * size(a.x) + size(a.weight), size(a.x))
 
 
+@cost_of("gate_heads_kernel")
+def gate_heads(a: Any, s: Setting) -> Cost:
+    return Cost(2 * size(a.x), size(a.x))
+
+
+@cost_of("gate_rows_kernel")
+def gate_rows(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.rows, a.x, a.weight), size(a.rows))
+
+
 # -- the indexer
 
 

@@ -19,7 +19,7 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.launch import with_contiguous_rows
+from moe_engine.kernels.triton.launch import stride_of, with_contiguous_rows
 
 ROWS = 16
 """Rows of a program: the minimum of a matrix product."""
@@ -174,8 +174,8 @@ def prepare(
             keys, None if norm is None else norm.weight, None if norm is None else norm.bias,
             None if positions is None else positions.reshape(-1), None if table is None else table.cos_sin,
             slots, cache, q, gates, *(prepared or (None, None)), tokens, 0.0 if norm is None else norm.eps, factor,
-            0 if keys is None else keys.stride(0), 0 if cache is None else cache.stride(0),
-            *((0, 0, 0) if q is None or gates is None else (q.stride(0), q.stride(1), gates.stride(0))),
+            0 if keys is None else stride_of(keys, 0), 0 if cache is None else cache.stride(0),
+            *((0, 0, 0) if q is None or gates is None else (stride_of(q, 0), stride_of(q, 1), stride_of(gates, 0))),
             **_constants(width, heads, table, norm is not None, keys is not None, fp8), num_warps=4,
         )  # fmt: skip
     return prepared

@@ -34,6 +34,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_absorb",
     f"{_FAMILIES}.ops.triton_combine_norm",
     f"{_FAMILIES}.ops.triton_fp8_cache",
+    f"{_FAMILIES}.ops.triton_gates",
     f"{_FAMILIES}.ops.triton_grouped",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_norm_route",
