@@ -91,7 +91,7 @@ class Experts:
         assert worst < BOUND[self.dtype], worst
 
 
-@pytest.mark.each_value
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("tokens", [3, 60])
 @pytest.mark.parametrize("form", FORMS)
@@ -115,7 +115,7 @@ def test_routed_and_padded_rows(form: str, dtype: torch.dtype, tokens: int) -> N
         experts.check(got[expert, :count], biased(rows, *experts.parts[expert], bias, expert))
 
 
-@pytest.mark.each_value
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [[0, 20, 1], [130, 0, 70]], ids=str)
 def test_a_dispatchers_rows(rows: list[int], form: str) -> None:
@@ -160,7 +160,7 @@ def test_every_number_is_rounded_at_most_once(form: str, dtype: torch.dtype) -> 
         assert torch.equal(got[0].double() / 64, values[:, column].to(dtype).double())
 
 
-@pytest.mark.each_value
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_and_moving(form: str) -> None:
     experts = Experts(3, torch.float32, FORMS[form])

@@ -44,6 +44,8 @@ INTEGERS: dict[str, dict[str, Any]] = {
     "awq": {"layout": "awq", "symmetric": False, "group": 128},
     "gptq": {"layout": "gptq", "group": 128},
 }
+pytestmark = pytest.mark.drawn(3)
+
 NAMES = [*INTEGERS, *(name for name in FLOATS if "fp4" in name)]
 KEPT = frozenset(("experts",))
 kernel = TritonExperts()
