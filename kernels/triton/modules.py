@@ -22,7 +22,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.attention.triton.paged",
     f"{_FAMILIES}.attention.triton.tree",
     f"{_FAMILIES}.delta.triton_delta",
-    f"{_FAMILIES}.experts.triton_grouped_gemm",
+    f"{_FAMILIES}.experts.triton_expert_cases",
     f"{_FAMILIES}.indexer.triton_keys",
     f"{_FAMILIES}.indexer.triton_scores",
     f"{_FAMILIES}.indexer.triton_select",

@@ -8,7 +8,7 @@ import json
 
 import torch
 
-from moe_engine.kernels.experts import triton_grouped_gemm
+from moe_engine.kernels.experts import triton_expert_cases
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases
 from moe_engine.kernels.experts.shapes import (
     AWQ,
@@ -30,7 +30,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from tests.kernels.triton.cache_keys import difference
 
 ARCH = 90
-MODULES = triton_rows, triton_groups, triton_permute, triton_grouped_gemm
+MODULES = triton_rows, triton_groups, triton_permute, triton_expert_cases
 HIDDEN, WIDTH, RANK = 7168, 2048, 16  # DeepSeek V3's, and the experts of one of 16 ranks
 SOME = 48
 FEW = 16
@@ -82,12 +82,12 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     pairs = tokens * 6 <= PAIRS
     mean = 1 if pairs else -(-tokens * 6 // 64)
     found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
-    found += triton_grouped_gemm.cases_of(DEEPSEEK_V3, RANK, capacity, True)
-    found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
+    found += triton_expert_cases.cases_of(DEEPSEEK_V3, RANK, capacity, True)
+    found += triton_expert_cases.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
     if capacity <= FEW:
         for model in (GPT_OSS_20B_MXFP4, *FOUR_BIT_MODELS):
             count = min(model.num_experts, SOME)
-            found += triton_grouped_gemm.cases_of(model, count, capacity, True, dtype_of(model))
+            found += triton_expert_cases.cases_of(model, count, capacity, True, dtype_of(model))
     names = [f"fp8_quantize_{HIDDEN}", f"groups_quantize_padded_{HIDDEN}", f"expert_permute_{HIDDEN}"]
     if tokens > 100:
         names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}", "expert_count_and_place_64"]
