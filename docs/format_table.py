@@ -174,6 +174,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
     parser, target = str(architecture.config_parser), str(architecture.target)
     if "parse_sparse_deepseek" in parser:
         return "MLA, sparse", ("mla", "indexer"), "sparse"
+    if "mistral3:" in target:
+        return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
     if "deepseek:" in target:
         return "MLA", ("mla",), ""
     if "config_hybrid" in parser:

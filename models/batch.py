@@ -50,8 +50,9 @@ class ForwardBatch:
     with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
     own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real. `adapters`: LoRA
     adapters of the tokens; None: none has one. `images`: image tokens, whose `input_ids` are placeholders; None: there
-    are none. `other_groups`: queries and plan of cache groups with another window than `attention`, by window, planned
-    in advance; None: the model plans them.
+    are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `other_groups`:
+    queries and plan of cache groups with another window than `attention`, by window, planned in advance; None: the
+    model plans them.
     """
 
     input_ids: Tensor  # [T] int64
@@ -67,6 +68,7 @@ class ForwardBatch:
     adapters: AdapterTokens | None = None
     stored_states: StateRuns | None = None
     images: ImageRows | None = None
+    next_images: ImageRows | None = None
     other_groups: Mapping[int | None, tuple[AttentionBatch, Any]] | None = None
 
     @classmethod

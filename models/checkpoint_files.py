@@ -27,9 +27,11 @@ _INNER = {
     "model.language_model.": "model.", "model.visual.": "visual.",
     "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.", "vision_tower.": "visual.",
     "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
+    "multi_modal_projector.": "visual.projector.", "model.multi_modal_projector.": "visual.projector.",
+    "model.vision_tower.": "visual.",
 }  # fmt: skip
-"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's, as published and
-as transformers saves them."""
+"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's and Mistral's, as
+published and as transformers saves them."""
 _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
@@ -77,8 +79,8 @@ def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
 
 
 def read_head(directory: Path) -> dict[str, WeightFile]:
-    """`read_checkpoint` of an EAGLE head: its layer is ``model.layers.0``, whatever its published name, and other names
-    have no prefix. Raises as `read_checkpoint`."""
+    """`read_checkpoint` of an EAGLE head: its first layer is ``model.layers.0``, whatever its published name, and names
+    outside the layers have no prefix. Raises as `read_checkpoint`."""
     files = read_checkpoint(directory)
     return _renamed(files, {name: _head_name(name) for name in files})
 
@@ -88,10 +90,9 @@ def _head_name(name: str) -> str:
     for old, new in _HEAD_NORMS.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
-    for prefix in ("midlayer.", "layers.0."):
-        if name.startswith(prefix):
-            return f"model.layers.0.{name.removeprefix(prefix)}"
-    return name
+    if name.startswith("midlayer."):
+        return f"model.layers.0.{name.removeprefix('midlayer.')}"
+    return f"model.{name}" if name.startswith("layers.") else name
 
 
 def _read_files(directory: Path) -> dict[str, WeightFile]:

@@ -86,8 +86,9 @@ class MLAConfig:
 @dataclass(frozen=True)
 class GQAConfig:
     """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
-    heads together (``projection``, MiniMax-M2). `sinks`: each head has a logit without a value (gpt-oss).
-    `output_gate`: q_proj has a gate after each head's query, whose sigmoid multiplies the head's result (Qwen3-Next).
+    heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan). `sinks`: each
+    head has a logit without a value (gpt-oss). `output_gate`: q_proj has a gate after each head's query, whose sigmoid
+    multiplies the head's result (Qwen3-Next).
     """
 
     num_heads: int

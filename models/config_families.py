@@ -62,7 +62,7 @@ def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
         fields.fail("scoring_func", f"{score!r} is unknown; supported: sigmoid, softmax")
     is_v3 = method == "noaux_tc"
     width = fields.integer("moe_intermediate_size")
-    renormalize = fields.flag("norm_topk_prob", is_v3)
+    renormalize = fields.flag("norm_topk_prob", is_v3) and (is_v3 or fields.integer("num_experts_per_tok") > 1)
     scale = fields.number("routed_scaling_factor", 1.0)
     moe = MoEConfig(
         num_experts=num_experts,
@@ -155,13 +155,14 @@ def parse_gqa(
     moe: MoEConfig | None,
     moe_layers: tuple[bool, ...],
     partial_rotary: float = 1.0,
+    interleaved: bool = False,
     **attention_fields: Any,
 ) -> ModelConfig:
     """A model on grouped-query attention.
 
     Args:
-        partial_rotary: the part of a head that is rotated, if the file has none. attention_fields: fields of its
-        `GQAConfig` that replace those by model_type.
+        partial_rotary: the part of a head that is rotated, if the file has none. interleaved: as in `RopeConfig`.
+        attention_fields: fields of its `GQAConfig` that replace those by model_type.
     """
     model_type = fields.text("model_type", "llama")
     num_heads = fields.integer("num_attention_heads")
@@ -185,9 +186,7 @@ def parse_gqa(
         fields,
         generation,
         attention=attention,
-        rope=parse_rope(
-            fields, _rotary_width(fields, head_dim, partial_rotary), interleaved=False, scales_softmax=False
-        ),
+        rope=parse_rope(fields, _rotary_width(fields, head_dim, partial_rotary), interleaved, scales_softmax=False),
         moe=moe,
         moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
         windows=_windows(fields, model_type),
@@ -235,8 +234,8 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
     )
 
 
-_WINDOW_BY_DEFAULT = ("mistral", "mixtral")
-_FULL_BEFORE = ("qwen2", "qwen3")
+_WINDOW_BY_DEFAULT = ("mistral", "mixtral", "ministral", "ministral3")
+_FULL_BEFORE = ("qwen2", "qwen3", "dots1")
 """Families whose `sliding_window` applies from layer `max_window_layers` on; in others it applies to all layers."""
 _DEFAULT_FULL_LAYERS = 28
 

@@ -70,6 +70,10 @@ class Fields:
     def fail(self, name: str, complaint: str) -> NoReturn:
         raise ConfigError(f"{self.source}: {self._prefix}{name} {complaint}")
 
+    def present(self) -> dict[str, Any]:
+        """The fields that have a value."""
+        return {name: value for name, value in self.raw.items() if value is not None}
+
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
 
@@ -140,6 +144,8 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         raise ConfigError(f"{fields.source}: the rotary width must be even, found {width}")
     if kind in ("default", "mrope"):
         return RopeConfig(theta, width, interleaved)
+    if kind == "dynamic" and (alpha := section.number("alpha", None, above=0)) is not None:  # Hunyuan
+        return RopeConfig(theta * alpha ** (width / (width - 2)), width, interleaved)
     if kind == "linear":
         return RopeConfig(theta, width, interleaved, kind, factor=section.number("factor", above=0))
     original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
@@ -157,7 +163,9 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         )
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
-    section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn")
+    section.fail(
+        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic with alpha"
+    )
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -11,6 +11,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.gguf_container import SUFFIX, find_gguf
 from moe_engine.models import registry
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
 from moe_engine.models.gguf.config import gguf_fields
 
@@ -33,7 +34,8 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     architecture = registry.find(names, raw.get("model_type"), str(file))
     generation = file.parent / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
-    config = architecture.parse(Fields({**raw, "architectures": [architecture.name]}, str(file)), defaults)
+    fields = with_defaults(raw) | {"architectures": [architecture.name]}
+    config = architecture.parse(Fields(fields, str(file)), defaults)
     stored = text_fields(original).get("num_hidden_layers")
     if overrides and is_whole(stored) and stored != config.num_layers:
         config = dataclasses.replace(config, file_layers=int(stored))

@@ -1,6 +1,6 @@
 """config.json of the mixture-of-experts families on grouped-query attention -> ModelConfig. Imports no torch.
 
-Parsers as in `config_families`, which has Qwen3-MoE and Mixtral.
+Parsers as in `config_families`, which has Qwen3-MoE and Mixtral; Hunyuan's are in `config_hunyuan`.
 """
 
 from __future__ import annotations
@@ -87,3 +87,54 @@ def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         o_bias=False,
         qk_norm="head" if fields.flag("use_qk_norm") else "",
     )
+
+
+def parse_solar_open(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Solar Open: GLM-4.5's mixture in every layer, whole heads rotated."""
+    moe = parse_deepseek_moe(fields)
+    layers, bias = (True,) * fields.integer("num_hidden_layers"), fields.flag("attention_bias")
+    return parse_gqa(fields, generation, moe, layers, qkv_bias=bias, o_bias=False)
+
+
+def parse_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """dots.llm1: Qwen3's attention, DeepSeek V3's router and shared experts."""
+    raw = {"use_sliding_window": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    read = Fields({**fields.raw, **raw}, fields.source)
+    moe = parse_deepseek_moe(read)
+    config = parse_gqa(read, generation, moe, deepseek_moe_layers(read, moe), qk_norm="head")
+    return replace(config, raw=fields.raw)
+
+
+def parse_ernie(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """ERNIE 4.5: rotary pairs (2j, 2j+1), a tied head unless the file says otherwise."""
+    return _ernie(fields, generation, None, ())
+
+
+def parse_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """ERNIE 4.5 with experts: a softmax over all experts, whose bias affects the choice only. Its MTP layer is not
+    read."""
+    width, layers = fields.integer("moe_intermediate_size"), fields.integer("num_hidden_layers")
+    moe = MoEConfig(
+        num_experts=fields.integer("moe_num_experts"),
+        top_k=fields.integer("moe_k"),
+        width=width,
+        shared_width=width * fields.integer("moe_num_shared_experts", 2, minimum=0),
+        score="softmax",
+        has_bias=fields.flag("moe_use_aux_free", True),
+        renormalize=True,
+    )
+    check_moe(fields, moe)
+    first, step = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
+    last = fields.integer("moe_layer_end_index", -1, minimum=-1)
+    last = layers - 1 if last == -1 else last
+    return _ernie(fields, generation, moe, tuple(first <= i <= last and (i + 1) % step == 0 for i in range(layers)))
+
+
+def _ernie(
+    fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | None, moe_layers: tuple[bool, ...]
+) -> ModelConfig:
+    if fields.flag("use_bias"):
+        fields.fail("use_bias", "is true: biases are not supported for this model")
+    read = Fields({**fields.raw, "num_nextn_predict_layers": 0}, fields.source)
+    config = parse_gqa(read, generation, moe, moe_layers, interleaved=True)
+    return replace(config, raw=fields.raw)

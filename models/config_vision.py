@@ -51,8 +51,7 @@ def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
 def _qwen2_text(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     config = parse_gqa(Fields({**fields.raw, "model_type": "qwen2"}, fields.source), generation, None, ())
     sections = _sections(fields, config.rope.width // 2, QWEN2_VL_SECTIONS)
-    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return replace(config, rope=replace(config.rope, axes=axes))
+    return replace(config, rope=replace(config.rope, axes=_in_sections(sections)))
 
 
 def parse_qwen3_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -80,12 +79,7 @@ def with_qwen3_tower(
     """A text model with the tower of Qwen3-VL. `sections`, `deepstack`: values of absent fields."""
     section, half = _vision(fields), config.rope.width // 2
     sections, layers = _sections(fields, half, sections), section.integer("depth")
-    axes = [0] * half
-    for axis in (1, 2):
-        for pair in range(axis, 3 * sections[axis], 3):
-            if pair >= half:
-                fields.fail("mrope_section", f"{list(sections)} leaves no pairs for axis {axis} of {half} in turns")
-            axes[pair] = axis
+    axes = _in_turns(fields, sections)
     deepstack = _layers(section, "deepstack_visual_indexes", deepstack, layers)
     if len(deepstack) > config.num_layers or sorted(set(deepstack)) != list(deepstack):
         section.fail("deepstack_visual_indexes", f"{list(deepstack)} must ascend, at most {config.num_layers} layers")
@@ -98,7 +92,7 @@ def with_qwen3_tower(
         deepstack_layers=deepstack,
         activation=_activation(section, "gelu_pytorch_tanh", ("gelu_pytorch_tanh",)),
     )
-    return replace(_named(config, fields), rope=replace(config.rope, axes=tuple(axes)), vision=vision)
+    return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
 
 
 def _common(fields: Fields, section: Fields, tower: str, hidden: int, patch_size: int) -> VisionConfig:
@@ -140,6 +134,30 @@ def _sections(fields: Fields, half: int, default: tuple[int, int, int]) -> tuple
     if not counts or sum(found) != half:
         (section or fields).fail("mrope_section", f"needs three counts with the sum {half}, found {found!r}")
     return found[0], found[1], found[2]
+
+
+def _in_sections(sections: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+
+
+def _in_turns(fields: Fields, sections: tuple[int, int, int]) -> tuple[int, ...]:
+    half = sum(sections)
+    axes = [0] * half
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sections[axis], 3):
+            if pair >= half:
+                fields.fail("mrope_section", f"{list(sections)} leaves no pairs for axis {axis} of {half} in turns")
+            axes[pair] = axis
+    return tuple(axes)
+
+
+def rotary_axes(fields: Fields, half: int) -> tuple[int, ...]:
+    """`RopeConfig.axes` of a draft head, whose config.json has `mrope_section` if it was trained with several axes."""
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    if section is None or not section.has("mrope_section"):
+        return ()
+    sections = _sections(fields, half, (0, 0, 0))
+    return _in_turns(fields, sections) if section.flag("mrope_interleaved") else _in_sections(sections)
 
 
 def _layers(section: Fields, name: str, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

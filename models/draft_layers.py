@@ -11,9 +11,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.layers.decoder import Reloadable
+from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.parallel.step_sizes import StepSizes
+
+
+def embed_next(model: Decoder, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
+    """Embeddings [T, D] of the tokens that follow each hidden state; those of image tokens are the tower's rows."""
+    embedding, images = model.embedding(input_ids), batch.next_images
+    if images is not None:
+        embedding.index_copy_(0, images.tokens, images.rows[:, : embedding.shape[1]])
+    return embedding
 
 
 class DraftLayers(Protocol):
@@ -33,6 +41,10 @@ class DraftLayers(Protocol):
     @property
     def fuses_drafts(self) -> bool:
         """As `MTPLayers.fuses_drafts`."""
+
+    @property
+    def attends_to_extend(self) -> bool:
+        """Whether `remember` runs attention, and needs a planned batch."""
 
     @property
     def feed_forwards(self) -> list[Any]: ...

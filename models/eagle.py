@@ -1,4 +1,5 @@
-"""EAGLE heads: one decoder layer that drafts from the hidden states of a model (the target).
+"""EAGLE heads: decoder layers, of which published heads have one, that draft from the hidden states of a model (the
+target).
 
 Legend: T tokens, S rows, D hidden, F width of the target's states, V vocabulary, W draft vocabulary.
 
@@ -8,13 +9,13 @@ At position i a head takes the target's state at i and the token i+1, and predic
     EAGLE-3        x = fc(hidden states of three layers at i);  u = [input_norm(embedding(token i+1)) | hidden_norm(x)]
                    v = x + attention(u), then the MLP as usual;  logits head(norm(v)) over the draft vocabulary
 
-The next draft step takes v in the place of the hidden state (EAGLE-3: of x). The embedding is the target's. The layer's
-keys and values follow those of the target's layers in the KV pool.
+The next draft step takes v in the place of the hidden state (EAGLE-3: of x). Further layers are usual decoder layers.
+The embedding is the target's. The layers' keys and values follow those of the target's layers in the KV pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch import Tensor
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig
-from moe_engine.models.eagle_config import LAYER, HeadConfig
+from moe_engine.models.draft_layers import embed_next
+from moe_engine.models.eagle_config import LAYER, LAYERS, HeadConfig
 from moe_engine.models.footprint import held_bytes
+from moe_engine.models.layers.axis_rows import AxisRows
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.decoder_layer import DecoderLayer
 from moe_engine.models.layers.embedding import Head
@@ -85,11 +88,7 @@ class EagleHead:
             self._embedding_norm = RMSNorm(ops, reader, f"{LAYER}.input_layernorm", size, layer.norm_eps)
             self._hidden_norm = RMSNorm(ops, reader, f"{LAYER}.hidden_norm", size, layer.norm_eps)
             self._norm = RMSNorm(ops, reader, "norm", size, layer.norm_eps)
-        self._attention = self._load_attention(reader, max_positions)
-        post = RMSNorm(ops, reader, f"{LAYER}.post_attention_layernorm", size, layer.norm_eps)
-        widths = size, layer.intermediate_size
-        mlp = MLP.dense(backends, reader, parallel, f"{LAYER}.mlp", *widths, layer.mlp_bias)
-        self._layer = _join(self._attention, post, mlp, parallel)
+        self._load_layers(reader, max_positions)
         if lm_head is None and head.own_head:
             own = replace(layer, vocab_size=head.own_head, tie_word_embeddings=False)
             lm_head = Head(own, reader, backends.linear, model.embedding, parallel)
@@ -97,22 +96,38 @@ class EagleHead:
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the head in addition to the target, in the kernels' layouts."""
 
-    def _load_attention(self, reader: WeightSource, max_positions: int) -> GQAttention | MLAAttention:
-        layer, place = self.config.layer, self._model.config.num_layers
-        rotary = make_rotary_table(layer.rope, max_positions, reader.device)
+    def _load_layers(self, reader: WeightSource, max_positions: int) -> None:
+        layer, ops = self.config.layer, self._backends.ops
+        more = self._model.max_image_tokens if layer.rope.axes else 0
+        rotary = make_rotary_table(layer.rope, max_positions + more, reader.device)
+        self._axis_rows = AxisRows(rotary, max_positions, layer.rope.axes) if more else None
         form = MLAAttention if isinstance(layer.attention, MLAConfig) else GQAttention
-        return form(
-            layer, place, reader, self._backends, self._parallel, rotary, layer_name=LAYER,
-            input_size=self.config.attention_input,
-        )  # fmt: skip
+        names = [f"{LAYERS}.{i}" for i in range(layer.num_layers)]
+        size, widths = layer.hidden_size, (layer.hidden_size, layer.intermediate_size)
+        nexts: list[Any] = [RMSNorm(ops, reader, f"{name}.input_layernorm", size, layer.norm_eps) for name in names[1:]]
+        self._layers: list[DecoderLayer | ShardedLayer] = []
+        for i, (name, last) in enumerate(zip(names, [*nexts, _NoNorm()])):
+            attention = form(
+                layer, self._model.config.num_layers + i, reader, self._backends, self._parallel, rotary,
+                layer_name=name, input_size=None if i else self.config.attention_input,
+            )  # fmt: skip
+            post = RMSNorm(ops, reader, f"{name}.post_attention_layernorm", size, layer.norm_eps)
+            mlp = MLP.dense(self._backends, reader, self._parallel, f"{name}.mlp", *widths, layer.mlp_bias)
+            shared_out = any(layer.shares_out for layer in self._layers)
+            self._layers.append(_join(attention, post, mlp, last, self._parallel, shared_out))
 
     def modules(self) -> Iterator[Reloadable]:
         """Empty: the head is unchanged when the target's weights are replaced."""
         return iter(())
 
     @property
+    def attends_to_extend(self) -> bool:
+        """As `DraftLayers.attends_to_extend`."""
+        return len(self._layers) > 1
+
+    @property
     def feed_forwards(self) -> list[Any]:
-        return [self._layer.feed_forward]
+        return [layer.feed_forward for layer in self._layers]
 
     def prepare(self, states: Tensor) -> Tensor:
         """The target's states [T, F] (of several layers side by side) -> [T, D], hidden states of `forward`."""
@@ -141,12 +156,8 @@ class EagleHead:
         """
         if self._parallel.world_size > 1:
             batch = with_sizes(batch, self._parallel)
-        x, stream = self._enter(self._model.embedding(input_ids), hidden)
-        if isinstance(self._attention, MLAAttention):
-            v = self._layer.forward(x, stream, batch, self._attention.chunks(batch))
-        else:
-            groups = group_inputs(batch, self.config.layer.cache_groups, self._backends.attention)  # type: ignore[arg-type]
-            v = self._layer.forward(x, stream, batch, groups)
+        x, stream = self._enter(embed_next(self._model, input_ids, batch), hidden)
+        v = self._run(self._layers, x, stream, self._place(batch))
         return self._norm(v) if self._norm is not None and self.config.norms_output else v
 
     def join(self, batch: ForwardBatch) -> Tensor:
@@ -155,9 +166,30 @@ class EagleHead:
         return self.forward(0, batch.input_ids, embedding, batch)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
-        """Only writes the cache, for tokens whose v is not needed. Arguments as in `forward`; `batch` needs no plan."""
-        x, _ = self._enter(self._model.embedding(input_ids), hidden)
-        self._attention.remember(x, batch)
+        """Only writes the cache, for tokens whose v is not needed. Arguments as in `forward`; `batch` needs no plan
+        unless the head `attends_to_extend`."""
+        x, stream = self._enter(embed_next(self._model, input_ids, batch), hidden)
+        *first, last = self._layers
+        batch = self._place(batch)
+        if first:
+            if self._parallel.world_size > 1:
+                batch = with_sizes(batch, self._parallel)
+            x = self._run(first, x, stream, batch)
+        last.attention.remember(x, batch)
+
+    def _run(self, layers: Sequence[Any], x: Tensor, stream: Tensor, batch: ForwardBatch) -> Tensor:
+        """x: input of the first layer's attention -> what the norm after the last one makes of the stream."""
+        attention = layers[0].attention
+        if isinstance(attention, MLAAttention):
+            args: Any = attention.chunks(batch)
+        else:
+            args = group_inputs(batch, self.config.layer.cache_groups, self._backends.attention)  # type: ignore[arg-type]
+        for layer in layers:
+            x = layer.forward(x, stream, batch, args)
+        return x
+
+    def _place(self, batch: ForwardBatch) -> ForwardBatch:
+        return batch if self._axis_rows is None else self._axis_rows.place(batch)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v [S, D] -> [S, W] float32. `sizes` as in `Model.logits`."""
@@ -193,8 +225,9 @@ def _load_fc(head: HeadConfig, reader: WeightSource, backends: Backends) -> Any:
     return load_linear(backends.linear, reader, ["fc"], [size], width, head.has_bias)
 
 
-def _join(attention: Any, post: RMSNorm, mlp: MLP, parallel: ParallelContext) -> DecoderLayer | ShardedLayer:
-    last: Any = _NoNorm()
+def _join(
+    attention: Any, post: RMSNorm, mlp: MLP, last: Any, parallel: ParallelContext, shared_out: bool
+) -> DecoderLayer | ShardedLayer:
     if parallel.world_size == 1:
         return DecoderLayer(attention, post, mlp, last)
-    return ShardedLayer(attention, post, mlp, last, choose_communication(parallel, mlp.tokens, False))
+    return ShardedLayer(attention, post, mlp, last, choose_communication(parallel, mlp.tokens, shared_out))

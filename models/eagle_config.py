@@ -20,11 +20,13 @@ from moe_engine.models import registry
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_vision import rotary_axes
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, TensorSpec, layer_tensors
 
-LAYER = "model.layers.0"
-"""Prefix of the head's decoder layer, under the names of `checkpoint_files.read_head`."""
+LAYERS = "model.layers"
+"""Prefix of the head's decoder layers, under the names of `checkpoint_files.read_head`."""
+LAYER = f"{LAYERS}.0"
 LM_HEAD = "lm_head.weight"
 _EAGLE = re.compile(r"eagle3?", re.IGNORECASE)
 _INPUTS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
@@ -39,8 +41,9 @@ class HeadConfig:
 
     Attributes:
         path: its folder.
-        layer: a model of the head's one decoder layer; `vocab_size` is the target's.
-        is_eagle3: the layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of both.
+        layer: a model of the head's decoder layers (published heads have one); `vocab_size` is the target's.
+        is_eagle3: the first layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of
+            both.
         tapped: the numbers of target layers after which EAGLE-3 reads the hidden states (0: the embedding); (): the
             last hidden state, after the final norm.
         target_hidden: width of a target's hidden state.
@@ -122,18 +125,16 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
         )
     is_eagle3 = _is_eagle3(names, files)
     layer = _layer(folder, names)
-    if layer.num_layers != 1:
-        raise ConfigError(
-            f"{file}: a head of {layer.num_layers} layers (num_hidden_layers); heads of one are supported"
-        )
     if layer.is_moe or layer.windows:
         what = "experts" if layer.is_moe else "a sliding window"
-        raise ConfigError(f"{file}: a head with {what} is not supported; its layer must be dense, over all positions")
+        raise ConfigError(f"{file}: a head with {what} is not supported; its layers must be dense, over all positions")
     if any(name.endswith(("enorm.weight", "hnorm.weight")) for name in files):
         raise ConfigError(
             f"{file}: the head has enorm and hnorm, as MTP layers have; export it as one (...NextN in architectures, "
             "eh_proj for fc)"
         )
+    axes = rotary_axes(fields, layer.rope.width // 2)
+    layer = replace(layer, rope=replace(layer.rope, axes=axes))
     reads_taps = is_eagle3 and eagle.get("use_aux_hidden_state", True)
     head = HeadConfig(
         path=str(folder),
@@ -166,6 +167,7 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
     for spec in layer_tensors(head.layer, False):
         if head.is_eagle3 or spec.name != "input_layernorm.weight":
             yield _widened(spec, head.attention_input).within(LAYER)
+        yield from (spec.within(f"{LAYERS}.{i}") for i in range(1, head.layer.num_layers))
     if head.is_eagle3:
         yield TensorSpec(f"{LAYER}.hidden_norm.weight", (hidden,), Kind.WIDE)
         yield TensorSpec("norm.weight", (hidden,), Kind.WIDE)
@@ -176,7 +178,8 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
 def names_outside_head(head: HeadConfig, names: Collection[str]) -> set[str]:
     """Tensors of a head's files that it does not need."""
     unread = (*_UNREAD, *(() if head.own_head else (LM_HEAD,)))
-    return {name for name in names if name.endswith(unread)}
+    further = tuple(f"{LAYERS}.{i}.hidden_norm.weight" for i in range(1, head.layer.num_layers))
+    return {name for name in names if name.endswith(unread) or name in further}
 
 
 def _widened(spec: TensorSpec, width: int) -> TensorSpec:
@@ -198,7 +201,7 @@ def _is_eagle3(names: Collection[str], files: Mapping[str, WeightFile]) -> bool:
 
 
 def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
-    """The decoder layer as a model of its family: the architecture's name without Eagle."""
+    """The decoder layers as a model of their family: the architecture's name without Eagle."""
     file = folder / "config.json"
     plain = [_EAGLE.sub("", name) for name in names]
     known = [name for name in plain if name in registry.supported()]
@@ -207,7 +210,7 @@ def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
             f"{file}: architectures {', '.join(names)}: no head on the layers of {', '.join(plain)} is supported; "
             "supported: those of Llama, Qwen, DeepSeek and Kimi"
         )
-    return load_model_config(folder, {"architectures": known, "first_k_dense_replace": 1, "n_routed_experts": None})
+    return load_model_config(folder, {"architectures": known, "n_routed_experts": None})
 
 
 def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

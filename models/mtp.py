@@ -29,6 +29,7 @@ from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig
+from moe_engine.models.draft_layers import embed_next
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.embedding import Head
@@ -49,6 +50,7 @@ class MTPLayers:
     """
 
     ids: Tensor | None = None
+    attends_to_extend = False
 
     def __init__(self, model: Decoder, reader: WeightSource) -> None:
         first, count = model.config.num_layers, model.config.num_nextn_predict_layers
@@ -103,7 +105,8 @@ class MTPLayers:
 
         Args:
             layer: 0 <= layer < M.
-            input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is ignored).
+            input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is ignored); of image
+                tokens `batch.next_images` is read instead.
             hidden: [T, D], not changed.
             batch: positions and slots of the hidden states; its attention reads this layer's earlier cache rows.
             selection: of the draft chain, if the layers share it (`shares_selection`).
@@ -115,7 +118,7 @@ class MTPLayers:
         args = model.step_args(batch)
         if selection is not None:
             args = (*args[:-1], selection.apply(args[-1]))
-        return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
+        return self._layers[layer].forward(embed_next(model, input_ids, batch), hidden, *args)
 
     def join(self, batch: ForwardBatch) -> Tensor:
         """Takes part in a draft step of other ranks with an empty batch: v [0, D], for its `logits`."""
@@ -123,11 +126,12 @@ class MTPLayers:
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer, for tokens whose v is not needed. Arguments as in `forward`."""
-        if self._fused is not None and len(input_ids) <= MAX_TOKENS:
+        if self._fused is not None and len(input_ids) <= MAX_TOKENS and batch.next_images is None:
             cache = batch.kv[self.kv_layers[layer]]
             self._fused.remember(layer, input_ids, hidden, batch.positions, batch.slots, cache)
             return
-        self._layers[layer].remember(self._model.embedding(input_ids), hidden, batch)
+        embedding = embed_next(self._model, input_ids, batch)
+        self._layers[layer].remember(embedding, hidden, self._model.place(batch))
 
     @property
     def fuses_drafts(self) -> bool:

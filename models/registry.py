@@ -32,6 +32,7 @@ _MIXTURES = "moe_engine.models.config_mixtures"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
+_MISTRAL3 = "moe_engine.models.mistral3:text_model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
@@ -98,6 +99,16 @@ for _name, _target, _parser in (
     ("Glm4MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_glm4_moe"),
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
+    ("Dots1ForCausalLM", _DENSE, f"{_MIXTURES}:parse_dots1"),
+    ("SolarOpenForCausalLM", _DENSE, f"{_MIXTURES}:parse_solar_open"),
+    ("Ernie4_5ForCausalLM", _DENSE, f"{_MIXTURES}:parse_ernie"),
+    ("Ernie4_5_MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_ernie_moe"),
+    ("HunYuanDenseV1ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hunyuan"),
+    ("HunYuanMoEV1ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hunyuan_moe"),
+    ("HYV3ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hy_v3"),
+    ("Ministral3ForCausalLM", _DENSE, "moe_engine.models.config_mistral:parse_ministral3"),
+    ("Mistral4ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral4"),
+    ("Mistral3ForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_mistral3_text"),
     ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_vl"),
     ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),
     ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl"),
@@ -136,6 +147,15 @@ _BY_MODEL_TYPE = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",

@@ -21,7 +21,11 @@ _LAYERS = "model.layers."
 GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 """Biases of all routed experts, in the block: [E, 2I], gate and up alternating, and [E, D]."""
 BIASES = (GATE_UP_BIAS, DOWN_BIAS)
+ROTATED_NORMS = ("query_layernorm", "key_layernorm")
+"""Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
+_OTHER_MTP = "model.mtp_"
+"""Begin of the names of ERNIE's MTP layers."""
 KV_SCALES = tuple(
     f".self_attn.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale", "kv_scale")
 )
@@ -76,7 +80,7 @@ class TensorSpec:
 @dataclass(frozen=True)
 class ExpertNames:
     """Tensor names of a family's MoE block: of an expert's projections, and, relative to the block, of the router's
-    weight and bias, the shared experts and their gate."""
+    weight and bias, the shared experts and their gate. `bias_rows`: the bias is stored as [1, E]."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -84,6 +88,7 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate.weight"
     router_bias: str = "gate.e_score_correction_bias"
+    bias_rows: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate.weight"
 
@@ -93,6 +98,9 @@ _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
+    "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
+    "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
+    "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE), ExpertNames(shared="shared_expert")),
 }
 """By architecture; others use the default."""
@@ -203,7 +211,8 @@ def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
         yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
     if a.qk_norm:
         widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
-        yield from (_norm(name, width) for name, width in zip(("q_norm", "k_norm"), widths))
+        names = ROTATED_NORMS if a.qk_norm == "rotated" else ("q_norm", "k_norm")
+        yield from (_norm(name, width) for name, width in zip(names, widths))
 
 
 def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
@@ -215,7 +224,8 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSp
     names = expert_names(config)
     yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
     if moe.has_bias:
-        yield TensorSpec(f"{names.block}.{names.router_bias}", (moe.num_experts,), Kind.WIDE)
+        shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
+        yield TensorSpec(f"{names.block}.{names.router_bias}", shape, Kind.WIDE)
     for name, shape in (
         (names.gate, (moe.width, hidden)),
         (names.up, (moe.width, hidden)),
@@ -265,13 +275,9 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
-    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None)
+    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + (_OTHER_MTP,)
     ends = (_ROTARY, *KV_SCALES) if config.attention.kind == "mla" else (_ROTARY,)
-    return {
-        name
-        for name in names
-        if layer_index(name) in unread or name.endswith(ends) or (unused and name.startswith(unused))
-    }
+    return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
 
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:

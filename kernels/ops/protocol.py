@@ -28,6 +28,8 @@ class RotaryTable:
 
     cos_sin: Tensor
     interleaved: bool
+    query_scale: Tensor | None = None
+    """[max_position] float32: factor of queries by position, which layers apply; None: 1 everywhere."""
 
     @property
     def width(self) -> int:

@@ -57,6 +57,8 @@ class Decoder:
 
     has_mtp = False
     """True if the family's checkpoints may have MTP layers, see `models.loader.load_mtp`."""
+    max_image_tokens = 0
+    """Most image tokens of a step."""
 
     def __init__(
         self,
@@ -217,6 +219,10 @@ class Decoder:
         if self.adapters is not None:
             self.adapters.begin(batch.adapters, batch.sizes)
         return self.attention_args(batch)
+
+    def place(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with positions by which kernels read the rotary table."""
+        return batch
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer, [T, D], new memory."""

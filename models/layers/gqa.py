@@ -25,6 +25,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.projection_norm import ProjectionNorms
+from moe_engine.models.layers.rotated_norm import HeadWeights, UnweightedNorm
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -109,12 +110,17 @@ class GQAttention:
             supported = self._backend.capabilities.sinks
             assert supported is not None
             self._paged = partial(_with_sinks, supported, self._sinks)
-        self._q_norm = self._k_norm = None
+        self._q_norm: RMSNorm | UnweightedNorm | None = None
+        self._k_norm: RMSNorm | UnweightedNorm | None = None
+        self._head_weights: HeadWeights | None = None
         self._both_norms: ProjectionNorms | None = None
         if gqa.qk_norm == "projection":
             self._both_norms = ProjectionNorms(
                 self._ops, reader, prefix, (query, key), config.norm_eps, (share, kv_share), parallel.attn_tp
             )
+        elif gqa.qk_norm == "rotated":
+            self._head_weights = HeadWeights(reader, prefix, gqa.head_dim)
+            self._q_norm = self._k_norm = UnweightedNorm(self._ops, gqa.head_dim, config.norm_eps, reader.device)
         elif gqa.qk_norm:
             self._q_norm, self._k_norm = (
                 RMSNorm(self._ops, reader, f"{prefix}.{name}", gqa.head_dim, config.norm_eps, config.norm_plus)
@@ -126,7 +132,9 @@ class GQAttention:
             self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, config.norm_eps)
 
         decoder = self._backend.capabilities.decoder
-        if decoder is not None and type(self) is GQAttention and self._both_norms is None and not config.rope.axes:
+        scaled = self._head_weights is not None or rotary.query_scale is not None
+        plain = type(self) is GQAttention and self._both_norms is None and not config.rope.axes and not scaled
+        if decoder is not None and plain:
             norms = None if self._q_norm is None or self._k_norm is None else (self._q_norm.weight, self._k_norm.weight)
             self.in_stack = decoder.fuse_gqa(
                 GQALayer(
@@ -159,6 +167,14 @@ class GQAttention:
 
     def _rows(self, parts: ProjectedParts, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """The result of `before` from the parts of the projection."""
+        if self._rotary.query_scale is not None:
+            parts.q.mul_(self._rotary.query_scale[positions][:, None, None])
+        q = self._turn_and_write(parts, positions, slots, cache)
+        return q if self._head_weights is None else self._head_weights.multiply(q)
+
+    def _turn_and_write(
+        self, parts: ProjectedParts, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
         q, k, v, _ = parts
         if self._grouped_rows is None or cache[0].dtype != q.dtype:
             q, k = self._turned(parts, positions)

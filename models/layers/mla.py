@@ -104,7 +104,7 @@ class MLAAttention:
 
     def _fuse(self) -> FusedMLA | None:
         decoder = self._capabilities.decoder
-        if decoder is None or self._mla.index_width or self._q is None:
+        if decoder is None or self._mla.index_width or self._q is None or self._rotary.query_scale is not None:
             return None
         return decoder.fuse_mla(
             MLALayer(
@@ -233,6 +233,7 @@ class MLAAttention:
         if self._absorb_and_write is None or self._keys is None or self._adapted:
             return self._absorb(self._enter(hidden, positions, slots, cache))
         q, kv_a = self._project(hidden)
+        self._scale_queries(q, positions)
         norm = self._kv_norm
         where = positions, self._rotary, slots, cache
         return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, *where, self._query_dtype(cache))
@@ -270,6 +271,7 @@ class MLAAttention:
     def _enter(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, N+R]; writes the tokens' rows to cache[slots]."""
         q, kv_a = self._project(hidden)
+        self._scale_queries(q, positions)
         self._ops.rotate(q, positions, self._rotary)
         norm = self._kv_norm
         self._ops.write_latent(kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
@@ -283,6 +285,11 @@ class MLAAttention:
         if self._q is not None:
             q = self._q(hidden if self._q_norm is None else self._q_norm(q))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
+
+    def _scale_queries(self, q: Tensor, positions: Tensor) -> None:
+        """Multiplies q [T, H, N+R] by its positions' factors, in place."""
+        if self._rotary.query_scale is not None:
+            q.mul_(self._rotary.query_scale[positions][:, None, None])
 
     def _attend(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] of one chunk, in its form."""

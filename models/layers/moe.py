@@ -113,7 +113,8 @@ class MoE:
         gate = reader.tensor(router, (moe.num_experts, hidden), dtype=reader.gate_dtype(router))
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.{names.router_bias}"
-        self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
+        shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
+        self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias else None
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts

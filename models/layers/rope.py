@@ -26,7 +26,15 @@ def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device
         angles = torch.arange(start, start + rows.shape[0], dtype=torch.float32).unsqueeze(1) * inverse
         rows[:, : rope.width // 2] = angles.cos() * rope.attention_factor
         rows[:, rope.width // 2 :] = angles.sin() * rope.attention_factor
-    return RotaryTable(table.to(device), rope.interleaved)
+    return RotaryTable(table.to(device), rope.interleaved, _query_scale(rope, max_positions, device))
+
+
+def _query_scale(rope: RopeConfig, max_positions: int, device: torch.device | str) -> Tensor | None:
+    """`RotaryTable.query_scale`; None also for contexts within the original one."""
+    if not rope.query_beta or max_positions <= rope.original_max_position:
+        return None
+    periods = torch.arange(max_positions, device=device) // rope.original_max_position
+    return 1 + rope.query_beta * periods.float().log1p()
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

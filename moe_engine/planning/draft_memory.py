@@ -83,7 +83,10 @@ def _head_rows(given: SizingInput, head: HeadConfig) -> list[LedgerRow]:
 
 
 def _head_step_bytes(given: SizingInput, head: HeadConfig, tokens: int) -> int:
-    """Activations of the draft extend, which runs while the model's hidden states exist: the states that it reads, and
-    its layer's input."""
+    """Activations of the draft extend, which runs while the model's hidden states exist: the states that it reads, its
+    layer's input, and what layers before the last compute."""
     states = tokens * head.num_states * head.target_hidden * (2 if head.norms_states else 1)
-    return (states + 5 * tokens * head.layer.hidden_size) * given.dtype_bytes
+    own = (states + 5 * tokens * head.layer.hidden_size) * given.dtype_bytes
+    if head.layer.num_layers == 1:
+        return own
+    return own + sizes.largest_step_activation_bytes(head.layer, tokens, given.dtype_bytes)

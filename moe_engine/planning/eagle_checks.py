@@ -67,7 +67,12 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
 
 
 def check_sharding(head: HeadConfig, topology: Topology) -> None:
-    """Raises ConfigError: the ranks that share the model cannot share the head's layer."""
+    """Raises ConfigError: the ranks that share the model cannot share the head's layers."""
+    if head.layer.num_layers > 1 and topology.attn_dp_size > 1:
+        raise ConfigError(
+            f"{PATH} {head.path}: a head of {head.layer.num_layers} layers needs a single attention group, and "
+            f"--attn-dp-size is {topology.attn_dp_size}"
+        )
     try:
         topology.check(widths_of(head.layer))
     except ConfigError as error:

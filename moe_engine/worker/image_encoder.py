@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,16 +37,26 @@ class ImageEncoder:
         self.num_encoded = 0
         """Images encoded so far."""
 
-    def rows(self, step: StepImages, before: int = 0) -> ImageRows:
+    def rows(self, step: StepImages, before: int = 0, keep: bool = False) -> ImageRows:
         """The model's input rows for the image tokens of a step (`before` as in `ImageRows`). Images are encoded one by
-        one, so that the peak memory is that of the largest image."""
+        one, so that the peak memory is that of the largest image. `keep`: a draft extend follows, which reads the
+        results again and then calls `drop_oldest`."""
         upload = self._stream.upload
         if self._group is not None:
             self._encode_together(self._group, {image.key: image for image, _ in step.parts})
         rows = [self._encoded(image).index_select(0, upload(torch.from_numpy(own))) for image, own in step.parts]
-        self._drop_oldest()
-        tokens, axes = upload(torch.from_numpy(step.tokens)), upload(torch.from_numpy(step.axes))
-        return ImageRows(tokens, torch.cat(rows), axes, before)
+        if not keep:
+            self.drop_oldest()
+        return replace(self.positions(step), rows=torch.cat(rows), before=before)
+
+    def positions(self, step: StepImages) -> ImageRows:
+        """Tokens and positions of `rows`, with an empty table."""
+        tokens, axes = (self._stream.upload(torch.from_numpy(part)) for part in (step.tokens, step.axes))
+        return ImageRows(tokens, self._model.embedding.weight[:0], axes)
+
+    def has(self, image: ImageTokens) -> bool:
+        """Whether the rows of an image are known, or can be computed."""
+        return bool(image.pixels) or image.key in self._known
 
     def warm_up(self) -> None:
         """Runs the tower once, so that its kernels are compiled before the first image."""
@@ -98,7 +109,8 @@ class ImageEncoder:
         for image, part in zip(unknown, group.all_reduce(table).split(counts)):
             self._keep(image, part.clone())
 
-    def _drop_oldest(self) -> None:
+    def drop_oldest(self) -> None:
+        """Drops results beyond the limit."""
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._known.popitem(last=False)[1].nbytes
 

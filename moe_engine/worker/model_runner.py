@@ -275,10 +275,12 @@ class ModelRunner:
         hidden = self._run_overlapped(forwards)
         return concatenate(*batches), torch.cat(hidden)
 
-    def _with_images(self, forward: ForwardBatch, images: StepImages, before: int = 0) -> ForwardBatch:
+    def _with_images(
+        self, forward: ForwardBatch, images: StepImages, before: int = 0, keep: bool = False
+    ) -> ForwardBatch:
         assert self.images is not None
         self._phase = f"encoding {len(images.parts)} images"
-        return replace(forward, images=self.images.rows(images, before))
+        return replace(forward, images=self.images.rows(images, before, keep))
 
     def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
         assert isinstance(self.model, Decoder | ExpertRecordingModel)
@@ -363,7 +365,7 @@ class ModelRunner:
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             if batch.images is not None:
-                forward = self._with_images(forward, batch.images)
+                forward = self._with_images(forward, batch.images, keep=speculation.follow)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             if self.rows.states is not None:

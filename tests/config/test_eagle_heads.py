@@ -14,6 +14,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
 from moe_engine.models.checkpoint_files import read_head
 from moe_engine.models.eagle_config import HeadConfig, head_tensors, read_head_config
+from moe_engine.parallel.topology import Topology
+from moe_engine.planning.eagle_checks import check_sharding
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
 from tests.models.checkpoints import make_checkpoint
@@ -106,6 +108,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], str, dict[str, torch.Te
     "the authors' EAGLE-3": ({"architectures": ["LlamaForCausalLM"]}, {}, "pytorch_model.bin", T2D),
     "SpecForge": ({}, {}, "model.safetensors", EMBEDDING | T2D),
     "ModelOpt": (TAPS, {"midlayer.": "layers.0."}, "model.safetensors", T2D),
+    "several layers": (
+        {"num_hidden_layers": 3},
+        {"midlayer.": "layers.0.", "model.layers.": "layers."},
+        "model.safetensors",
+        {"layers.2.hidden_norm.weight": torch.ones(64)},
+    ),
     "under model.": (
         {},
         {"midlayer.": "model.layers.0.", "fc.": "model.fc.", "norm.": "model.norm."},
@@ -149,8 +157,9 @@ def test_published_layouts(target: Path, tmp_path: Path, name: str) -> None:
     assert head.norms_residual == ("norm_before_residual" in fields)
 
 
-def test_the_ledger_knows_weights_and_kv(target: Path, tmp_path: Path) -> None:
-    plain = start(target, write(tmp_path / "head"), "EAGLE3")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_ledger_knows_weights_and_kv(target: Path, tmp_path: Path, layers: int) -> None:
+    plain = start(target, write(tmp_path / "head", num_hidden_layers=layers), "EAGLE3")
     without = prepare(
         EngineArgs.from_kwargs(
             model_path=str(target), dtype="float32", max_total_tokens=512, max_running_requests=4, device="cpu"
@@ -162,15 +171,21 @@ def test_the_ledger_knows_weights_and_kv(target: Path, tmp_path: Path) -> None:
     rotary = plain.limits.row_width * head.layer.rope.width
     assert weights.num_bytes == 4 * (numbers + rotary) + 8 * 100 and "EAGLE-3 head" in weights.detail
     kv = plain.ledger.bytes_per_token - without.ledger.bytes_per_token
-    assert kv == 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
+    assert kv == layers * 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
     text = json.dumps([weights.detail])
     assert "100 of 320 tokens" in text
+
+
+def test_several_layers_need_one_attention_group(target: Path, tmp_path: Path) -> None:
+    head = found(start(target, write(tmp_path / "head", num_hidden_layers=2), "EAGLE3"))
+    check_sharding(head, Topology(2))
+    with pytest.raises(ConfigError, match="a head of 2 layers needs a single attention group, and --attn-dp-size is 2"):
+        check_sharding(head, Topology(2, attn_dp_size=2))
 
 
 REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"hidden_size": 32}, "EAGLE3", ["for another model: its hidden_size is 32, and that of", "is 64"]),
     ({"vocab_size": 300}, "EAGLE3", ["its vocab_size is 300", "is 320"]),
-    ({"num_hidden_layers": 2}, "EAGLE3", ["a head of 2 layers"]),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}}, "EAGLE3", ["layers 0 to 9"]),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}}, "EAGLE3", ["in their order"]),
     (

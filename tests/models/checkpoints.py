@@ -37,6 +37,18 @@ KINDS = (
     "qwen3_5",
     "qwen3_5_moe",
 )
+MORE_KINDS = (
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "ministral3",
+    "mistral4",
+    "solar_open",
+)
+"""Families that differ little from those of `KINDS`."""
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
@@ -90,6 +102,15 @@ _GQA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "rope_theta": 10000.0,
+}
+_DEEPSEEK_MOE: dict[str, Any] = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
 }
 _DSA: dict[str, Any] = {
     **_MLA,
@@ -209,6 +230,42 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, **DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
         | {"shared_expert_intermediate_size": 48},
     ),
+    "dots1": (
+        "Dots1",
+        {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"sliding_window": None},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 1, "head_dim": 24, "attention_bias": True},
+    ),
+    "ernie4_5": ("Ernie4_5", {**_GQA, "head_dim": 24, "tie_word_embeddings": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {**_GQA, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
+        | {"moe_layer_start_index": 1, "tie_word_embeddings": True},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {**_GQA, "head_dim": 24}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {**_GQA, "head_dim": 24, "num_experts": 8, "moe_topk": 3, "intermediate_size": 32}
+        | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    ),
+    "hy_v3": (
+        "HYV3",
+        {**_GQA, "head_dim": 24, "num_experts": 16, "num_experts_per_tok": 4, "num_shared_experts": 1}
+        | {"moe_intermediate_size": 32, "router_scaling_factor": 2.5, "enable_moe_fp32_combine": False},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {**_GQA, "head_dim": 24, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3}},
+    ),
+    "mistral4": (
+        "Mistral4",
+        {**_MLA, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 1.5}
+        | {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 24}},
+    ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
@@ -292,7 +349,9 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     torch.manual_seed(seed)
     text = "Text" if family.startswith("Qwen3_5") else ""
     config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
+    model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             less = family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name  # stored less 1

@@ -64,10 +64,22 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {},
     "qwen3_vl_moe": {},
     "kimi_k25": {},
+    "dots1": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "ministral3": {},
+    "mistral4": {},
+    "solar_open": {},
 }
 """Options of the checkpoints of the table."""
 IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-DENSE = ("qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+DENSE = (
+    "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
+    "hunyuan_v1_dense", "ministral3",
+)  # fmt: skip
 """Families without experts."""
 ROW = re.compile(r"(\| (\w+) \| [^|]+ \|)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"

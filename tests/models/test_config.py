@@ -18,7 +18,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from tests.config.conftest import V3 as V3_OF_PLANS
-from tests.models.checkpoints import KINDS, make_checkpoint
+from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
 
 V3: dict[str, Any] = V3_OF_PLANS | {
@@ -261,7 +261,59 @@ def test_kimi_k2_reads_as_deepseek_v3(tmp_path: Path) -> None:
     assert both.architecture == "DeepseekV3ForCausalLM"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SIZES: list[tuple[dict[str, Any], float, float]] = [
+    (
+        {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "hidden_size": 4096, "intermediate_size": 10944}
+        | {"moe_intermediate_size": 1408, "num_hidden_layers": 62, "num_attention_heads": 32, "vocab_size": 152064}
+        | {"num_key_value_heads": 32, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None},
+        142.8e9, 14.2e9,
+    ),
+    (
+        {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_size": 2560}
+        | {"intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 28, "vocab_size": 103424}
+        | {"num_attention_heads": 20, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_k": 6}
+        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 28, "use_bias": False},
+        21.8e9, 3.0e9,
+    ),
+    (
+        {"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "hidden_size": 4096}
+        | {"intermediate_size": 3072, "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64}
+        | {"num_shared_expert": [1] * 32, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 128167}
+        | {"num_key_value_heads": 8, "attention_head_dim": 128, "use_cla": False, "tie_word_embeddings": True}
+        | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}},
+        80.4e9, 13.0e9,
+    ),
+    (
+        {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312}
+        | {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+        | {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
+        | {"router_scaling_factor": 2.826, "vocab_size": 120832, "num_nextn_predict_layers": 1},
+        295e9, 21e9,
+    ),
+    (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {"model_type": "pixtral"}}
+        | {
+            "text_config": {"model_type": "mistral4", "hidden_size": 4096, "intermediate_size": 12288}
+            | {"moe_intermediate_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 32, "vocab_size": 131072}
+            | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 0}
+            | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
+            | {"v_head_dim": 128, "max_position_embeddings": 1048576, "n_group": 1, "topk_group": 1}
+            | {"rope_parameters": V3["rope_scaling"] | {"llama_4_scaling_beta": 0.1, "rope_theta": 1e4}}
+        },
+        119e9, 6.5e9,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "total", "active"), SIZES, ids=lambda value: str(value)[:40])
+def test_sizes_of_published_models(tmp_path: Path, fields: dict[str, Any], total: float, active: float) -> None:
+    config = parse(tmp_path, {"max_position_embeddings": 32768, "eos_token_id": 2} | fields)
+    assert sizes.num_parameters(config) == pytest.approx(total, rel=1e-2)
+    assert num_active_parameters(config) == pytest.approx(active, rel=0.13)  # some count a head, some an embedding
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_both_dialects_say_the_same(tmp_path: Path, kind: str) -> None:
     hub = load_model_config(make_checkpoint(kind, tmp_path / "hub", dialect="hub", tokenizer=False))
     saved = load_model_config(make_checkpoint(kind, tmp_path / "saved", dialect="transformers", tokenizer=False))
@@ -321,6 +373,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (MINIMAX_M2 | {"qk_norm_type": "per_head"}, ["qk_norm_type", "per_head", "per_layer"]),
     (MINIMAX_M2 | {"rotary_dim": 256}, ["rotary_dim", "256", "128"]),
     (V3 | {"topk_method": "best"}, ["topk_method", "best", "noaux_tc"]),
+    (SIZES[1][0] | {"max_position_embeddings": 9, "use_bias": True}, ["use_bias", "not supported"]),
+    (SIZES[2][0] | {"max_position_embeddings": 9, "moe_topk": [8, 7] * 16}, ["moe_topk", "same value", "32 layers"]),
+    (SIZES[2][0] | {"max_position_embeddings": 9, "use_cla": True}, ["use_cla", "another layer"]),
+    (SIZES[4][0] | {"text_config": {"model_type": "pixtral"}}, ["text_config.model_type", "pixtral", "ministral3"]),
     (V3 | {"scoring_func": "tanh"}, ["scoring_func", "sigmoid"]),
     (V3 | {"n_group": 7}, ["n_group", "7", "256"]),
     (V3 | {"topk_group": 9}, ["topk_group", "9"]),

@@ -25,7 +25,7 @@ from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import Kind, model_tensors
 from moe_engine.parallel.context import SINGLE
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, make_checkpoint
+from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 
 
 class Recorder(DummyReader):
@@ -46,7 +46,7 @@ class Recorder(DummyReader):
 
 BIASES = {"attention_bias": True}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in KINDS),
+    *((kind, {}) for kind in [*KINDS, *MORE_KINDS]),
     *((kind, {"tie_word_embeddings": True}) for kind in ("deepseek_v2", "qwen3")),
     *((kind, BIASES) for kind in ("deepseek_v3", "deepseek_v2_lite", "qwen3_moe")),
     ("llama", BIASES | {"mlp_bias": True}),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, LLAMA3_ROPE, YARN
+from tests.models.checkpoints import KINDS, LLAMA3_ROPE, MORE_KINDS, YARN
 from tests.models.conftest import Oracle
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, Stepper
@@ -40,7 +40,7 @@ def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
 
 @every_row
 @pytest.mark.each_value
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_chunked_prefill_then_decode(oracle: MakeOracle, kind: str, row: str) -> None:
     want = oracle(kind)
     model, tokens = stepper.load(want.path, row, seed=1), want.tokens
@@ -124,6 +124,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": {**LLAMA3_ROPE, "factor": 32.0}, "num_key_value_heads": 4}),
     ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
     ("qwen2", {"tie_word_embeddings": False}),
+    ("dots1", {"sliding_window": 20, "max_window_layers": 1, "n_shared_experts": 1}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2], "rope_scaling": None, "attention_bias": True}),
+    ("ministral3", {"sliding_window": 20}),
 ]
 
 

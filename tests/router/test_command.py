@@ -16,7 +16,7 @@ import pytest
 
 from moe_engine.cli.router.fleet import parse
 from moe_engine.errors import ConfigError
-from tests.free_port import free_port
+from moe_engine.processes.addresses import free_port
 from tests.router.router_process import needs_router
 
 PROGRAM = ("--router-program", "python -m sglang_router.launch_router")

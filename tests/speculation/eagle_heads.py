@@ -71,6 +71,7 @@ class Form:
     norms_joined: bool = False
     norms_output: bool = False
     own_head: bool = True
+    num_layers: int = 1
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -103,6 +104,7 @@ class ReferenceHead(nn.Module):
         form, size = self.form, of.hidden_size
         self.config = config = _layer_config(form.layer, of)
         self.layer, self._rotary = _layer(form.layer, config)
+        self.further = nn.ModuleList(_layer(form.layer, config)[0] for _ in range(form.num_layers - 1))
         width = len(TAPS) * size if form.eagle3 else 2 * size
         self.fc = nn.Linear(width, size, bias=form.bias)
         if not form.eagle3:
@@ -138,19 +140,29 @@ class ReferenceHead(nn.Module):
 
     def forward(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """The next token of each position [T] and hidden states [T, D] from the start of a text -> v [T, D]."""
-        embedding = self.target.embedding(ids)[None]
-        hidden = hidden[None]
-        rotary = self._rotary(hidden, torch.arange(len(ids))[None])
+        return self.over(self.target.embedding(ids), hidden, self.rotary(torch.arange(len(ids))))
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, T, Dh] of positions [T]."""
+        return self._rotary(self.fc.weight, positions[None])
+
+    def over(self, embedding: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """`forward` with the embeddings [T, D] of the next tokens."""
+        embedding, hidden = embedding[None], hidden[None]
         if not self.form.eagle3:
-            out = self.layer(self.fc(torch.cat((embedding, hidden), -1)), position_embeddings=rotary)
-            return (out[0] if isinstance(out, tuple) else out)[0]
+            v = self.fc(torch.cat((embedding, hidden), -1))
+            for layer in (self.layer, *self.further):
+                v = _first(layer(v, position_embeddings=rotary))
+            return v[0]
         normed = self.hidden_norm(hidden)
         stream = normed if self.form.norms_residual else hidden
         x = torch.cat((self.layer.input_layernorm(embedding), normed), -1)
         mixed = self.layer.self_attn(hidden_states=x, position_embeddings=rotary, attention_mask=None)[0]
         stream = stream + mixed
-        v = (stream + self.layer.mlp(self.layer.post_attention_layernorm(stream)))[0]
-        return self.norm(v) if self.form.norms_output else v
+        v = stream + self.layer.mlp(self.layer.post_attention_layernorm(stream))
+        for layer in self.further:
+            v = _first(layer(v, position_embeddings=rotary))
+        return self.norm(v[0]) if self.form.norms_output else v[0]
 
     def logits(self, v: Tensor) -> Tensor:
         """[T, D] -> [T, W]."""
@@ -197,7 +209,7 @@ class ReferenceHead(nn.Module):
         tensors = {}
         for name, tensor in self.state_dict().items():
             if "rotary" not in name:
-                tensors[name.replace("layer.", f"{prefix}.", 1) if name.startswith("layer.") else name] = tensor.float()
+                tensors[_published(name, prefix)] = tensor.float()
         if form.eagle3:
             tensors[f"{prefix}.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
             if form.num_tokens:
@@ -209,6 +221,7 @@ class ReferenceHead(nn.Module):
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
         )
         config = self.config.to_dict() | {"architectures": [_architecture(form)], "torch_dtype": "float32"}
+        config |= {"num_hidden_layers": form.num_layers}
         if form.eagle3:
             config |= {"draft_vocab_size": form.num_tokens or size, "norm_before_residual": form.norms_residual}
             config |= {"fc_norm": form.norms_states, "norm_output": form.norms_output}
@@ -216,6 +229,17 @@ class ReferenceHead(nn.Module):
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _published(name: str, prefix: str) -> str:
+    if name.startswith("further."):  # as vLLM reads them
+        number, _, rest = name.removeprefix("further.").partition(".")
+        return f"layers.{int(number) + 1}.{rest}"
+    return name.replace("layer.", f"{prefix}.", 1) if name.startswith("layer.") else name
 
 
 def _architecture(form: Form) -> str:

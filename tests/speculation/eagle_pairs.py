@@ -24,6 +24,8 @@ FORMS = {
     "eagle3 on mla": ("deepseek_v3", Form(num_tokens=160)),
     "eagle3 of mla": ("deepseek_v3", Form(layer="deepseek", norms_states=True, norms_joined=True, norms_output=True)),
     "eagle3 variants": ("llama", Form(norms_residual=True, own_head=False)),
+    "eagle3 of three layers": ("qwen3", Form(num_layers=3, num_tokens=200)),
+    "eagle2 of two mla layers": ("deepseek_v2_lite", Form(eagle3=False, layer="deepseek", num_layers=2)),
     "eagle2 of mla": ("deepseek_v2_lite", Form(eagle3=False, layer="deepseek")),
 }
 """Kind of the target, and of the head."""

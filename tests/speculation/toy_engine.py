@@ -128,6 +128,7 @@ class ExactMTP:
 
     fuses_drafts = False
     shares_selection = False
+    attends_to_extend = False
     ids = None
 
     def __init__(self, table: Tensor, num_layers: int, history: TokenBuffer) -> None:

@@ -38,7 +38,7 @@ class Counting:
     forwards."""
 
     num_layers = 1
-    fuses_drafts = False
+    fuses_drafts = attends_to_extend = False
     ids = None
 
     def __init__(self, wrong: int = 1000) -> None:

@@ -38,7 +38,8 @@ def _of_head(head: HeadConfig, config: ResolvedConfig) -> str:
     """KV of the MTP head. Its heads are divided over the ranks differently from the model's, so both servers need equal
     rank counts."""
     ranks = config.parallel.topology.attn_tp_size
-    return f"{head.layer.attention.kv_parts(config.kv_cache_dtype)} on {ranks} rank{'s' * (ranks > 1)}"
+    layers = f"{head.layer.num_layers} x " if head.layer.num_layers > 1 else ""
+    return f"{layers}{head.layer.attention.kv_parts(config.kv_cache_dtype)} on {ranks} rank{'s' * (ranks > 1)}"
 
 
 def difference(prefill: dict[str, str], decode: dict[str, str]) -> str | None:

@@ -7,7 +7,7 @@ Legend: T tokens of the step, n image tokens of them, L tokens of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,37 @@ class _Prompt:
     images: tuple[ImageTokens, ...]
     axes: np.ndarray  # [3, L] int64
     image: np.ndarray  # [L] int64: number of the image, -1 for text
+
+
+class _Found:
+    """Collects image tokens of a step."""
+
+    def __init__(self) -> None:
+        self._tokens: list[np.ndarray] = []
+        self._axes: list[np.ndarray] = []
+        self._parts: list[tuple[ImageTokens, np.ndarray]] = []
+
+    def add(
+        self,
+        prompt: _Prompt,
+        tokens: np.ndarray,
+        at: np.ndarray,
+        wanted: Callable[[ImageTokens], bool] = lambda image: True,
+    ) -> None:
+        """The image tokens among those at places `at` of a prompt, with the numbers `tokens` in the step."""
+        numbers = prompt.image[at]
+        for i in np.unique(numbers).tolist():
+            if i < 0 or not wanted(prompt.images[i]):
+                continue
+            own = numbers == i
+            self._tokens.append(tokens[own])
+            self._axes.append(prompt.axes[:, at[own]])
+            self._parts.append((prompt.images[i], at[own] - prompt.images[i].start))
+
+    def images(self) -> StepImages | None:
+        if not self._parts:
+            return None
+        return StepImages(np.concatenate(self._tokens), np.concatenate(self._axes, axis=1), self._parts)
 
 
 class RowImages:
@@ -81,26 +112,37 @@ class RowImages:
         """Positions [T] of tokens at places [T] of rows [T], and the image tokens among them, if any. `depths` [T]:
         places in the text, where they differ from those in the row (nodes of draft trees)."""
         positions = (places if depths is None else depths) + self._shifts[rows]
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        parts: list[tuple[ImageTokens, np.ndarray]] = []
+        found = _Found()
         for row in self._with_prompts(rows):
             prompt = self._prompts[row]
             last = len(prompt.image) - 1
             tokens = np.flatnonzero((rows == row) & (places <= last))
             at = places[tokens]
             positions[tokens] = prompt.axes[0, at]
-            for i in np.unique(prompt.image[at]).tolist():
-                if i < 0:
-                    continue
-                own = prompt.image[at] == i
-                found.append((tokens[own], prompt.axes[:, at[own]]))
-                parts.append((prompt.images[i], at[own] - prompt.images[i].start))
+            found.add(prompt, tokens, at)
             if last in at:
                 self._end(row, prompt)
-        if not parts:
-            return positions, None
-        tokens, axes = zip(*found)
-        return positions, StepImages(np.concatenate(tokens), np.concatenate(axes, axis=1), parts)
+        return positions, found.images()
+
+    def find(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        offsets: np.ndarray,
+        wanted: Callable[[ImageTokens], bool],
+    ) -> StepImages | None:
+        """The image tokens among places [starts[i], starts[i] + counts[i]) of rows[i], whose numbers in the step begin
+        at offsets[i], of the images that are `wanted`."""
+        if not self._prompts:
+            return None
+        found = _Found()
+        for row, start, count, offset in zip(rows.tolist(), starts.tolist(), counts.tolist(), offsets.tolist()):
+            prompt = self._prompts.get(row)
+            if prompt is not None and start < len(prompt.image):
+                at = np.arange(start, min(start + count, len(prompt.image)))
+                found.add(prompt, at - start + offset, at, wanted)
+        return found.images()
 
     def _end(self, row: int, prompt: _Prompt) -> None:
         """Drops a prompt whose images are computed; with `keeps` only their pixels."""

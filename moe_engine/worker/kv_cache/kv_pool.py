@@ -29,7 +29,7 @@ TOUCHED_AT_ONCE_BYTES = 512 << 20
 class KVSpec:
     """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`:
     layers without KV. `first_only`: layers with the first part only (a latent without an index key). `last`: parts of
-    the last layer if they differ (an EAGLE head's)."""
+    the `num_last` last layers if they differ (an EAGLE head's)."""
 
     kind: str
     num_layers: int
@@ -38,6 +38,7 @@ class KVSpec:
     without: Collection[int] = ()
     first_only: Collection[int] = ()
     last: tuple[tuple[int, ...], ...] = ()
+    num_last: int = 1
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -51,7 +52,7 @@ class KVSpec:
 
     def parts_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """The trailing shapes of one layer's tensors."""
-        if self.last and layer == self.num_layers - 1:
+        if self.last and layer >= self.num_layers - self.num_last:
             return self.last
         if layer in self.without:
             return ()
@@ -65,12 +66,15 @@ class KVSpec:
 
 def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None) -> KVSpec:
     """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own, and then the
-    layer of an EAGLE head."""
-    attention, num_layers = config.attention, config.num_layers + num_further_layers + (head is not None)
+    layers of an EAGLE head."""
+    num_last = 0 if head is None else head.num_layers
+    attention, num_layers = config.attention, config.num_layers + num_further_layers + num_last
     stored = getattr(torch, STORED[kv_dtype][0])
     parts = attention.kv_parts(kv_dtype)
     last = () if head is None else head.attention.kv_parts(kv_dtype)
-    return KVSpec(attention.kind, num_layers, parts, stored, config.state_layers, attention.shared_layers, last)
+    return KVSpec(
+        attention.kind, num_layers, parts, stored, config.state_layers, attention.shared_layers, last, num_last
+    )
 
 
 class KVPool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
@@ -41,13 +42,20 @@ from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
+if TYPE_CHECKING:  # of models with a vision tower alone
+    from moe_engine.worker.speculation.draft_images import DraftImages
+
 MAX_FUSED_ROWS = 64
 """Max rows of a fused chain; for more, one call has no gain over a call per part."""
 
 
 class MTPDrafter:
     """The drafter of the module docstring; implements `Drafter`. A row gets drafts only if draft extends have covered
-    all its tokens."""
+    all its tokens.
+
+    Args:
+        images: of rows; None: the model has no vision tower.
+    """
 
     def __init__(
         self,
@@ -57,8 +65,10 @@ class MTPDrafter:
         sampler: Sampler,
         stream: DeviceStream,
         hidden: int,
+        images: DraftImages | None = None,
     ) -> None:
         self.layers = layers
+        self._images = images
         self._batches = batches
         self._rows = rows
         self._sampler = sampler
@@ -145,19 +155,48 @@ class MTPDrafter:
         assert history is not None
         self._store_states(rows, computed)
         if not self._lookback:
-            self.layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
-            return
-        first = np.maximum(starts - self._lookback, self.num_cached[rows])
-        hidden = self._prepend_last(computed, starts - first)
-        sizes = counts + starts - first
-        batch, forward = self._batches.runs(rows, first, sizes, num_decodes=0)
-        # the batch may reorder runs; hidden has them in their original order
-        hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
-        v = hidden
-        for layer in range(self._lookback):
-            v = self.layers.forward(layer, history.at(batch.flat + 1 + layer), v, forward)
-        self.layers.remember(self._lookback, history.at(batch.flat + 1 + self._lookback), v, forward)
-        self._store_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
+            if self.layers.attends_to_extend:
+                computed = self._planned(computed)
+            forward = self._with_images(computed.batch, computed.forward, rows, starts, counts, computed.offsets)
+            self.layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, forward)
+        else:
+            first = np.maximum(starts - self._lookback, self.num_cached[rows])
+            hidden = self._prepend_last(computed, starts - first)
+            sizes = counts + starts - first
+            batch, plain = self._batches.runs(rows, first, sizes, num_decodes=0)
+            # the batch may reorder runs; hidden has them in their original order
+            hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
+            v = hidden
+            for layer in range(self._lookback + 1):
+                forward = self._with_images(batch, plain, rows, first, sizes, batch.offsets, layer + 1)
+                ids = history.at(batch.flat + 1 + layer)
+                if layer < self._lookback:
+                    v = self.layers.forward(layer, ids, v, forward)
+                else:
+                    self.layers.remember(layer, ids, v, forward)
+            self._store_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
+        if self._images is not None:
+            self._images.end()
+
+    def _planned(self, computed: Computed) -> Computed:
+        """The same tokens in a batch that is planned for the layers' attention."""
+        rows, starts, counts, offsets = computed.rows, computed.starts, computed.counts, computed.offsets
+        batch, forward = self._batches.runs(rows, starts, counts, num_decodes=0)
+        begins = np.cumsum(counts) - counts
+        in_runs = np.arange(int(counts.sum())) + np.repeat(offsets - begins, counts)  # place of each run's tokens
+        index = self._upload(in_runs[places_in_runs(batch.offsets, counts)])
+        hidden = computed.hidden.index_select(0, index)
+        return replace(computed, batch=batch, forward=forward, hidden=hidden, offsets=batch.offsets)
+
+    def _with_images(
+        self, batch: StepBatch, forward: ForwardBatch, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray,
+        offsets: np.ndarray, distance: int = 1,
+    ) -> ForwardBatch:  # fmt: skip
+        """The forward with the image tokens `distance` places behind its tokens."""
+        if self._images is None:
+            return forward
+        ahead = self._images.ahead(rows, starts, counts, offsets, distance)
+        return replace(self._images.placed(batch, forward), next_images=ahead)
 
     def _store_states(self, rows: np.ndarray, computed: Computed) -> None:
         """Stores the hidden states at the rows' last tokens."""

@@ -42,6 +42,8 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
         if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and any(runner.windows.windows):
             return "MTP layers of a model with sliding windows: their queries are planned by the model"
+        if isinstance(drafter, MTPDrafter) and drafter.layers.attends_to_extend:
+            return "a head of several layers: its draft extend runs attention"
     elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:
         return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
     elif not isinstance(drafter, NgramDrafter):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from moe_engine.kernels.backends import Backends
@@ -24,6 +26,9 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
+
+if TYPE_CHECKING:  # of models with a vision tower alone
+    from moe_engine.worker.speculation.draft_images import DraftImages
 
 
 def num_mtp_layers(config: ModelConfig, speculation: SpeculationConfig | None) -> int:
@@ -53,7 +58,8 @@ def add_speculation(
             stream.device, options.load_format, progress, options.dummy_seed,
             exported=config.draft_model_path is not None,
         )  # fmt: skip
-        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size)
+        images = _draft_images(runner)
+        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size, images)
     elif config.method == "standalone":
         drafter = _standalone(runner, config, options, draft_backends, progress)
     elif config.method == "eagle":
@@ -90,7 +96,16 @@ def _eagle(runner: ModelRunner, options: WorkerOptions, backends: Backends | Non
     form = form_policy(head.layer.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, pool.page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    return MTPDrafter(layers, batches, rows, runner.sampler, stream, head.layer.hidden_size)
+    size, images = head.layer.hidden_size, _draft_images(runner)
+    return MTPDrafter(layers, batches, rows, runner.sampler, stream, size, images)
+
+
+def _draft_images(runner: ModelRunner) -> DraftImages | None:
+    if runner.rows.images is None or runner.images is None:
+        return None
+    from moe_engine.worker.speculation.draft_images import DraftImages
+
+    return DraftImages(runner.rows.images, runner.images)
 
 
 def _standalone(

@@ -43,6 +43,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
+    "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
+    "ernie4_5_moe": {"num_hidden_layers": 2},  # a dense layer before one of experts, tied head
+    "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]

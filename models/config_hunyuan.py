@@ -1,0 +1,76 @@
+"""config.json of Tencent's Hunyuan V1 (dense, A13B) and Hy3 -> ModelConfig. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_gqa
+from moe_engine.models.config_fields import Fields
+
+
+def parse_hunyuan(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Hunyuan V1: q and k are normed after the rotation."""
+    return _hunyuan(fields, generation, None)
+
+
+def parse_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Hunyuan-A13B: the same with experts in every layer and a shared MLP; fields of the mixture may have a value for
+    each layer."""
+    width = fields.integer("intermediate_size")
+    moe = MoEConfig(
+        num_experts=fields.integer("num_experts"),
+        top_k=_of_all_layers(fields, "moe_topk"),
+        width=_of_all_layers(fields, "moe_intermediate_size", width),
+        shared_width=width * _of_all_layers(fields, "num_shared_expert", 1),
+        score="softmax",
+        renormalize=True,
+    )
+    check_moe(fields, moe)
+    if skipped := fields.integer("moe_layer_num_skipped", 0, minimum=0):
+        fields.fail("moe_layer_num_skipped", f"{skipped}: dense layers before the mixtures are not supported")
+    return _hunyuan(fields, generation, moe)
+
+
+def _hunyuan(fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | None) -> ModelConfig:
+    if fields.flag("use_cla"):
+        fields.fail("use_cla", "is true: keys and values of another layer are not supported")
+    read = Fields({"head_dim": fields.integer("attention_head_dim", None)} | fields.present(), fields.source)
+    layers = (moe is not None,) * fields.integer("num_hidden_layers")
+    norm = "rotated" if fields.flag("use_qk_norm", True) else ""
+    return replace(parse_gqa(read, generation, moe, layers, qk_norm=norm), raw=fields.raw)
+
+
+def parse_hy_v3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Hy3: norms of q and k before the rotation, a sigmoid router with a bias, a shared expert. Its MTP layer is not
+    read."""
+    read = Fields({**fields.raw, "num_nextn_predict_layers": 0}, fields.source)
+    if not fields.flag("moe_router_use_sigmoid", True) or fields.flag("mlp_bias"):
+        fields.fail("moe_router_use_sigmoid, mlp_bias", "must be true and false; other values are not supported")
+    width = fields.integer("moe_intermediate_size")
+    moe = MoEConfig(
+        num_experts=fields.integer("num_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=width,
+        shared_width=width * fields.integer("num_shared_experts", 1, minimum=0),
+        score="sigmoid",
+        has_bias=fields.flag("moe_router_enable_expert_bias", True),
+        renormalize=fields.flag("route_norm", True),
+        scale=fields.number("router_scaling_factor", 1.0, above=0),
+    )
+    check_moe(fields, moe)
+    norm = "head" if fields.flag("qk_norm", True) else ""
+    return replace(parse_gqa(read, generation, moe, deepseek_moe_layers(read, moe), qk_norm=norm), raw=fields.raw)
+
+
+def _of_all_layers(fields: Fields, name: str, default: int | None = None) -> int:
+    """A number, or a list with the same number for each layer."""
+    found = fields.raw.get(name)
+    if isinstance(found, list):
+        layers = fields.integer("num_hidden_layers")
+        if len(found) < layers or len(set(found[:layers])) != 1:
+            fields.fail(name, f"needs the same value for each of {layers} layers, found {found!r}")
+        return int(Fields({name: found[0]}, fields.source).integer(name))
+    return int(fields.integer(name) if default is None else fields.integer(name, default, minimum=0))

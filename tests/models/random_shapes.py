@@ -1,0 +1,240 @@
+"""Random shapes of every family against transformers: ``python -m tests.models.random_shapes --count 200``.
+
+A checkpoint has drawn numbers of heads, layers, experts and groups, drawn widths, rotary settings, biases and ties;
+fields that published files leave out are then dropped from config.json, so that both sides use their defaults. Logits
+of a prompt in chunks and decodes are compared with those of transformers' own model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import stepper
+from tests.models.checkpoints import KINDS, MORE_KINDS, YARN, make_checkpoint
+from tests.models.stepper import Chunk
+
+LENGTH = 60
+TOLERANCE = 2e-4
+"""Of the norm of a token's logits."""
+EXPERTS = {
+    "deepseek_v2": "n_routed_experts", "deepseek_v2_lite": "n_routed_experts", "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
+    "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
+    "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
+    "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
+    "ernie4_5_moe": "moe_num_experts",
+}  # fmt: skip
+CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
+WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
+WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
+MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4")
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+GROUPED = ("deepseek_v3", "deepseek_v2", "mistral4", "glm4_moe", "dots1", "glm4_moe_lite", "solar_open")
+"""Routers that choose groups of experts."""
+NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
+"""Families whose heads divide the hidden size."""
+OWN_ROPE = ("gpt_oss", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
+NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
+NO_TIE = ("qwen3_next",)
+DROPPED = (
+    "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
+    "topk_method", "scoring_func", "n_group", "topk_group", "rope_scaling", "rope_interleave", "moe_layer_freq",
+    "use_sliding_window", "max_window_layers", "sliding_window", "decoder_sparse_step", "mlp_only_layers",
+    "partial_rotary_factor", "rotary_dim", "pad_token_id", "use_cache", "layer_types", "mlp_layer_types",
+    "router_scaling_factor", "use_qk_norm", "tie_word_embeddings", "swiglu_limit", "moe_layer_end_index", "use_bias",
+    "moe_layer_interval", "moe_layer_start_index", "moe_num_shared_experts", "attention_dropout", "torch_dtype",
+    "full_attention_interval",
+)  # fmt: skip
+
+
+@dataclass
+class Shape:
+    """A drawn checkpoint: overrides of `make_checkpoint`, and fields that are dropped afterwards."""
+
+    kind: str
+    row: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+
+def draw(kind: str, rng: random.Random) -> Shape:
+    layers = rng.choice((1, 2, 3, 4)) if kind not in ("glm4_moe_lite", "gpt_oss", "qwen3_moe") else 3
+    fields: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "vocab_size": rng.choice((257, 300, 320)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
+    }
+    if kind not in NO_TIE:
+        fields["tie_word_embeddings"] = rng.random() < 0.3
+    if kind not in WIDTHS:
+        fields["intermediate_size"] = rng.choice((20, 37, 66, 96))
+    (_draw_mla if kind in MLA else _draw_heads)(kind, rng, fields)
+    if kind in EXPERTS:
+        _draw_experts(kind, rng, fields)
+    if kind == "mistral4":
+        part = fields["qk_rope_head_dim"] / (fields["qk_rope_head_dim"] + fields["qk_nope_head_dim"])
+        scaling = {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 16}
+        fields["rope_scaling"] = {**YARN, **scaling, "partial_rotary_factor": part}
+    if kind in HYBRID:
+        fields["head_dim"] = rng.choice((8, 16, 24, 40))
+        keys = rng.choice((1, 2, 3))
+        fields |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * rng.choice((1, 2, 3))}
+        fields |= {
+            "full_attention_interval": rng.randint(1, min(3, layers)),
+            "linear_conv_kernel_dim": rng.choice((2, 3, 4)),
+        }
+    if kind not in OWN_ROPE and kind not in HYBRID:
+        fields["rope_scaling"] = _rope(rng, kind)
+        fields["rope_theta"] = rng.choice((1e4, 1e6, 500000.0))
+    if kind in ("mistral", "mixtral", "dots1", "ministral3"):
+        fields["sliding_window"] = rng.choice((None, 7, 20))
+    if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
+        fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
+    shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
+    if fields.get("tie_word_embeddings", False) != kind.startswith("ernie"):
+        shaping.append("tie_word_embeddings")
+    dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
+    return Shape(kind, rng.choice(("torch", "cpu")), fields, dropped)
+
+
+def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    kv, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3, 5))
+    width = rng.choice((8, 12, 16, 20, 24, 32, 40, 64))
+    hidden = kv * group * rng.choice((4, 8, 20)) if kind not in NO_HEAD_DIM else kv * group * width
+    fields |= {"num_attention_heads": kv * group, "num_key_value_heads": kv, "hidden_size": hidden}
+    if kind not in NO_HEAD_DIM:
+        fields["head_dim"] = width
+    if kind == "minimax_m2":
+        fields["rotary_dim"] = rng.choice((4, width // 2 // 2 * 2, width))
+    if kind == "glm4_moe":
+        fields["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
+        if int(width * fields["partial_rotary_factor"]) % 2:
+            fields["partial_rotary_factor"] = 0.5
+        fields["use_qk_norm"] = rng.random() < 0.5
+    if kind not in NO_BIAS:
+        fields["attention_bias"] = rng.random() < 0.5
+    if kind == "llama":
+        fields["mlp_bias"] = rng.random() < 0.5
+
+
+def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    heads = rng.choice((1, 2, 3, 5))
+    fields |= {
+        "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * rng.choice((12, 20, 64)),
+        "q_lora_rank": rng.choice((None, 8, 24)), "kv_lora_rank": rng.choice((8, 32, 36)),
+        "qk_nope_head_dim": rng.choice((4, 16, 24)), "qk_rope_head_dim": rng.choice((4, 8, 16)),
+        "v_head_dim": rng.choice((8, 12, 28)), "attention_bias": rng.random() < 0.3,
+    }  # fmt: skip
+    if kind == "deepseek_v3":
+        fields["rope_interleave"] = rng.random() < 0.7
+
+
+def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    groups = rng.choice((1, 1, 2, 4)) if kind in GROUPED else 1
+    count = groups * rng.choice((2, 3, 4, 5))
+    kept = rng.randint(1, groups)
+    chosen = rng.randint(1, count // groups * kept)
+    fields |= {EXPERTS[kind]: count, CHOSEN.get(kind, "num_experts_per_tok"): chosen}
+    fields[WIDTHS.get(kind, "moe_intermediate_size")] = rng.choice((12, 20, 32, 38))
+    if kind in GROUPED:
+        fields |= {"n_group": groups, "topk_group": kept}
+        fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
+        fields["norm_topk_prob"] = rng.random() < 0.7 and kind != "deepseek_v2"  # which transformers does not follow
+        fields["n_shared_experts"] = rng.choice((1, 2))
+    if kind in ("qwen3_moe", "qwen3_next"):
+        fields["norm_topk_prob"] = rng.random() < 0.5
+    if kind == "deepseek_v2":
+        fields["topk_method"] = rng.choice(("greedy", "group_limited_greedy"))
+    layers = fields["num_hidden_layers"]
+    if kind in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "mistral4", "glm4_moe", "dots1"):
+        fields["first_k_dense_replace"] = rng.choice((0, 1, layers))
+    if kind == "ernie4_5_moe":
+        fields |= {"moe_layer_start_index": rng.choice((0, 1)), "moe_num_shared_experts": rng.choice((0, 1, 2))}
+    if kind == "hy_v3":
+        fields["num_shared_experts"] = rng.choice((1, 2))
+
+
+def _rope(rng: random.Random, kind: str) -> dict[str, Any] | None:
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 32
+    more = rng.choice(({}, {"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 0.8}, {"truncate": False}))
+    if kind.startswith("deepseek"):
+        more = more | rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}, {"mscale": 0.7}))
+    return rng.choice((None, None, {"rope_type": "linear", "factor": 3.0}, yarn | more, llama3))
+
+
+class Refused(Exception):
+    """transformers does not make or load the drawn checkpoint."""
+
+
+def check(shape: Shape, folder: Path, seed: int) -> float:
+    """The largest relative error of a token's logits. Raises Refused."""
+    try:
+        path = make_checkpoint(shape.kind, folder, seed, tokenizer=False, **shape.fields)
+        file = path / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({name: value for name, value in config.items() if name not in shape.dropped}))
+        tokens, want = _reference(path, seed, shape.fields["vocab_size"])
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    model = stepper.load(path, shape.row, seed=seed)
+    parts = [(tokens[:23], False), (tokens[23:40], False), *(([token], True) for token in tokens[40:50])]
+    got = torch.cat([model.step([Chunk(0, part, decode)])[0] for part, decode in [*parts, (tokens[50:], True)]])
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+def _reference(path: Path, seed: int, vocab: int) -> tuple[list[int], Tensor]:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    ids = torch.randint(0, min(vocab, 256), (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+    load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+    model, info = load(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
+    )
+    if info["missing_keys"] or info["mismatched_keys"] or info["unexpected_keys"]:
+        raise ValueError(f"loads in part: {info}")
+    with torch.no_grad():
+        return ids[0].tolist(), model.eval()(ids).logits[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS, *MORE_KINDS])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
+    asked = parser.parse_args()
+    failed = refused = 0
+    for number in range(asked.count):
+        rng = random.Random(asked.seed + number)
+        shape = draw(rng.choice(asked.kinds), rng)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found: float | str = check(shape, Path(folder), asked.seed + number)
+            except Refused as error:
+                refused += 1
+                print(f"refused by transformers: {shape.kind}: {str(error)[:150]}", flush=True)
+                continue
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+        if isinstance(found, str) or not found < TOLERANCE:
+            failed += 1
+            print(f"--seed {asked.seed + number}: {found}\n    {shape}", flush=True)
+    print(f"{asked.count} shapes, {refused} refused by transformers, {failed} differ")
+    raise SystemExit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
