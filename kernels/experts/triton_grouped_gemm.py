@@ -44,6 +44,7 @@ from moe_engine.kernels.linear.triton_block_gemm import fits_tma
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _HALF = tl.constexpr(HALF)
 
@@ -158,7 +159,7 @@ def gate_up_tile(
         tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["capacity", "x_scale_stride", "x_scale_row", "x_scale_skip", "out_scale_stride"],
     do_not_specialize_on_alignment=["sizes"],
 )
@@ -179,6 +180,7 @@ def gate_up_kernel(
     [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
     x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride]. Grid: `num_programs`, with PAIRS every tile.
     """
+    wait_for_inputs()
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row = tl.program_id(0) // NUM_N
@@ -252,7 +254,7 @@ def down_tile(
     tl.store(place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
+@dependent_jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
 def down_kernel(
     x, x_scales, sizes, weight, weight_scales, whole, out, capacity, x_scale_stride, bias,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
@@ -263,6 +265,7 @@ def down_kernel(
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
     BIASED: + bias [E, WIDTH]. FORM: as in `gate_up_kernel`; whole: float32 [E]. Grid: `num_programs`, with PAIRS every
     tile."""
+    wait_for_inputs()
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row, tile_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N

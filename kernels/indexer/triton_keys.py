@@ -19,6 +19,7 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import stride_of, with_contiguous_rows
 
 ROWS = 16
@@ -98,7 +99,7 @@ def _prepared(
     return x
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "positions"])
+@dependent_jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "positions"])
 def index_rows_kernel(
     keys, norm_weight, norm_bias, positions, cos_sin, slots, cache, q, gates, out, folded, tokens, eps, factor,
     key_stride, cache_stride, token_stride, head_stride, gate_stride,
@@ -108,6 +109,7 @@ def index_rows_kernel(
     """KEYS: keys [T, WIDTH] -> cache[slots], records with FP8; HEADS > 0: q [T, HEADS, WIDTH], gates [T, HEADS] -> out,
     folded = gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized with NORM; keys
     and queries rotated. Grid: programs of the keys, then of the queries, ROWS rows each."""
+    wait_for_inputs()
     program = tl.program_id(0)
     key_programs = tl.cdiv(tokens, ROWS) if KEYS else 0
     column = tl.arange(0, WIDTH)

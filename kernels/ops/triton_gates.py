@@ -11,16 +11,18 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import stride_of, warps_for, with_contiguous_rows
 
 _TILE = 1024
 
 
-@triton.jit
+@dependent_jit
 def gate_heads_kernel(
     x, gate, stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """x [T, HEADS, WIDTH] *= sigmoid(gate), in place; the sigmoid is rounded before the product, as in torch."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = item < HEADS * WIDTH
@@ -32,11 +34,12 @@ def gate_heads_kernel(
     tl.store(place, (value * opened).to(x.dtype.element_ty), live)
 
 
-@triton.jit
+@dependent_jit
 def gate_rows_kernel(
     rows, x, weight, row_stride, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """rows [T, WIDTH] *= sigmoid(x . weight), in place; product and sigmoid are rounded to x's dtype, as in torch."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
