@@ -143,13 +143,13 @@ def index_rows_kernel(
             source = q + token * token_stride + head * head_stride
             x = _prepared(source, inside, places, cos_sin, cos_sin, cos_sin, eps, WIDTH, ROTARY, INTERLEAVED, False)
             weight = tl.load(gates + token * gate_stride + head, inside, 0.0) * factor
-            target = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            line = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             if FP8:
                 values, scale = _transformed(x, WIDTH, HADAMARD)
-                tl.store(target, values, inside[:, None])
+                tl.store(line, values, inside[:, None])
                 weight *= scale
             else:
-                tl.store(target, x, inside[:, None])
+                tl.store(line, x, inside[:, None])
             tl.store(folded + row, weight, inside)
 
 
@@ -224,5 +224,5 @@ def aot_cases() -> list[AotCase]:
             constants |= dict.fromkeys(("q", "gates", "out", "folded"))
             signature |= dict.fromkeys(strides, "i32:16")  # 0
         name = f"index rows, {heads} heads, {'fp8 records' if fp8 else 'bf16'}"
-        cases.append(AotCase(name, index_rows_kernel, signature, constants, 4, 3, True))
+        cases.append(AotCase(name, index_rows_kernel, signature, constants, 4, 3, fp8))
     return cases
