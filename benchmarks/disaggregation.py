@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 
 from benchmarks import checkpoints, report
-from benchmarks.server_process import ServerProcess, free_port
+from benchmarks.server_process import ServerProcess
+from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.stats import median, spread
 
 FIRST_ID = 100

@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.gguf_export import export
 from benchmarks.peers import EngineSide
-from benchmarks.server_process import free_port
 from benchmarks.workloads import WORKLOADS, Workload
+from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.stats import median
 
 START_SECONDS = 120

@@ -5,7 +5,6 @@ No command; used by `benchmarks.startup`.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -16,14 +15,10 @@ from types import TracebackType
 
 import psutil
 
+from moe_engine.processes.addresses import free_port
+
 READY_LINE = "The server is fired up and ready to roll!"
 KEPT_LINES = 2000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ServerProcess:

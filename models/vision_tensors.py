@@ -25,13 +25,7 @@ def _linear(name: str, rows: int, columns: int) -> Iterator[Entry]:
 def _qwen2(v: VisionConfig) -> Iterator[Entry]:
     yield "patch_embed.proj.weight", patch_shape(v), False
     for i in range(v.num_layers):
-        block = f"blocks.{i}"
-        for name in ("norm1", "norm2"):
-            yield from _layer_norm(f"{block}.{name}", v.width)
-        yield from _linear(f"{block}.attn.qkv", 3 * v.width, v.width)
-        yield from _linear(f"{block}.attn.proj", v.width, v.width)
-        yield from _linear(f"{block}.mlp.fc1", v.intermediate, v.width)
-        yield from _linear(f"{block}.mlp.fc2", v.width, v.intermediate)
+        yield from _block(f"blocks.{i}", v, ("norm1", "norm2"), ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
     yield from _layer_norm("merger.ln_q", v.width)
     yield from _linear("merger.mlp.0", v.merged_width, v.merged_width)
     yield from _linear("merger.mlp.2", v.out_width, v.merged_width)
@@ -58,13 +52,8 @@ def _qwen3(v: VisionConfig) -> Iterator[Entry]:
     yield "patch_embed.proj.bias", (v.width,), False
     yield "pos_embed.weight", (v.num_positions, v.width), False
     for i in range(v.num_layers):
-        block = f"blocks.{i}"
-        for name in ("norm1", "norm2"):
-            yield from _layer_norm(f"{block}.{name}", v.width)
-        yield from _linear(f"{block}.attn.qkv", 3 * v.width, v.width)
-        yield from _linear(f"{block}.attn.proj", v.width, v.width)
-        yield from _linear(f"{block}.mlp.linear_fc1", v.intermediate, v.width)
-        yield from _linear(f"{block}.mlp.linear_fc2", v.width, v.intermediate)
+        linear = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+        yield from _block(f"blocks.{i}", v, ("norm1", "norm2"), linear)
     yield from _merger("merger", v, v.width)
     for i in range(len(v.deepstack_layers)):
         yield from _merger(f"deepstack_merger_list.{i}", v, v.merged_width)
@@ -76,17 +65,21 @@ def _kimi(v: VisionConfig) -> Iterator[Entry]:
     yield "patch_embed.proj.bias", (v.width,), False
     yield "patch_embed.pos_emb.weight", (side, side, v.width), False
     for i in range(v.num_layers):
-        block = f"encoder.blocks.{i}"
-        for name in ("norm0", "norm1"):
-            yield from _layer_norm(f"{block}.{name}", v.width)
-        yield from _linear(f"{block}.wqkv", 3 * v.width, v.width)
-        yield from _linear(f"{block}.wo", v.width, v.width)
-        yield from _linear(f"{block}.mlp.fc0", v.intermediate, v.width)
-        yield from _linear(f"{block}.mlp.fc1", v.width, v.intermediate)
+        yield from _block(f"encoder.blocks.{i}", v, ("norm0", "norm1"), ("wqkv", "wo", "mlp.fc0", "mlp.fc1"))
     yield from _layer_norm("encoder.final_layernorm", v.width)
     yield from _layer_norm("mm_projector.pre_norm", v.width)
     yield from _linear("mm_projector.proj.0", v.merged_width, v.merged_width)
     yield from _linear("mm_projector.proj.2", v.out_width, v.merged_width)
+
+
+def _block(name: str, v: VisionConfig, norms: tuple[str, str], linear: tuple[str, str, str, str]) -> Iterator[Entry]:
+    """A transformer block with layer norms, by the names of its parts: linear layers of q, k and v, of the output, and
+    both of the MLP."""
+    for norm in norms:
+        yield from _layer_norm(f"{name}.{norm}", v.width)
+    shapes = ((3 * v.width, v.width), (v.width, v.width), (v.intermediate, v.width), (v.width, v.intermediate))
+    for part, shape in zip(linear, shapes):
+        yield from _linear(f"{name}.{part}", *shape)
 
 
 def _merger(name: str, v: VisionConfig, norm_width: int) -> Iterator[Entry]:

@@ -69,38 +69,13 @@ class DPCommunication(Protocol):
         """[S, D] -> all tokens of the group [T, D]."""
 
 
-class AllReduce:
-    """One attention group; every rank keeps all tokens."""
-
-    gathers_for_ffn = gathers_for_attention = False
-    norms_sum: CustomAllReduce | None = None
-
-    def __init__(self, parallel: ParallelContext) -> None:
-        self._group = parallel.world
-
-    def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
-        return sum_over(self._group, partial)
-
-    def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
-        return residual
-
-    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
-        return x
-
-    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
-        return sum_over(self._group, x)
-
-    def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
-        return x
-
-
 class FusedAllReduce:
-    """`AllReduce` whose sums are computed by the norms."""
+    """One attention group; every rank keeps all tokens, and the norms sum the partial results."""
 
     gathers_for_ffn = gathers_for_attention = False
 
-    def __init__(self, norms_sum: CustomAllReduce) -> None:
-        self.norms_sum: CustomAllReduce | None = norms_sum
+    def __init__(self, norms_sum: CustomAllReduce | None) -> None:
+        self.norms_sum = norms_sum
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
         return partial
@@ -116,6 +91,20 @@ class FusedAllReduce:
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         return x
+
+
+class AllReduce(FusedAllReduce):
+    """`FusedAllReduce` without such norms: partial results are summed here."""
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        super().__init__(None)
+        self._group = parallel.world
+
+    def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
+        return sum_over(self._group, partial)
+
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
+        return sum_over(self._group, x)
 
 
 class GatherScatter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.calibration import Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--record-step-times"]
     with tempfile.TemporaryFile() as log:
@@ -82,12 +82,6 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
                 server.kill()
                 server.wait()
     return replace(costs, ledger=_ledger(config, info))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _say(text: str) -> None:

@@ -214,10 +214,6 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
     topology = config.parallel.topology
     groups = topology.attn_dp_size
     num_ranks = topology.tp_size * parallel.dp_size
-    if config.scheduling.enable_prefill_delayer and groups > 1:
-        raise ConfigError(
-            "--enable-prefill-delayer: simulated for one attention group only, not available yet with --attn-dp-size"
-        )
     acceptance = source.acceptance
     if own.acceptance:
         try:

@@ -19,6 +19,12 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface of gloo and of the engine's own sockets between nodes."""
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of an address of this machine on which no program listens."""
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def own_address_towards(host: str, port: int = 9) -> str:
     """This machine's IP address on the route to `host`, at which other ranks can reach it.
 

@@ -284,7 +284,7 @@ class RadixCache:
             keep = max(keep, self.policy.keep(node) - node.end + len(node.tokens))
         return max(0, keep - keep % self.page_size)
 
-    def _namespace(self, node: Node) -> Hashable:
+    def namespace_of(self, node: Node) -> Hashable:
         """The namespace of a node."""
         while node.parent is not None:
             node = node.parent
@@ -410,7 +410,7 @@ class RadixCache:
         self._clock += 1
         node.last_access = self._clock
         if self.events is not None:
-            self.events.stored(node, self._namespace(node))
+            self.events.stored(node, self.namespace_of(node))
         self._offer(node)
         return node
 

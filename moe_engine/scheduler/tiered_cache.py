@@ -136,7 +136,7 @@ class TieredCache(RadixCache):
             node.load, node.alive = 0, True
             parent.children[key] = parent.absent.pop(key)
             if self.events is not None:
-                self.events.stored(node, self._namespace(node))
+                self.events.stored(node, self.namespace_of(node))
             self._offer_tier(node)
         self.unlock(path[-1], after_step)
         self.version += 1
@@ -198,11 +198,6 @@ class TieredCache(RadixCache):
         self.version += 1  # a match may begin at a new root
         self._offer_tier(added)
         return pages[: (pos - start) // size]
-
-    def namespace_of(self, node: Node) -> Hashable:
-        while node.parent is not None:
-            node = node.parent
-        return self._root_keys[node.serial]
 
     # -- write-through
 
@@ -419,7 +414,7 @@ class TieredCache(RadixCache):
             self.num_evictable += same
             self.version += 1
             if self.events is not None:
-                self.events.stored(node, self._namespace(node))
+                self.events.stored(node, self.namespace_of(node))
             self._offer_tier(node)
             self._offer(node)
             parent, tokens, slots = node, tokens[same:], slots[same:]

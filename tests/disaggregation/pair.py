@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
+from moe_engine.processes.addresses import free_port
 from tests.e2e.server_process import ServerProcess
-from tests.free_port import free_port
 
 FLAGS = (
     *("--dtype", "float32", "--context-length", "512", "--chunked-prefill-size", "32", "--max-total-tokens", "2048"),

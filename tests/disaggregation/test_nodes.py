@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from moe_engine.processes.addresses import free_port
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.disaggregation.test_ranks import bodies
 from tests.e2e.server_process import ServerProcess
-from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.exhaustive]

@@ -14,8 +14,8 @@ import httpx
 import psutil
 
 from moe_engine.processes import child
+from moe_engine.processes.addresses import free_port
 from tests.fork_server import ForkedProcess, Starter, children
-from tests.free_port import free_port
 
 START_SECONDS = 90
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.free_port import free_port
+from moe_engine.processes.addresses import free_port
 
 START_SECONDS = 60
 

@@ -25,8 +25,8 @@ from moe_engine.config.flags import parse_flags
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes import child
+from moe_engine.processes.addresses import free_port
 from moe_engine.processes.rendezvous_address import RendezvousAddress
-from tests.free_port import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.processes.addresses import free_port
 from moe_engine.step_settings import StorageSettings
 from moe_engine.storage import backends, mooncake_storage
 from moe_engine.storage.backends import open_storage
@@ -30,12 +31,6 @@ from tests.storage import emulators
 
 Open = Callable[[], PageStorage]
 PAGE = 300
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def real(module: str) -> None:

@@ -17,9 +17,9 @@ import pytest
 from moe_engine.cli import doctor_logs
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
+from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.doctor.live import LiveServer, Sampler, sample
 from moe_engine.tuning.doctor.window import Window
-from tests.free_port import free_port
 from tests.tuning import logs
 from tests.tuning.logs import decode, decodes, flags, retraction
 

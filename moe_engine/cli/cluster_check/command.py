@@ -20,6 +20,7 @@ from moe_engine.cli.cluster_check.report import Finding, Report
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
+from moe_engine.processes.addresses import free_port
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 
 RESULT_SECONDS = 30.0
@@ -108,17 +109,12 @@ def _check_links(exchange: Exchange, report: Report, rank: int, seconds: float, 
 def _try_engine(exchange: Exchange, report: Report, rank: int, seconds: float) -> None:
     """The trial engine on all nodes, if there was no problem before."""
     wanted = seconds and not report.problems
-    address = exchange.share("engine", f"{exchange.ip}:{_free_port(exchange.ip)}" if wanted else "")
+    address = exchange.share("engine", f"{exchange.ip}:{free_port(exchange.ip)}" if wanted else "")
     if address:
         flags = trial_flags(len(report.rows), address, seconds)
         found = run_part(flags, rank, seconds, partial(exchange.begun, "engine parts"))
         ranks, parts = range(len(report.rows)), exchange.gather("engine parts", found, RESULT_SECONDS)
         report.add(ranks, parts, "lost while the engine ran")
-
-
-def _free_port(ip: str) -> int:
-    with socket.create_server((ip, 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _give_up(problem: str) -> None:

@@ -26,17 +26,12 @@ from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.topology import RankLists, Topology
 
 
-class AbsentRanks:
+class AbsentRanks(SingleRank):
     """A `Group` of which only rank 0 exists; every rank is assumed to send the same as rank 0."""
 
-    rank = 0
-    timeout_s = 0.0
-    alive: Tensor | None = None
-    on_host = False
-
     def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(device)
         self.size = size
-        self.device = device
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
@@ -48,21 +43,6 @@ class AbsentRanks:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return torch.empty_like(x[0], memory_format=torch.contiguous_format)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        return x
-
-    def exchange_ints(self, values: Sequence[int]) -> list[int]:
-        return list(values)
-
-    def barrier(self) -> None:
-        """No-op."""
-
-    def check(self) -> None:
-        """No-op: no rank can be lost."""
 
 
 class AbsentSymmetricMemory:

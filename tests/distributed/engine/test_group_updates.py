@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moe_engine import Engine
+from moe_engine.processes.addresses import free_port
 from tests.distributed.engine.test_tensor_updates import weights
 from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     FORMS,
@@ -18,7 +19,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     expected,
     open_engine,
 )
-from tests.distributed.engine.trainer import ADDRESS, TrainerProcess, free_port
+from tests.distributed.engine.trainer import ADDRESS, TrainerProcess
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

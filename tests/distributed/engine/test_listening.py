@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
+from moe_engine.processes.addresses import free_port
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
 from tests.distributed.ranks.drill import PATIENCE
 from tests.e2e.server_process import ServerProcess, start_server
 from tests.fork_server import children
-from tests.free_port import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

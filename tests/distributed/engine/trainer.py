@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import socket
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,13 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from moe_engine.processes.addresses import free_port
+
 ADDRESS = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind((ADDRESS, 0))
-        return int(found.getsockname()[1])
 
 
 def joined(port: int, world_size: int, name: str) -> Any:

@@ -20,11 +20,11 @@ import pytest
 
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.frontend import core_process
+from moe_engine.processes.addresses import free_port
 from tests.distributed.ranks import drill as drills
 from tests.distributed.ranks.drill import PATIENCE, Drill, drill, exited, options, until
 from tests.distributed.ranks.held import Hold, broken_worker, meeting_worker
 from tests.distributed.ranks.node import two_nodes
-from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(5)]

@@ -13,8 +13,8 @@ import pytest
 
 from moe_engine.cli import main as cli
 from moe_engine.cluster import node as rank_node
+from moe_engine.processes.addresses import free_port
 from tests.distributed.ranks.drill import PATIENCE
-from tests.free_port import free_port
 
 NODES = ("--tp", "2", "--nnodes", "2")
 STEP = {
