@@ -430,7 +430,7 @@ def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Path, name, denied)
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read \(Permission denied\)$"):
         load_model_config(tmp_path)
-    with pytest.raises(ConfigError, match="weights: cannot be read .*; give the user of this process the permission"):
+    with pytest.raises(ConfigError, match=r"weights: cannot be read .*; give the user of this process the permission"):
         read_header(tmp_path / "weights")
 
 
