@@ -44,6 +44,7 @@ from moe_engine.kernels.linear.triton_block_gemm import fits_tma
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 
@@ -150,7 +151,7 @@ def gate_up_tile(
         tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["capacity", "x_scale_stride", "x_scale_row", "x_scale_skip", "out_scale_stride"],
     do_not_specialize_on_alignment=["sizes"],
 )
@@ -170,6 +171,7 @@ def gate_up_kernel(
     [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
     x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride]. Grid: `num_programs`, with PAIRS every tile.
     """
+    wait_for_inputs()
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row = tl.program_id(0) // NUM_N
@@ -236,7 +238,7 @@ def down_tile(
     tl.store(place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
+@dependent_jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
 def down_kernel(
     x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride, bias,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
@@ -246,6 +248,7 @@ def down_kernel(
 ):  # fmt: skip
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
     BIASED: + bias [E, WIDTH]. MXFP4: see `triton_mxfp4`. Grid: `num_programs`, with PAIRS every tile."""
+    wait_for_inputs()
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row, tile_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N

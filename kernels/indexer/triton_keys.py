@@ -15,6 +15,7 @@ from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 ROWS = 16
@@ -49,12 +50,13 @@ def _transformed(x, WIDTH: tl.constexpr, FACTOR: tl.constexpr):
     return (spread * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
+@dependent_jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def keys_kernel(
     keys, slots, cache, count, key_stride, cache_stride,
     WIDTH: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """keys [T, WIDTH] -> records cache[slots], bytes; grid (T / ROWS)."""
+    wait_for_inputs()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside, column = row < count, tl.arange(0, WIDTH)
     x = tl.load(keys + row.to(tl.int64)[:, None] * key_stride + column[None, :], inside[:, None], 0.0)
@@ -64,12 +66,13 @@ def keys_kernel(
     tl.store(cache.to(tl.pointer_type(tl.float32)) + (record + SCALE) // 4, scale, inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@dependent_jit(do_not_specialize=["count"])
 def queries_kernel(
     q, weights, out, folded, count, token_stride, head_stride, weight_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """q [T, HEADS, WIDTH], weights [T, HEADS] -> out e4m3, folded = weights * scales, both contiguous."""
+    wait_for_inputs()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside, column = row < count, tl.arange(0, WIDTH)
     token, head = (row // HEADS).to(tl.int64), row % HEADS

@@ -149,5 +149,7 @@ def _quantized(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat,
     other: Tensor | None = None,
 ) -> QuantizedActivation:  # fmt: skip
-    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, format.unquantized, other)
+    normed, rows = rms_norm_quantize(
+        x, weight, eps, residual, format.power_of_two, format.unquantized, other, format.exponents
+    )
     return QuantizedActivation(rows, normed, x.dtype)
