@@ -11,7 +11,6 @@ from moe_engine.planning.images import image_rows
 from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_lora import lora_rows
-from moe_engine.planning.runner_memory import runner_rows
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import state_rows
 from moe_engine.planning.window_memory import window_rows
@@ -142,3 +141,16 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
     return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
+
+
+def runner_rows(given: SizingInput) -> list[LedgerRow]:
+    """Scratch memory of the largest step, whose tokens are those of all attention groups; the backend counts it."""
+    plan, moe = given.kernels.model, given.model.moe
+    scratch, widths = plan.row("experts").experts_workspace, plan.need.experts
+    if scratch is None or widths is None or moe is None:
+        return []
+    topology = given.parallel.topology
+    tokens = given.limits.forward_tokens * topology.attn_dp_size
+    count = moe.num_experts // topology.ep_size + moe.shared_width // moe.width
+    detail = f"{plan.row('experts').name}: {tokens} tokens x {widths.top_k} of {count} experts, in whole tiles"
+    return [LedgerRow("experts workspace", scratch(widths, count, tokens), detail)]
