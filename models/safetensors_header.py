@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, unreadable
 
 _MAX_HEADER = 100 << 20
 _POINTER = b"version https://git-lfs"
@@ -61,10 +61,7 @@ def _text(path: Path) -> tuple[bytes, int]:
                 )
             return file.read(length), status.st_size
     except OSError as error:
-        link = f"; it is a link to {path.readlink()}" if path.is_symlink() else ""
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}{link}); download the checkpoint again"
-        ) from None
+        raise unreadable(path, error) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

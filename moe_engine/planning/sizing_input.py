@@ -91,7 +91,8 @@ class SizingInput:
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
         kernels = self.kernels.model
-        return kept_format(self.model.weight_format, self.machine.device, kernels.codes, kernels.blocks, kernels.mxfp4)
+        rows = kernels.codes, kernels.blocks, kernels.four_bits
+        return kept_format(self.model.weight_format, self.machine.device, *rows)
 
     def bf16_gates(self, mtp: bool = False) -> int:
         """Elements of the routers' weights that the ops keep in bfloat16, as stored; every rank has all of them. `mtp`:
