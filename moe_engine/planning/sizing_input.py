@@ -50,6 +50,8 @@ class SizingInput:
     tier_ratio: float = 0.0
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
+    tier_fraction: float | None = None
+    """Share of the host memory beside GPUs to which a larger tier is reduced; None: it must fit as it is."""
     windows_in_tier: bool = False
     """Whether the tier can keep windowed layers in a pool of their own."""
     transfers: bool = False
@@ -87,7 +89,8 @@ class SizingInput:
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
         kernels = self.kernels.model
-        return kept_format(self.model.weight_format, self.machine.device, kernels.codes, kernels.blocks, kernels.mxfp4)
+        rows = kernels.codes, kernels.blocks, kernels.four_bits
+        return kept_format(self.model.weight_format, self.machine.device, *rows)
 
     @property
     def local_model(self) -> ModelConfig:

@@ -54,7 +54,7 @@ from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.offload_setup import NOT_REPLACED, note_offload
-from moe_engine.worker.startup.speculation_setup import add_speculation, mtp_layers, num_mtp_layers
+from moe_engine.worker.startup.speculation_setup import add_speculation, draft_bytes, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 from moe_engine.worker.weight_update import WeightUpdate
 
@@ -69,6 +69,7 @@ class WorkerInfo:
 
     choices: tuple[Choice, ...] = ()
     weight_bytes: int = 0
+    """The drafter's included."""
     kv_bytes: int = 0
     num_graphs: int = 0
     """Captured decode steps."""
@@ -292,11 +293,13 @@ def _prepare(
         planner = decode_planner(backends.attention, backends.indexer, index)  # type: ignore[arg-type]
     num_graphs = capture_graphs(runner, options.graphs, planner, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
+    if isinstance(model, Decoder):
+        weight_bytes = model.weight_bytes
+    else:
+        weight_bytes = sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology)
     info = WorkerInfo(
         choices=backends.choices,
-        weight_bytes=model.weight_bytes
-        if isinstance(model, Decoder)
-        else sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology),
+        weight_bytes=weight_bytes + draft_bytes(runner),
         kv_bytes=pool.num_bytes,
         num_graphs=num_graphs,
         load_seconds=loaded - began,

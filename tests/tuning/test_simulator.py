@@ -40,6 +40,7 @@ class Linear:
     def step(self, shape: StepShape) -> StepCost:
         seconds = self.fixed + shape.decode_rows * self.row + shape.decode_context * 1e-8
         seconds += shape.prefill_tokens * self.token + shape.prefill_pairs * 1e-10
+        seconds += shape.prefill_cached * 1e-7 + shape.prefill_fresh * self.token / 3
         return StepCost(seconds * (1 + shape.expert_skew / 10))
 
 

@@ -283,6 +283,7 @@ class Replica:
             sum(shape.global_tokens for shape in shapes),
             skew,
             max(shape.prefill_cached for shape in shapes),
+            max(shape.prefill_fresh for shape in shapes),
         )
 
     def _collect(self, behind: Flight | None) -> None:

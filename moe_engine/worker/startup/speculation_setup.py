@@ -82,6 +82,16 @@ def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
     return layers if isinstance(layers, MTPLayers) else None
 
 
+def draft_bytes(runner: ModelRunner) -> int:
+    """Bytes of the drafter's weights, without those that it shares with the model."""
+    drafter = runner.speculation.drafter if runner.speculation is not None else None
+    if isinstance(drafter, MTPDrafter):
+        return drafter.layers.weight_bytes
+    if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, Decoder):
+        return drafter.model.weight_bytes
+    return 0
+
+
 def _eagle(runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool) -> MTPDrafter:
     """The drafter of an EAGLE head, whose KV is the last layer of the target's pool."""
     head, rows, stream, pool = options.draft_head, runner.rows, runner.stream, runner.kv_pool
