@@ -89,7 +89,8 @@ class SizingInput:
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
         kernels = self.kernels.model
-        return kept_format(self.model.weight_format, self.machine.device, kernels.codes, kernels.blocks, kernels.mxfp4)
+        rows = kernels.codes, kernels.blocks, kernels.four_bits
+        return kept_format(self.model.weight_format, self.machine.device, *rows)
 
     @property
     def local_model(self) -> ModelConfig:
