@@ -14,7 +14,7 @@ from typing import Any
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
 from moe_engine.models.gguf.names import read_gguf
-from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile, unreadable
 from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -191,7 +191,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
                 )
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download the checkpoint again") from None
+        raise unreadable(path, error) from None
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)

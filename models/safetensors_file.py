@@ -18,7 +18,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.host_copy import copy_into
 from moe_engine.models.read_parts import SERIAL, PartReads
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
+from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
 
 DTYPES = {
     "F64": torch.float64,
@@ -61,7 +61,7 @@ class SafetensorsFile:
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise unreadable(self.path, error) from None
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
@@ -130,7 +130,7 @@ class SafetensorsFile:
             try:
                 count = os.preadv(self._fd, [buffer], offset)
             except OSError as error:
-                raise self._unreadable(error) from None
+                raise unreadable(self.path, error) from None
             if not count:
                 raise CheckpointError(
                     f"{self.path}: truncated while it was read: tensor {name} ends at byte {self.entries[name].stop}, "
@@ -149,6 +149,3 @@ class SafetensorsFile:
             start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot be read ({error.strerror}); download the checkpoint again")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, unreadable
 
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -76,7 +76,7 @@ def read_object(path: Path) -> tuple[Any, dict[str, int]]:
             "with a newer torch"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download the checkpoint again") from None
+        raise unreadable(path, error) from None
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path}: broken data.pkl ({error!r}); download it again") from None
 
