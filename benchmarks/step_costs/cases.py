@@ -83,6 +83,8 @@ GROUPS = (
     Group("v3.2", "dp8ep8", context=8192),
     Group("gpt-oss-120b", "tp4"),
     Group("qwen3-next", "tp4"),
+    Group("kimi-k2", "tp8"),
+    Group("kimi-k2", "dp8ep8"),
     Group("v2-lite", "tp1", (1,), prefill=8192),
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3", "tp8", (1,), prefill=8192),

@@ -83,7 +83,8 @@ def resolve_steps(
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
-    kept = kept_format(model.weight_format, part.device, kernels.model.codes, kernels.model.blocks, kernels.model.mxfp4)
+    rows = kernels.model
+    kept = kept_format(model.weight_format, part.device, rows.codes, rows.blocks, rows.four_bits)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
     )  # fmt: skip

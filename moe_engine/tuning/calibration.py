@@ -335,7 +335,8 @@ class Probes:
     async def _streams(self, count: int, length: int) -> Decode:
         """A step of `count` concurrent answers, from the chunks that arrived while all of them ran."""
         tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
-        tokens = max(min(tokens, self._limits.max_input - length, self._limits.pool // count - length), 2 * SKIPPED)
+        room = self._limits.pool * self._limits.num_groups // count
+        tokens = max(min(tokens, self._limits.max_input - length, room - length), 2 * SKIPPED)
         for _ in range(REPEATS):
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             if common := common_steps(answers):

@@ -125,7 +125,7 @@ def test_programs_without_a_tile_take_time() -> None:
     down = SimpleNamespace(
         x=meta(4096, 2048, dtype=torch.float8_e4m3fn), weight=meta(32, 7168, 2048, dtype=torch.float8_e4m3fn),
         weight_scales=meta(32, 56, 16, dtype=torch.float32), out=meta(4096, 7168), NUM_EXPERTS=32, K=2048, WIDTH=7168,
-        BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, FP8=True, MXFP4=False, PAIRS=False, num_stages=5, num_warps=4,
+        BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, FP8=True, FORM="", PAIRS=False, num_stages=5, num_warps=4,
     )  # fmt: skip
     setting = Setting(2048, Routing(tokens=128, top_k=8, num_experts=256, local=32), H200)
     tiles = setting.routing.touched * 56
@@ -331,7 +331,13 @@ def test_layers_that_run_stand_for_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("name", "active", "total"),
-    [("v2-lite", 2.4e9, 15.7e9), ("v3", 37e9, 671e9), ("gpt-oss-120b", 5.1e9, 117e9), ("qwen3-next", 3e9, 80e9)],
+    [
+        ("v2-lite", 2.4e9, 15.7e9),
+        ("v3", 37e9, 671e9),
+        ("gpt-oss-120b", 5.1e9, 117e9),
+        ("qwen3-next", 3e9, 80e9),
+        ("kimi-k2", 32e9, 1.03e12),
+    ],
 )
 def test_layers_have_the_published_numbers_of_parameters(name: str, active: float, total: float) -> None:
     """Of the model cards, which round; one of the two tables of embeddings is active."""
