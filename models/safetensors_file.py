@@ -50,13 +50,14 @@ class SafetensorsFile:
 
     Args:
         reads: threads that read the parts of large tensors.
+        ahead: the file is read ahead (`read_ahead`).
 
     Raises:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, file: WeightFile, reads: PartReads = SERIAL) -> None:
-        self.path, self.reads = file.path, reads
+    def __init__(self, file: WeightFile, reads: PartReads = SERIAL, ahead: bool = False) -> None:
+        self.path, self.reads, self._ahead = file.path, reads, ahead
         self.entries = file.tensors
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -81,13 +82,17 @@ class SafetensorsFile:
         entry = self.entries[name]
         if not out.numel():
             return
-        self._prefetch(entry, cut)
+        if not self._ahead:
+            self._prefetch(entry, cut)
         if not out.dim():
             copy_into(out, self._rows(name, cut, 0, out.shape))
             return
         first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
         row_bytes = max(1, prod(out.shape[1:]) * DTYPES[entry.dtype].itemsize)
         direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
+        if direct and out.nbytes <= DIRECT_BYTES:
+            self._read_rows(name, cut, first, out)
+            return
         step = max(1, (DIRECT_BYTES if direct else PART_BYTES) // row_bytes)
         parts = [(first + start, out[start : start + step]) for start in range(0, out.shape[0], step)]
         if direct:

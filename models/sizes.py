@@ -74,10 +74,10 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     return config.known_sizes[key]
 
 
-def num_gate_elements(config: ModelConfig) -> int:
-    """Elements of all routers' weights, without those of MTP layers."""
-    if (key := "gates") not in config.known_sizes:
-        found = (spec for spec in model_tensors(config) if spec.name.endswith(ROUTERS))
+def num_gate_elements(config: ModelConfig, include_mtp: bool = False) -> int:
+    """Elements of all routers' weights."""
+    if (key := ("gates", include_mtp)) not in config.known_sizes:
+        found = (spec for spec in model_tensors(config, include_mtp) if spec.name.endswith(ROUTERS))
         config.known_sizes[key] = sum(spec.num_elements for spec in found)
     return config.known_sizes[key]
 

@@ -44,4 +44,5 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     fix = "download the checkpoint again"
     if isinstance(error, PermissionError):
         fix = "give the user of this process the permission"
-    return CheckpointError(f"{path}: cannot be read ({error.strerror}); {fix}")
+    link = f"; it is a link to {path.readlink()}" if path.is_symlink() else ""
+    return CheckpointError(f"{path}: cannot be read ({error.strerror}{link}); {fix}")

@@ -11,7 +11,7 @@ for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -113,7 +113,7 @@ class GroupCodes:
         pair = 2 if self.zeros else 1  # the zero point is a number of the scale's dtype
         return Fraction(1, 2) + Fraction(SCALE_BYTES[self.scales] * pair, min(self.group, STEP))
 
-    def empty(self, n: int, k: int, device: torch.device | str) -> CodedWeight:
+    def empty(self, n: int, k: int, device: torch.device | str) -> Coded:
         """Uninitialised memory for a weight [n, k]."""
         return CodedWeight.empty(self, n, k, device)
 
@@ -136,6 +136,10 @@ class CodedWeight:
     format: GroupCodes
     factors: Tensor | None = None
     whole: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
 
     @classmethod
     def empty(cls, format: GroupCodes, n: int, k: int, device: torch.device | str) -> CodedWeight:
@@ -197,3 +201,50 @@ class CodedWeight:
             pairs = self.scales.float().repeat_interleave(format.factors, 1) * self.factors.float()
             return (grouped * pairs[..., :1] - pairs[..., 1:]).view(n, k)
         return (grouped * self.scales.float().unsqueeze(-1)).view(n, k)
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight [N, K] without codes, which a kernel quantizes to `format` while it packs it.
+
+    Attributes:
+        kept: the values become those of the codes, rounded to their dtype.
+    """
+
+    values: Tensor
+    format: GroupCodes
+    kept: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def rows(self, start: int, stop: int) -> PlainWeight:
+        """A view of rows [start, stop)."""
+        return PlainWeight(self.values[start:stop], self.format, self.kept)
+
+
+@dataclass(frozen=True)
+class PlainCodes(GroupCodes):
+    """`KernelFormat` of `PlainWeight`.
+
+    Attributes:
+        plain: dtype of the weights.
+    """
+
+    plain: str = "float32"
+
+    @property
+    def codes(self) -> GroupCodes:
+        """The form for kernels that take codes."""
+        return GroupCodes(**{field.name: getattr(self, field.name) for field in fields(GroupCodes)})
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> PlainWeight:
+        """Uninitialised memory for a weight [n, k]."""
+        import torch
+
+        return PlainWeight(torch.empty(n, k, dtype=getattr(torch, self.plain), device=device), self)
+
+
+Coded = CodedWeight | PlainWeight
+"""A weight of a `GroupCodes`, as kernels take it."""

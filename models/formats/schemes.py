@@ -106,11 +106,13 @@ class SchemeFormat:
         return next((scheme for modules, scheme in self.rules if prefix in modules), None)
 
     def _stored(self, prefix: str, names: Collection[str]) -> Scheme | None:
-        """The scheme in which a checkpoint stores a matrix; the files take precedence over the config."""
+        """The scheme in which a checkpoint stores a matrix; the files take precedence over the config, if a scheme has
+        tensors that show it."""
         scheme = self.scheme_of(prefix)
         if scheme is not None and scheme.stored(prefix, names):
             return scheme
-        found = next((other for _, other in self.rules if other.stored(prefix, names)), None)
+        seen = (other for _, other in self.rules if other.extras and other.stored(prefix, names))
+        found = next(seen, None)
         if found is not None or f"{prefix}.weight" in names:
             return found
         return scheme

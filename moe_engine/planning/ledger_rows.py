@@ -22,16 +22,12 @@ WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
 
 
-KEEP_GATES = ("cpu", "triton")
-"""Rows of ops that read a router's weight in bfloat16; the torch row keeps it in float32."""
-
-
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Ledger rows of one rank, without KV."""
     limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
     redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
     weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
-    weights -= 2 * _bf16_gates(given)
+    weights -= 2 * given.bf16_gates()
     detail = f"{count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
         detail += f", {stored} " + ("as stored" if kept.name else "dequantised while loading")
@@ -76,15 +72,6 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
-
-
-def _bf16_gates(given: SizingInput) -> int:
-    """Elements of the routers' weights that the ops keep in bfloat16, as stored; every rank has all of them."""
-    if given.model.moe is None or given.kernels.model.row("ops").name not in KEEP_GATES:
-        return 0
-    if given.checkpoint is not None:
-        return given.checkpoint.bf16_gates
-    return sizes.num_gate_elements(given.model) if given.dtype == "bfloat16" else 0
 
 
 def _logits_row(given: SizingInput) -> LedgerRow:

@@ -51,6 +51,7 @@ from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.compile_setup import finish_regions, start_regions
 from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
+from moe_engine.worker.startup.file_reads import file_reads
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.offload_setup import NOT_REPLACED, note_offload
@@ -285,7 +286,8 @@ def _prepare(
     if speculation is not None:
         drafts = options.kernels.draft
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
-        add_speculation(runner, speculation, options, draft_backends, progress)
+        reads = file_reads(options, parallel)
+        add_speculation(runner, speculation, options, draft_backends, progress, **reads)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index
@@ -318,12 +320,10 @@ def _load(
 ) -> Model:
     """The model with its weights."""
     from moe_engine.models.loader import load_model
-    from moe_engine.models.read_ahead import Prefetch
 
-    prefetch = None
-    if options.weight_loader_prefetch_checkpoints:
-        prefetch = Prefetch(options.weight_loader_prefetch_num_threads, parallel.node.rank, parallel.node.size)
-    images = {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
+    more: dict[str, Any] = file_reads(options, parallel)
+    if options.model.vision is not None:
+        more["max_image_tokens"] = options.shapes.tokens or rows.width
     return load_model(
         options.model_path,
         options.model,
@@ -334,10 +334,8 @@ def _load(
         load_format=options.load_format,
         progress=progress,
         seed=options.dummy_seed,
-        prefetch=prefetch,
-        drop_cache=options.weight_loader_drop_cache_after_load,
         max_positions=rows.width,
-        **images,
+        **more,
     )
 
 

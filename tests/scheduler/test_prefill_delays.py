@@ -72,6 +72,26 @@ def test_the_interval_needs_requests_that_decode() -> None:
     assert step(s) == (0, 1), "nothing decodes"
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_run_in_a_step_whose_decodes_were_all_retracted(mixed: bool) -> None:
+    """The pool is full in the step of a chunk, or in a decode step of the interval behind a chunk. The less urgent
+    request is retracted, and the prompt continues in the same step."""
+    found = []
+    for num_slots in range(39, 43):
+        s = scheduler(
+            num_slots=num_slots, chunked_prefill_size=8, prefill_decode_interval=3, enable_mixed_chunk=mixed,
+            uses_priority=True, schedule_conservativeness=0.01,
+        )  # fmt: skip
+        s.add(make_request("a", [5, 1, 2, 3], 24, eos=False, priority=0))
+        assert step(s) == (0, 1)
+        s.add(make_request("long", [6, *range(28)], 1, eos=False, priority=1))
+        while not s.totals.retractions and s.num_waiting:
+            decodes, prompts = step(s)
+        if s.totals.retractions:
+            found.append((decodes, prompts))
+    assert found and set(found) == {(0, 1)}
+
+
 def group(waiting: int, running: int, usual: int = 0, **more: bool) -> DelayFacts:
     return DelayFacts(waiting, running, usual, **more)
 
