@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from moe_engine.media.image_process import load_processor
+from moe_engine.processes.addresses import free_port
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
-from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
 from tests.models.parity_families import address
 from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
