@@ -169,6 +169,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hardware", default="16xH200")
     parser.add_argument("--tp-size", type=int, default=16, help="also --ep-size; one KV cache (default: 16)")
     parser.add_argument("--max-total-tokens", type=int, help="KV cache in tokens (default: that of the ledger)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="variants (default: all)")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1, 2, 4], metavar="TIMES")
     parser.add_argument("--turns", type=int, default=8, help="of a session")
     parser.add_argument("--input-len", type=int, default=4000, help="mean new tokens of a turn")
@@ -188,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "config.json"
         model.write_text(json.dumps(config_of("v3")))
-        cases = list(itertools.product(args.seeds, args.loads, WAYS))
+        cases = list(itertools.product(args.seeds, args.loads, args.ways))
         points = measure(cases, args, model)
     shown = [
         mean_of([p for p in points if (p["way"], p["load"]) == (way, load)])

@@ -96,13 +96,13 @@ def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
 def place(format: WeightFormat, device: str, prefix: str) -> str:
     """The forms that kernels multiply on a device, with their rows."""
     rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
-    coded, mxfp4 = (
+    coded, few = (
         frozenset(family for family in PRODUCTS if any(getattr(row, name) for row in rows[family]))
-        for name in ("codes", "mxfp4")
+        for name in ("codes", "four_bits")
     )
     if format == PLAIN:
         return f"as stored: {names(rows['linear'])}"
-    kept = kept_format(format, device, coded, mxfp4=mxfp4)
+    kept = kept_format(format, device, coded, four_bits=few)
     form = None if kept == PLAIN else kept.kernel_format(prefix)
     family = "experts" if prefix == EXPERT else "linear"
     if prefix == EXPERT:  # with biases
@@ -119,7 +119,7 @@ def place(format: WeightFormat, device: str, prefix: str) -> str:
 
 def multiplies(row: Row, form: Any) -> bool:
     if isinstance(form, GroupCodes):
-        return row.codes or (row.mxfp4 and form.mxfp4)
+        return row.codes or (row.four_bits and form.four_bits)
     return isinstance(form, BlockFP8) and row.blocks
 
 
@@ -127,7 +127,9 @@ def text_of(form: Any, device: str) -> str:
     if isinstance(form, BlockFP8):
         return "FP8 blocks of 128 x 128"
     kind = "fp4" if form.values == FP4 else f"int{form.bits}"
-    kept = "an e8m0" if form.mxfp4 and device == "cuda" else f"a {form.scales}"
+    kept = f"a {form.scales}"
+    if device == "cuda" and form.values == FP4:
+        kept = "an e8m0" if form.mxfp4 else "an e4m3"
     scales = f"{kept} scale " + (f"per {form.group}" if form.group else "per row")
     return (
         f"{kind}, {scales}"

@@ -82,9 +82,9 @@ class KernelPlan:
         return frozenset(family for family in ("linear", "experts") if self.row(family).codes)
 
     @property
-    def mxfp4(self) -> frozenset[str]:
-        """Families whose rows multiply MXFP4 as stored."""
-        return self.codes | ({"experts"} if self.row("experts").mxfp4 else set())
+    def four_bits(self) -> frozenset[str]:
+        """Families whose rows multiply weights of 4 bits (`GroupCodes.four_bits`) as stored."""
+        return self.codes | ({"experts"} if self.row("experts").four_bits else set())
 
     @property
     def blocks(self) -> frozenset[str]:

@@ -51,7 +51,7 @@ class ExpertWidths:
     """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
 
     `blocks`: stored in FP8 blocks of 128 x 128. `dispatched`: their rows come from a dispatcher. `fused`: it leaves
-    exchange and products to one call. `mxfp4`: stored in MXFP4.
+    exchange and products to one call. `four_bits`: stored in a form of `GroupCodes.four_bits`.
     """
 
     hidden: int
@@ -60,7 +60,7 @@ class ExpertWidths:
     blocks: bool = False
     dispatched: bool = False
     fused: bool = False
-    mxfp4: bool = False
+    four_bits: bool = False
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,8 @@ def _flash_mla_preference(device: Device, need: Need) -> int:
 
 
 def _triton_experts_preference(device: Device, need: Need) -> int:
-    """Before libraries that would multiply MXFP4 weights dequantized, four times the bytes."""
-    return 42 if need.experts is not None and need.experts.mxfp4 else 20
+    """Before libraries that would multiply weights of 4 bits dequantized, four times the bytes."""
+    return 42 if need.experts is not None and need.experts.four_bits else 20
 
 
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
@@ -148,7 +148,7 @@ EXPERTS.append(
         biases=True,
         blocks=True,
         reads_fp8=_multiplies_fp8,
-        mxfp4=True,
+        four_bits=True,
     )
 )
 INDEXER.append(

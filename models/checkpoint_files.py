@@ -1,20 +1,16 @@
-"""Headers of a checkpoint's weight files: safetensors, or files of torch.save. Reads no tensor data, imports no torch.
-
-safetensors: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), then the data.
-"""
+"""Headers of a checkpoint's weight files. Reads no tensor data, imports no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from math import prod
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
 from moe_engine.models.gguf.names import read_gguf
-from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
+from moe_engine.models.safetensors_header import read_header
+from moe_engine.models.tensor_header import TensorHeader, WeightFile
 from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,7 +18,6 @@ TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.bin")
 """Patterns of torch.save's files; the first that matches is used. Training states beside the weights match the last one
 only."""
-_MAX_HEADER = 100 << 20
 _INNER = {
     "model.language_model.": "model.", "model.visual.": "visual.",
     "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.", "vision_tower.": "visual.",
@@ -39,6 +34,8 @@ _MTP_PARTS = {
 _HEAD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 """Older names of the norms of an EAGLE-3 head's three states."""
 _BODY = ("embed_tokens.", "layers.", "norm.")
+
+ReadHeader = Callable[[Path], dict[str, TensorHeader]]
 
 
 def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, WeightFile]:
@@ -97,18 +94,24 @@ def _head_name(name: str) -> str:
 
 def _read_files(directory: Path) -> dict[str, WeightFile]:
     single = directory / "model.safetensors"
-    files: dict[str, WeightFile] = {}
-    for path in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
-        file = WeightFile(path, read_header(path))
-        files |= dict.fromkeys(file.tensors, file)
-    return files
+    return _joined([single] if single.is_file() else sorted(directory.glob("*.safetensors")), read_header)
 
 
 def _read_torch_files(directory: Path) -> dict[str, WeightFile]:
     found = (sorted(directory.glob(pattern)) for pattern in _TORCH_FILES)
+    return _joined(next((paths for paths in found if paths), []), read_torch_header)
+
+
+def _joined(paths: list[Path], read: ReadHeader) -> dict[str, WeightFile]:
+    """The tensors of all files. Raises CheckpointError: two files have a tensor of the same name."""
     files: dict[str, WeightFile] = {}
-    for path in next((paths for paths in found if paths), []):
-        file = WeightFile(path, read_torch_header(path))
+    for path in paths:
+        file = WeightFile(path, read(path))
+        if twice := next((name for name in file.tensors if name in files), None):
+            raise CheckpointError(
+                f"{path}: tensor {twice} is in {files[twice].path.name} too; leave the files of one checkpoint in the "
+                f"folder, or add {INDEX_FILE} with the file of each tensor"
+            )
         files |= dict.fromkeys(file.tensors, file)
     return files
 
@@ -160,8 +163,12 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted(set(weight_map.values()))
+        outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
+    if not names or outside:
+        reason = f"names {outside[0]!r:.100}, which is not in its folder" if outside else "lists no tensors"
+        raise CheckpointError(f"{index}: {reason}; download it again")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -169,49 +176,14 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
             f"{index}: {missing[0]}{more} of {len(names)} weight files missing in {directory}; download the checkpoint "
             "again, or use --load-format dummy"
         )
-    read = read_header if index.name == INDEX_FILE else read_torch_header
+    read: ReadHeader = read_header if index.name == INDEX_FILE else read_torch_header
     files = {name: WeightFile(directory / name, read(directory / name)) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].tensors:
-            raise CheckpointError(f"{index}: lists {tensor} in {name}, but that file does not have it")
-    return {tensor: files[name] for tensor, name in weight_map.items()}
-
-
-def read_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one file. Raises CheckpointError for an unreadable, truncated, corrupt or foreign file."""
-    try:
-        file_size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > file_size:
-                raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {file_size}); "
-                    "download it again"
-                )
-            text = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download the checkpoint again") from None
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {name: _tensor(item, 8 + length) for name, item in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: broken safetensors header ({error}); download it again") from None
-    for name, tensor in tensors.items():
-        if tensor.stop > file_size:
+            other = next((file for file in files if tensor in files[file].tensors), None)
+            found = "no file has it" if other is None else f"{other} has it"
             raise CheckpointError(
-                f"{path}: truncated: tensor {name} ends at byte {tensor.stop}, the file has {file_size}; "
-                "download it again"
+                f"{index}: lists {tensor} in {name}, but that file does not have it ({found}); download the index and "
+                "this file again"
             )
-    return tensors
-
-
-def _tensor(item: dict[str, Any], base: int) -> TensorHeader:
-    dtype, shape = item["dtype"], tuple(item["shape"])
-    if dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype {dtype} is not supported")
-    start, stop = item["data_offsets"]
-    if stop - start != prod(shape) * ELEMENT_BYTES[dtype]:
-        raise ValueError(f"shape {list(shape)} does not fill {stop - start} bytes")
-    return TensorHeader(dtype, shape, base + start, base + stop)
+    return {tensor: files[name] for tensor, name in weight_map.items()}

@@ -26,21 +26,24 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8},
     "glm_moe_dsa": {**_EPS, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     "gpt_oss": {
-        **_EPS, "rope_theta": 150000.0, "sliding_window": 128,
-        "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        **_EPS, "sliding_window": 128,
+        "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+        | {"rope_theta": 150000.0},
     },
     "hunyuan_v1_dense": _EPS,
     "hunyuan_v1_moe": _EPS,
     "hy_v3": {**_EPS, "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "first_k_dense_replace": 1},
     "minimax_m2": {"rope_theta": 5000000.0},
     "ministral3": {
-        **_EPS, "head_dim": 128, "rope_theta": 1000000.0,
-        "rope_scaling": {**_SCALED, "factor": 16.0, "original_max_position_embeddings": 16384},
+        **_EPS, "head_dim": 128,
+        "rope_scaling": {**_SCALED, "factor": 16.0, "original_max_position_embeddings": 16384}
+        | {"rope_theta": 1000000.0},
     },
     "mistral": {"sliding_window": 4096},
     "mistral4": {
         "norm_topk_prob": True,
-        "rope_scaling": {**_SCALED, "factor": 128.0, "original_max_position_embeddings": 8192},
+        "rope_scaling": {**_SCALED, "factor": 128.0, "original_max_position_embeddings": 8192}
+        | {"rope_theta": 10000.0},
     },
     "mixtral": {**_EPS, "rope_theta": 1000000.0},
     "solar_open": {**_EPS, "head_dim": 128, "rope_theta": 1000000.0, "intermediate_size": 1},

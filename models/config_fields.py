@@ -25,7 +25,9 @@ def read_json(file: Path, kind: type = dict) -> Any:
         value = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
     if not isinstance(value, kind):
         raise ConfigError(f"{file}: must hold a JSON {_JSON_KINDS[kind]}, found {type(value).__name__}")

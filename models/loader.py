@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,18 +65,9 @@ def load_model(
     if parallel.topology.travels and parallel.dispatcher is None and config.is_moe:
         raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: call with_dispatcher first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
-    with torch.no_grad():
-        ahead = prefetch is not None or parallel.world_size == 1
-        outside = partial(names_outside_model, config)
-        further: dict[str, Any] = {"ahead": ahead, "prefetch": prefetch, "drop": drop_cache}
-        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, **further)
-        try:
-            model: Model = target(config, reader, backends, parallel, **model_options)
-        except BaseException:
-            if isinstance(reader, WeightReader):
-                reader.abandon()
-            raise
-        reader.finish()
+    outside, use = partial(names_outside_model, config), _cache_use(parallel, prefetch, drop_cache)
+    with _reading(path, config, dtype, device, load_format, progress, seed, outside, **use) as reader:
+        model: Model = target(config, reader, backends, parallel, **model_options)
     return model
 
 
@@ -89,6 +81,8 @@ def load_mtp(
     progress: bool = False,
     seed: int = 0,
     exported: bool = False,
+    prefetch: Prefetch | None = None,
+    drop_cache: bool = False,
 ) -> MTPLayers:
     """The MTP layers of a loaded `model`, with its kernels, embedding and head. Arguments as in `load_model`.
 
@@ -103,13 +97,10 @@ def load_mtp(
             f"{config.source}: {config.architecture} with num_nextn_predict_layers {config.num_nextn_predict_layers} "
             "has no MTP layers for drafting; use a checkpoint with MTP layers, or another --speculative-algorithm"
         )
-    with torch.no_grad():
-        outside = partial(names_outside_mtp, config)
-        read = partial(read_nextn, layer=config.num_layers) if exported else read_checkpoint
-        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, read)
-        layers = MTPLayers(model, reader)
-        reader.finish()
-    return layers
+    outside, use = partial(names_outside_mtp, config), _cache_use(model.parallel, prefetch, drop_cache)
+    read = partial(read_nextn, layer=config.num_layers) if exported else read_checkpoint
+    with _reading(path, config, dtype, device, load_format, progress, seed, outside, read, **use) as reader:
+        return MTPLayers(model, reader)
 
 
 def load_head(
@@ -123,6 +114,8 @@ def load_head(
     load_format: str = "auto",
     progress: bool = False,
     seed: int = 0,
+    prefetch: Prefetch | None = None,
+    drop_cache: bool = False,
 ) -> EagleHead:
     """An EAGLE head for a loaded `model`. Other arguments as in `load_model`.
 
@@ -135,18 +128,14 @@ def load_head(
     if not isinstance(model, Decoder):
         raise ConfigError(f"{head.path}: EAGLE heads for external models ({type(model).__name__}) are not supported")
     path, config = target
-    with torch.no_grad():
-        reader = _open(
-            head.path, head.layer, dtype, device, load_format, progress, seed, partial(names_outside_head, head),
-            read_head,
-        )  # fmt: skip
+    outside, use = partial(names_outside_head, head), _cache_use(model.parallel, prefetch, drop_cache)
+    head_file = head.path, head.layer, dtype, device, load_format, progress, seed, outside, read_head
+    with _reading(*head_file, **use) as reader:
         ids, lm_head = draft_ids(head, reader), None
         if head.num_mapped and ids is not None:
             source = _open(path, config, dtype, device, load_format, False, seed, set)
             lm_head = mapped_head(config, source, backends.linear, model.embedding, model.parallel, ids)
-        made = EagleHead(head, model, reader, backends, max_positions, ids, lm_head)
-        reader.finish()
-    return made
+        return EagleHead(head, model, reader, backends, max_positions, ids, lm_head)
 
 
 def reload(
@@ -189,6 +178,25 @@ def open_again(
 ) -> WeightSource:
     """Reopens the weights of a loaded model, to read some of them again. Arguments as in `load_model`."""
     return _open(path, config, dtype, device, load_format, False, seed, set)
+
+
+def _cache_use(parallel: ParallelContext, prefetch: Prefetch | None, drop: bool) -> dict[str, Any]:
+    """Keywords of `WeightReader`: a single rank, which reads all files, reads them ahead."""
+    return {"ahead": prefetch is not None or parallel.world_size == 1, "prefetch": prefetch, "drop": drop}
+
+
+@contextmanager
+def _reading(*args: Any, **further: Any) -> Iterator[WeightSource]:
+    """`_open` without gradients: finished at the end, abandoned after an error."""
+    with torch.no_grad():
+        reader = _open(*args, **further)
+        try:
+            yield reader
+        except BaseException:
+            if isinstance(reader, WeightReader):
+                reader.abandon()
+            raise
+        reader.finish()
 
 
 def _open(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models.checkpoint_files import read_header
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, layer_tensors
 

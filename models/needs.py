@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.formats.table import stores_mxfp4
+from moe_engine.models.formats.table import experts_format
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
@@ -35,8 +35,9 @@ def expert_widths(
         return None
     stored = model.weight_format
     blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
-    mxfp4 = stores_mxfp4(stored)
-    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused, mxfp4)
+    form = experts_format(stored)
+    few = form is not None and form.four_bits
+    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused, few)
 
 
 def need_of_model(

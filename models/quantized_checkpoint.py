@@ -20,16 +20,17 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.gguf_container import find_gguf
-from moe_engine.kernels.quantization.codes import GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.kernels.quantization.reference import quantize_weight
-from moe_engine.models.checkpoint_files import INDEX_FILE, TORCH_INDEX_FILE, read_checkpoint, read_header
+from moe_engine.models.checkpoint_files import INDEX_FILE, TORCH_INDEX_FILE, read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.registry import is_built_in
 from moe_engine.models.safetensors_file import SafetensorsFile
+from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, model_tensors
 
@@ -182,7 +183,7 @@ def _quantized(name: str, weight: Tensor, target: Target) -> Iterator[tuple[str,
         yield f"{name}_scale_inv", block.scales
         return
     n, k = weight.shape
-    coded = codes.empty(n, k, "cpu")
+    coded = CodedWeight.empty(codes, n, k, "cpu")
     quantize_codes(weight, coded)
     per = 32 // codes.bits
     padded = torch.nn.functional.pad(coded.codes, (0, -k % per)).view(n, -1, per).to(torch.int64)

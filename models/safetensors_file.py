@@ -18,7 +18,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.host_copy import copy_into
 from moe_engine.models.read_parts import SERIAL, PartReads
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
+from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,18 +50,19 @@ class SafetensorsFile:
 
     Args:
         reads: threads that read the parts of large tensors.
+        ahead: the file is read ahead (`read_ahead`).
 
     Raises:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, file: WeightFile, reads: PartReads = SERIAL) -> None:
-        self.path, self.reads = file.path, reads
+    def __init__(self, file: WeightFile, reads: PartReads = SERIAL, ahead: bool = False) -> None:
+        self.path, self.reads, self._ahead = file.path, reads, ahead
         self.entries = file.tensors
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise unreadable(self.path, error) from None
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
@@ -81,13 +82,17 @@ class SafetensorsFile:
         entry = self.entries[name]
         if not out.numel():
             return
-        self._prefetch(entry, cut)
+        if not self._ahead:
+            self._prefetch(entry, cut)
         if not out.dim():
             copy_into(out, self._rows(name, cut, 0, out.shape))
             return
         first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
         row_bytes = max(1, prod(out.shape[1:]) * DTYPES[entry.dtype].itemsize)
         direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
+        if direct and out.nbytes <= DIRECT_BYTES:
+            self._read_rows(name, cut, first, out)
+            return
         step = max(1, (DIRECT_BYTES if direct else PART_BYTES) // row_bytes)
         parts = [(first + start, out[start : start + step]) for start in range(0, out.shape[0], step)]
         if direct:
@@ -130,7 +135,7 @@ class SafetensorsFile:
             try:
                 count = os.preadv(self._fd, [buffer], offset)
             except OSError as error:
-                raise self._unreadable(error) from None
+                raise unreadable(self.path, error) from None
             if not count:
                 raise CheckpointError(
                     f"{self.path}: truncated while it was read: tensor {name} ends at byte {self.entries[name].stop}, "
@@ -149,6 +154,3 @@ class SafetensorsFile:
             start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot be read ({error.strerror}); download the checkpoint again")

@@ -74,10 +74,10 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     return config.known_sizes[key]
 
 
-def num_gate_elements(config: ModelConfig) -> int:
-    """Elements of all routers' weights, without those of MTP layers."""
-    if (key := "gates") not in config.known_sizes:
-        found = (spec for spec in model_tensors(config) if spec.name.endswith(ROUTERS))
+def num_gate_elements(config: ModelConfig, include_mtp: bool = False) -> int:
+    """Elements of all routers' weights."""
+    if (key := ("gates", include_mtp)) not in config.known_sizes:
+        found = (spec for spec in model_tensors(config, include_mtp) if spec.name.endswith(ROUTERS))
         config.known_sizes[key] = sum(spec.num_elements for spec in found)
     return config.known_sizes[key]
 
@@ -118,6 +118,7 @@ def tensor_bytes(
     format: WeightFormat = PLAIN,
 ) -> int:
     """`weight_bytes` of some tensors of a model, and of its rotary table."""
+    format = _of_whole_groups(config, format, topology)
     plain = wide = 0
     kept, derived = Fraction(0), derived_codes(format, 1) is not None
     head = derived_codes(format, config.hidden_size, is_head=True)
@@ -166,6 +167,14 @@ def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, re
     if spec.copies > 1:
         return (spec.copies + redundant_experts) // topology.ep_size * _largest_part(config, count, topology)
     return -(-count // _parts(config, name, topology))
+
+
+def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topology) -> WeightFormat:
+    """The format with experts dequantized if a rank's part of them splits groups of columns with a common scale."""
+    if config.moe is None or not isinstance(format, SchemeFormat) or "experts" not in format.kept:
+        return format
+    splits = _largest_part(config, config.moe.width, topology) % width_group(config.weight_format)
+    return format.held_by(format.kept - {"experts"}) if splits else format
 
 
 def _largest_part(config: ModelConfig, count: int, topology: Topology) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from moe_engine.errors import CheckpointError
+
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -35,3 +37,12 @@ class TensorHeader(NamedTuple):
 class WeightFile:
     path: Path
     tensors: dict[str, TensorHeader]
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a weight file that the system does not read."""
+    fix = "download the checkpoint again"
+    if isinstance(error, PermissionError):
+        fix = "give the user of this process the permission"
+    link = f"; it is a link to {path.readlink()}" if path.is_symlink() else ""
+    return CheckpointError(f"{path}: cannot be read ({error.strerror}{link}); {fix}")

@@ -26,10 +26,10 @@ def read_token_map(path: str | Path, vocab_size: int) -> np.ndarray:
     if not file.is_file():
         raise ConfigError(f"{FLAG} {path}: no such file; give a file of torch.save with token ids")
     try:
-        saved, offsets = read_object(file)
+        saved, storages = read_object(file)
     except CheckpointError as error:
         raise ConfigError(f"{FLAG} {error}") from None
-    ids = np.unique(_numbers(file, saved, offsets))
+    ids = np.unique(_numbers(file, saved, storages))
     if not len(ids):
         raise ConfigError(f"{FLAG} {path}: has no token ids")
     if ids[0] < 0 or ids[-1] >= vocab_size:
@@ -38,11 +38,13 @@ def read_token_map(path: str | Path, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def _numbers(file: Path, saved: object, offsets: dict[str, int]) -> np.ndarray:
+def _numbers(file: Path, saved: object, storages: dict[str, range]) -> np.ndarray:
     if isinstance(saved, list | tuple) and all(type(value) is int for value in saved):
         return np.array(saved, dtype=np.int64)
     if isinstance(saved, StoredTensor) and saved.storage.dtype in _INTEGERS and len(saved.shape) == 1:
-        kind = np.dtype(_INTEGERS[saved.storage.dtype])
-        start = offsets[saved.storage.key] + saved.offset * kind.itemsize
+        kind, storage = np.dtype(_INTEGERS[saved.storage.dtype]), storages.get(saved.storage.key, range(0))
+        start = storage.start + saved.offset * kind.itemsize
+        if start + saved.shape[0] * kind.itemsize > storage.stop:
+            raise ConfigError(f"{FLAG} {file}: the storage of its tensor is too small; save it again")
         return np.fromfile(file, kind, saved.shape[0], offset=start).astype(np.int64)
     raise ConfigError(f"{FLAG} {file}: must have token ids, as a list or a tensor of integers of one dimension")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, unreadable
 
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -47,8 +47,8 @@ class StoredTensor:
     is_contiguous: bool
 
 
-def read_object(path: Path) -> tuple[Any, dict[str, int]]:
-    """The saved object, with `StoredTensor`s in it, and the first byte of each storage.
+def read_object(path: Path) -> tuple[Any, dict[str, range]]:
+    """The saved object, with `StoredTensor`s in it, and the bytes of each storage.
 
     Raises:
         CheckpointError: not such a file, damaged, or with objects other than tensors and plain values.
@@ -67,7 +67,7 @@ def read_object(path: Path) -> tuple[Any, dict[str, int]]:
             if order in names and archive.read(order) != b"little":
                 raise CheckpointError(f"{path}: saved on a machine of the other byte order; convert it there")
             members = {key.removeprefix(prefix): info for key, info in names.items() if key.startswith(prefix)}
-        return saved, _offsets(path, members)
+        return saved, _storages(path, members)
     except CheckpointError as error:
         raise error if str(path) in str(error) else CheckpointError(f"{path}: {error}") from None
     except zipfile.BadZipFile:
@@ -76,39 +76,41 @@ def read_object(path: Path) -> tuple[Any, dict[str, int]]:
             "with a newer torch"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download the checkpoint again") from None
+        raise unreadable(path, error) from None
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path}: broken data.pkl ({error!r}); download it again") from None
 
 
 def read_torch_header(path: Path) -> dict[str, TensorHeader]:
     """The tensors of a saved dictionary by name. Raises CheckpointError as `read_object`, and for other objects."""
-    saved, offsets = read_object(path)
+    saved, storages = read_object(path)
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{path}: holds a {type(saved).__name__}, not the tensors of a model by name")
     nested = [key for key in ("state_dict", "model") if isinstance(saved.get(key), Mapping)]
     tensors = saved[nested[0]] if nested else saved
     found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, StoredTensor)}
     size = path.stat().st_size
-    return {str(name): _header(path, str(name), tensor, offsets, size) for name, tensor in found.items()}
+    return {str(name): _header(path, str(name), tensor, storages, size) for name, tensor in found.items()}
 
 
-def _header(path: Path, name: str, tensor: StoredTensor, offsets: Mapping[str, int], size: int) -> TensorHeader:
+def _header(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, range], size: int) -> TensorHeader:
     if not tensor.is_contiguous:
         raise CheckpointError(f"{path}: tensor {name} was saved as a view that is not contiguous; save a copy of it")
-    width, first = ELEMENT_BYTES[tensor.storage.dtype], offsets.get(tensor.storage.key)
-    if first is None:
+    width, storage = ELEMENT_BYTES[tensor.storage.dtype], storages.get(tensor.storage.key)
+    if storage is None:
         raise CheckpointError(f"{path}: the storage of tensor {name} is missing; download it again")
-    start = first + tensor.offset * width
+    start = storage.start + tensor.offset * width
     header = TensorHeader(tensor.storage.dtype, tensor.shape, start, start + prod(tensor.shape) * width)
     if header.stop > size:
         raise CheckpointError(
             f"{path}: truncated: tensor {name} ends at byte {header.stop}, the file has {size}; download it again"
         )
+    if header.stop > storage.stop:
+        raise CheckpointError(f"{path}: tensor {name} is larger than its storage; download it again")
     return header
 
 
-def _offsets(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, int]:
+def _storages(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, range]:
     found = {}
     with path.open("rb") as file:
         for key, info in members.items():
@@ -117,7 +119,8 @@ def _offsets(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, in
             file.seek(info.header_offset)
             head = file.read(_LOCAL_HEADER)
             name, extra = struct.unpack("<HH", head[-4:])
-            found[key] = info.header_offset + _LOCAL_HEADER + name + extra
+            start = info.header_offset + _LOCAL_HEADER + name + extra
+            found[key] = range(start, start + info.file_size)
     return found
 
 
@@ -144,13 +147,16 @@ class _Unpickler(pickle.Unpickler):
 def _tensor(
     storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: object
 ) -> StoredTensor:
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"a tensor of shape {shape!r:.100} and strides {stride!r:.100} at {offset!r:.40}")
     expected, step = [], 1
     for length in reversed(shape):
         expected.append(step)
         step *= length
     steps = zip(shape, stride, reversed(expected))
     is_contiguous = 0 in shape or all(length == 1 or own == want for length, own, want in steps)
-    return StoredTensor(storage, int(offset), tuple(shape), is_contiguous)
+    return StoredTensor(storage, offset, tuple(shape), is_contiguous)
 
 
 def _parameter(data: StoredTensor, *more: object) -> StoredTensor:

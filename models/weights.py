@@ -40,6 +40,8 @@ ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 
 
 HOST = torch.device("cpu")
+REPORT_BYTES = 4 << 20
+"""Bytes of files between two reports to the progress bar and the threads that read ahead."""
 DEVICE_THREADS = 4
 """Min threads that read a tensor for a device."""
 FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
@@ -151,13 +153,13 @@ class WeightReader:
         self.device = torch.device(device)
         self._directory = Path(directory) if isinstance(directory, (str, Path)) else directory.path
         self._lock = threading.Lock()
-        self.num_bytes_read = 0
+        self.num_bytes_read = self._passed = self._shown = 0
         self.served_gates: torch.dtype | None = None
         self._drop = drop
         least = 1 if self.device == HOST else DEVICE_THREADS
         self._reads = PartReads(max(torch.get_num_threads(), least))
         weakref.finalize(self, self._reads.close)
-        self._files = _open_files(directory, read, self._reads)
+        self._files = _open_files(directory, read, self._reads, ahead)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
@@ -293,15 +295,26 @@ class WeightReader:
     def _account(self, name: str, num_bytes: int) -> None:
         """Marks a tensor as processed; progress includes the part that this rank skips."""
         self.num_bytes_read += num_bytes
-        if name in self._unread:
-            self._unread.discard(name)
-            if self._ahead is not None:
-                self._ahead.take(self._entry(name).num_bytes)
-            self._bar.total -= self._entry(name).num_bytes - num_bytes
-            self._bar.update(num_bytes)
+        if name not in self._unread:
+            return
+        self._unread.discard(name)
+        self._passed += self._entry(name).num_bytes
+        self._shown += num_bytes
+        if self._passed >= REPORT_BYTES or not self._unread:
+            self._report()
+
+    def _report(self) -> None:
+        """Reports the bytes since the last report: `_passed` in the files, `_shown` of them read."""
+        if self._ahead is not None:
+            self._ahead.take(self._passed)
+        self._bar.total -= self._passed - self._shown
+        self._bar.update(self._shown)
+        self._passed = self._shown = 0
 
 
-def _open_files(directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads) -> dict[str, TensorFile]:
+def _open_files(
+    directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads, ahead: bool
+) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
     if not isinstance(directory, (str, Path)):
         return dict.fromkeys(directory.entries, directory)
@@ -312,10 +325,15 @@ def _open_files(directory: str | Path | TensorFile, read: ReadFiles, reads: Part
             "--load-format dummy"
         )
     opened: dict[Path, TensorFile] = {
-        file.path: GGUFFile(file, reads) if isinstance(file, GGUFWeights) else SafetensorsFile(file, reads)
-        for file in {f.path: f for f in files.values()}.values()
+        file.path: _open_file(file, reads, ahead) for file in {f.path: f for f in files.values()}.values()
     }
     return {name: opened[file.path] for name, file in files.items()}
+
+
+def _open_file(file: WeightFile, reads: PartReads, ahead: bool) -> TensorFile:
+    if isinstance(file, GGUFWeights):
+        return GGUFFile(file, reads, ahead)
+    return SafetensorsFile(file, reads, ahead)
 
 
 def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:

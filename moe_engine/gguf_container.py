@@ -83,6 +83,8 @@ def parts_of(path: Path) -> list[Path]:
     if match is None:
         return [path]
     count = int(match[3])
+    if not 0 < int(match[2]) <= count:
+        raise CheckpointError(f"{path}: its name is of no part of {count}; rename it, or download it again")
     parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:

@@ -11,16 +11,16 @@ import errno
 import fcntl
 import mmap
 import os
-import tempfile
 import time
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.parallel import host_support
 from moe_engine.parallel.collectives import Group, PeerLost
-from moe_engine.parallel.host_support import FOLDER
 
 LINE = 64  # bytes of a cache line: one flag each
 SPIN_S = 0.002  # a wait yields at most this long before it sleeps between polls
@@ -119,8 +119,9 @@ def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
     group.broadcast(name, source=first)
     path = bytes(name.tolist()).rstrip(b"\0").decode()
     try:
-        if file < 0 and path and os.path.exists(path):
-            file = os.open(path, os.O_RDWR)
+        if file < 0 and path:
+            with suppress(OSError):  # reported below, on all ranks
+                file = os.open(path, os.O_RDWR)
         missing = sum(group.exchange_ints([int(file < 0)] * group.size))
     finally:
         if group.rank == first and path:
@@ -128,13 +129,14 @@ def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
     if missing:
         if file >= 0:
             os.close(file)
-        what = f"{num_bytes} bytes in {FOLDER} unavailable{failure}" if not path else f"{missing} ranks cannot open it"
+        refused = f"{num_bytes} bytes in {host_support.FOLDER} unavailable{failure}"
+        what = f"{missing} ranks cannot open it" if path else refused
         raise OSError(f"{what}; shared memory needs ranks of one host")
     return file
 
 
 def _new_file(num_bytes: int, reserve: bool) -> tuple[int, str]:
-    file, path = tempfile.mkstemp(prefix="moe-engine-", dir=FOLDER)
+    file, path = host_support.new_file()
     try:
         if (free := _free_bytes(file)) < num_bytes:
             need = -(-num_bytes // 2**20)

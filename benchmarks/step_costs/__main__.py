@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 def print_summary(summary: Any, lines: bool) -> None:
     """The step by section, its most expensive launches, and the host's waits."""
-    from benchmarks.step_costs.summary import kind_of
+    from benchmarks.step_costs.summary import us_of
 
     case, least = summary.case, summary.least
     rows = [
@@ -91,7 +91,7 @@ def print_summary(summary: Any, lines: bool) -> None:
         f"step {summary.microseconds:.0f} us (device {summary.device_us:.0f}, host {summary.host_us:.0f}); roofline "
         f"{least.microseconds:.0f} us (weights {least.weights_us:.0f}, attention {least.attention_us:.0f}, messages "
         f"{least.links_us:.0f}): {summary.fraction:.1%}; {summary.tokens_per_s:.0f} tok/s/GPU; "
-        f"{summary.num_waits} waits of the host"
+        f"{summary.num_waits} waits of the host, {summary.num_early} early launches"
     )
     print(
         f"the constants allow {summary.allowed:.1%}: the same work takes {summary.allowed_us:.0f} us at their rates, "
@@ -106,9 +106,9 @@ def print_summary(summary: Any, lines: bool) -> None:
         print(f"\n{part.name} (x {part.repeats})")
         every = [
             (
-                line.name, line.place, "graph" if line.graph else "eager", line.stream,
+                line.name, line.place, "early" if line.early else "graph" if line.graph else "eager", line.stream,
                 f"{line.cost.read / 1e6:.2f}", f"{line.cost.written / 1e6:.2f}", f"{line.cost.total_flops / 1e9:.2f}",
-                f"{case.hardware.microseconds(kind_of(line), line.cost, line.graph):.1f}",
+                f"{us_of(line, case.hardware):.1f}",
             )
             for line in part.lines
         ]  # fmt: skip
@@ -150,17 +150,17 @@ def _shown(key: str, value: Any) -> str:
     return str(value) if key == "case" else f"{value:,}"
 
 
-def run_every_group(hardware: str) -> int:
-    cases = []
-    for _, found in run_all(GROUPS, hardware):
+def run_every_group() -> int:
+    cases, hardware = [], sorted({group.hardware for group in GROUPS})
+    for _, found in run_all(GROUPS):
         cases += found
         path = report.write_result("step_costs", {"hardware": hardware, "cases": cases})
     about = (
-        f"# Step costs on {hardware}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per layer, and "
-        "outside the layers), bytes and waits are counted, times are computed from\n`step_costs/hardware.json`. No GPU "
-        "was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
-        f"`python -m benchmarks.step_costs --all` writes both files; the most expensive launches of each case are in "
-        f"`{path.name}`.\n"
+        f"# Step costs on {' and '.join(hardware)}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per "
+        "layer, and outside the layers), bytes and waits are counted, times are computed from\n"
+        "`step_costs/hardware.json`. No GPU was measured. Context 2,048 tokens, uniform routing; tokens of drafts are "
+        "not counted in tok/s.\n`python -m benchmarks.step_costs --all` writes both files; the most expensive launches "
+        f"of each case are in `{path.name}`.\n"
     )
     path.with_suffix(".md").write_text(f"{about}\n{as_table(cases)}\n")
     print(as_table(cases))
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             update_expected()
             return 0
         if options.all:
-            return run_every_group(options.hardware)
+            return run_every_group()
         Hardware.named(options.hardware)
         config_of(options.model)
         cases = run_group(options)

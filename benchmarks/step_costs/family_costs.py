@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
-from benchmarks.step_costs.triton_costs import FP32, NAMES
+from benchmarks.step_costs.triton_costs import FP32, NAMES, given
 
 
 def _records(heads: int, width: int, kind: int) -> int:
@@ -80,17 +80,25 @@ def gated_norm(a: Any, s: Setting) -> Cost:
     return Cost(2 * size(a.x) + size(a.weight), size(a.x))
 
 
+@cost_of("gate_heads_kernel")
+def gate_heads(a: Any, s: Setting) -> Cost:
+    return Cost(2 * size(a.x), size(a.x))
+
+
+@cost_of("gate_rows_kernel")
+def gate_rows(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.rows, a.x, a.weight), size(a.rows))
+
+
 # -- the indexer
 
 
-@cost_of("keys_kernel")
-def index_keys(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.keys, a.slots), a.count * (a.WIDTH + FP32))
-
-
-@cost_of("queries_kernel")
-def index_queries(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.q, a.weights), size(a.out, a.folded))
+@cost_of("index_rows_kernel")
+def index_rows(a: Any, s: Setting) -> Cost:
+    """Keys into the cache, and queries if some are selected for."""
+    record = a.WIDTH + FP32 if a.FP8 else a.WIDTH * a.cache.element_size()
+    read = size(*map(given, (a.keys, a.slots, a.positions, a.q, a.gates)))
+    return Cost(read, a.tokens * record * a.KEYS + size(given(a.out), given(a.folded)))
 
 
 @cost_of("scores_kernel")

@@ -1,20 +1,39 @@
-"""A device's constants, from ``hardware.json``, and the time of a launch by them.
+"""A device's constants, from ``hardware.json`` and the data sheets of `moe_engine.tuning.hardware`, and the time of a
+launch by them.
 
 time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages) + programs without work
+
+The gap of a dependent launch (`kernels/triton/dependent.py`) behind one that announces it is shorter.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.step_costs.costs import Cost
+from moe_engine.tuning.hardware.table import GpuFacts, parse_cluster
 
 FILE = Path(__file__).with_name("hardware.json")
+COMMON = "all"
+"""Section of the file with constants of every GPU."""
+LINK_SHARE = 0.9
+"""Of NVLink's rate by data sheet that messages can reach."""
+DATA_SHEET: Mapping[str, Callable[[GpuFacts], Any]] = {
+    "memory_bytes": lambda gpu: gpu.memory_bytes,
+    "peak_bytes_per_s": lambda gpu: gpu.peak_bytes_per_s,
+    "stream_bytes_per_s": lambda gpu: gpu.sustained_share * gpu.peak_bytes_per_s,
+    "peak_flops": lambda gpu: gpu.flops,
+    "nvlink_bytes_per_s": lambda gpu: LINK_SHARE * gpu.link_bytes_per_s,
+    "graph_node_us": lambda gpu: gpu.graph_node_us,
+    "host_launch_us": lambda gpu: gpu.eager_launch_us,
+}
+"""Constants that the planner has too."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +55,37 @@ class Hardware:
             ValueError: the file has no such GPU.
         """
         name, _, count = text.partition("x")
-        if name not in _table() or (count and not count.isdigit()):
-            known = ", ".join(f"{key}x8" for key in _table() if key != "_")
-            raise ValueError(f"unknown hardware {text!r}: {FILE.name} has {known}")
+        known = [key for key in _table() if key not in ("_", COMMON)]
+        if name not in known or (count and not count.isdigit()):
+            raise ValueError(f"unknown hardware {text!r}: {FILE.name} has {', '.join(f'{key}x8' for key in known)}")
         return cls(name, int(count or 8))
 
-    def __getitem__(self, key: str) -> Any:
-        return _table()[self.name][key]["value"]
+    def __str__(self) -> str:
+        return f"{self.name}x{self.per_node}"
 
-    def microseconds(self, kind: str, cost: Cost, graph: bool) -> float:
-        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates."""
+    def __getitem__(self, key: str) -> Any:
+        if key in DATA_SHEET:
+            return DATA_SHEET[key](self.facts)
+        own = _table()[self.name]
+        return (own[key] if key in own else _table()[COMMON][key])["value"]
+
+    @property
+    def facts(self) -> GpuFacts:
+        return parse_cluster(self.name).gpu
+
+    def microseconds(self, kind: str, cost: Cost, graph: bool, early: bool = False) -> float:
+        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates. early: it starts
+        while the launch before it ends."""
         rates = self["product_flops"]
         if kind == "attention":
             compute = cost.total_flops / self["attention_flops"]
         else:
             compute = sum(count / rates[dtype] for dtype, count in cost.flops.items())
         work = max(cost.bytes / self[f"{kind}_bytes_per_s"], compute) * 1e6
-        gap = self["graph_node_us" if graph else "eager_gap_us"]
-        return gap * cost.launches + max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
+        gaps = self["graph_node_us" if graph else "eager_gap_us"] * cost.launches
+        if graph and early:
+            gaps += self["dependent_node_us"] - self["graph_node_us"]
+        return gaps + max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
 
     def nccl_us(self, operation: str, num_bytes: int) -> float:
         """Interpolated between measured sizes."""

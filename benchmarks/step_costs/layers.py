@@ -2,7 +2,7 @@
 
 Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next); dense layers and
 mixtures. Norms, biases and convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17
-bytes for 32 numbers, whatever an engine makes of them.
+bytes for 32 numbers, integers of 4 bits 18, whatever an engine makes of them.
 """
 
 from __future__ import annotations
@@ -69,9 +69,13 @@ def num_shared(config: Mapping[str, Any]) -> int:
 
 def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
     """Of a weight: of experts, and of all other products."""
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    section = config.get("quantization_config") or {}
+    method = section.get("quant_method")
     if method == "mxfp4":
         return MXFP4, BF16
+    if method == "compressed-tensors":  # experts only, as Kimi K2 is published
+        weights = section["config_groups"]["group_0"]["weights"]
+        return weights["num_bits"] / 8 + BF16 / weights["group_size"], BF16
     return (1, 1) if method == "fp8" else (BF16, BF16)
 
 

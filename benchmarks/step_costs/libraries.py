@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.step_costs.blackwell import FlashInfer
 from benchmarks.step_costs.costs import Cost, size
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.mega_moe import MegaMoe
@@ -42,12 +43,16 @@ class Libraries:
     def __init__(self, recorder: Recorder, hardware: Hardware, num_nodes: int, target_ranks: float) -> None:
         self._recorder, self._hardware, self._num_nodes = recorder, hardware, num_nodes
         self._target_ranks = target_ranks
+        self._blackwell = hardware.facts.capability[0] == 10
 
     def install(self, fp8_kv: bool = False) -> None:
-        """DeepGEMM, FlashAttention 3 and DeepEP's first generation. fp8_kv: FlashMLA in sgl_kernel's build too."""
-        modules = {
-            "deep_gemm": self.deep_gemm(), "flash_attn_interface": self.flash_attention(), "deep_ep": self.deep_ep(),
-        }  # fmt: skip
+        """DeepGEMM and DeepEP's first generation; FlashAttention 3 on Hopper, FlashInfer on Blackwell. fp8_kv: FlashMLA
+        in sgl_kernel's build too."""
+        modules = {"deep_gemm": self.deep_gemm(), "deep_ep": self.deep_ep()}
+        if self._blackwell:
+            modules["flashinfer"] = FlashInfer(self).module()
+        else:
+            modules["flash_attn_interface"] = self.flash_attention()
         if fp8_kv:
             modules |= {"sgl_kernel": SimpleNamespace(), "sgl_kernel.flash_mla": self.flash_mla()}
         for name, module in modules.items():
@@ -60,11 +65,11 @@ class Libraries:
             found.__dict__.update(vars(module))
             sys.modules[name] = found
 
-    def call(self, name: str, cost: Cost) -> None:
-        """One call, on the current stream."""
+    def call(self, name: str, cost: Cost, dependent: bool = False) -> None:
+        """One call, on the current stream; dependent: its kernel is launched so."""
         from tests.simulated_cuda.operators import Launch
 
-        self._recorder.library(Launch(name), name, cost)
+        self._recorder.library(Launch(name), name, cost, dependent)
 
     # -- DeepGEMM
 
@@ -75,29 +80,34 @@ class Libraries:
             m_grouped_fp8_gemm_nt_masked=self._masked,
             m_grouped_bf16_gemm_nt_contiguous=self._contiguous,
             m_grouped_bf16_gemm_nt_masked=self._masked,
-            transform_sf_into_required_layout=_no_packing,
+            transform_sf_into_required_layout=_packed,
+            set_pdl=lambda enabled: None,
             get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
             **vars(MegaMoe(self, self._hardware)),
         )
 
     def _dense(self, a: Any, b: Any, d: Tensor) -> None:
         self._transpose(a)
-        self.call("fp8_gemm_nt", dense_cost(a, b, d))
+        self.call("fp8_gemm_nt", dense_cost(a, b, d), True)
 
     def _contiguous(self, a: Any, b: Any, d: Tensor, grouped_layout: Tensor, use_psum_layout: bool = False) -> None:
         self._transpose(a)
         cost = grouped_cost(a, b, d, self._recorder.setting.routing, ALIGNMENT)
-        self.call("m_grouped_gemm_nt_contiguous", cost)
+        self.call("m_grouped_gemm_nt_contiguous", cost, True)
 
     def _masked(self, a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
         self._transpose(a)
-        self.call("m_grouped_gemm_nt_masked", grouped_cost(a, b, d, self._recorder.setting.routing, 1))
+        cost = grouped_cost(a, b, d, self._recorder.setting.routing, 1)
+        self.call("m_grouped_gemm_nt_masked", cost, True)
 
     def _transpose(self, a: Any) -> None:
-        """A kernel of the library transposes all row-major scales."""
-        if isinstance(a, Tensor) or a[1].shape[-2] == 1 or a[1].stride(-2) == 1:
+        """A kernel of the library transposes all row-major scales; on Blackwell it packs all that are not integers."""
+        if isinstance(a, Tensor):
             return
-        self.call("transpose_fp32", Cost(size(a[1]), size(a[1])))
+        if self._blackwell and a[1].dtype == torch.float32:
+            self.call("pack_fp32_into_ue8m0", Cost(size(a[1]), size(a[1]) / 4), True)
+        elif not self._blackwell and a[1].shape[-2] > 1 and a[1].stride(-2) != 1:
+            self.call("transpose_fp32", Cost(size(a[1]), size(a[1])), True)
 
     # -- FlashAttention 3
 
@@ -275,8 +285,10 @@ class _SizeHints:
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
-def _no_packing(*args: Any, **options: Any) -> Tensor:
-    raise NotImplementedError("scales are packed on Blackwell only")
+def _packed(scales: Tensor, mn: int, k: int, *args: Any, **options: Any) -> Tensor:
+    """Four exponents in each int32, contiguous along rows or channels."""
+    columns = -(-k // 512)
+    return torch.empty(columns, -(-mn // 4) * 4, dtype=torch.int32, device=scales.device)[:, :mn].T
 
 
 # -- costs
@@ -355,8 +367,10 @@ def message_cost(
     if nodes > 1:
         network = (copies * (1 - per_node / ranks) if tokens is None else tokens * (nodes - 1)) * row_bytes
     table = hardware["deepep"][mode]
-    inside, across = table["node"], table["network"]
+    inside = table["node"]
     near = inside[f"{operation}_us"] + nvlink / inside[f"{operation}_bytes_per_s"] * 1e6
-    far = across[f"{operation}_us"] + network / across[f"{operation}_bytes_per_s"] * 1e6 if nodes > 1 else 0.0
+    far = 0.0
+    if nodes > 1:
+        far = table["network"][f"{operation}_us"] + network / table["network"][f"{operation}_bytes_per_s"] * 1e6
     moved = nvlink + network
     return Cost(moved, moved, nvlink=nvlink, network=network, link_us=max(near, far))

@@ -65,6 +65,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu", "bos_token_id": 151643, "eos_token_id": 151645,
     },
 }  # fmt: skip
+MODELS["kimi-k2"] = MODELS["v3"] | {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
+    "routed_scaling_factor": 2.827, "rope_theta": 50000, "max_position_embeddings": 262144,
+    "num_nextn_predict_layers": 0,
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    },
+}  # fmt: skip
+"""K2-Thinking and the text of K2.5: routed experts in integers of 4 bits."""
 MODELS["v3.2"] = MODELS["v3"] | {
     "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64,
     "index_head_dim": 128,

@@ -49,6 +49,8 @@ class Line:
     """Index of the launch in its stream."""
     behind: Mapping[int, int] = field(default_factory=dict)
     """The last launch of each other stream, by its tick, that ends before this launch begins."""
+    early: bool = False
+    """A dependent launch, directly behind one of its stream that announces it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Recorder:
         self.section = OUTSIDE
         self.waits: list[HostWait] = []
         self._graphs: dict[int, list[Line]] = {}
+        self._announced: dict[tuple[int, int], Mapping[int, int] | None] = {}
+        """By graph and stream: the progress of other streams that the last launch waited for, if it announces the
+        next."""
 
     @property
     def setting(self) -> Setting:
@@ -80,6 +85,7 @@ class Recorder:
     def forget_graphs(self) -> None:
         """Called before other graphs are captured."""
         self._graphs.clear()
+        self._announced.clear()
 
     # -- Observer
 
@@ -91,14 +97,17 @@ class Recorder:
         self._add(launch, name, Cost(read=0 if upload else num_bytes, written=num_bytes if upload else 0))
 
     def kernel(self, launch: Any, name: str, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+        from moe_engine.kernels.triton import dependent  # not before the process has chosen Triton's interpreter
+
         given = SimpleNamespace(grid=grid, **arguments)
-        self._add(launch, name, lambda: kernel_cost(name, given, self.setting))
+        waits = name in dependent.KERNELS and not dependent.COOPERATIVE.items() <= arguments.items()
+        self._add(launch, name, lambda: kernel_cost(name, given, self.setting), waits, waits)
         if name in ("router_select_kernel", "route_kernel", "norm_route_kernel"):
             choose_evenly(given.ids, given.EXPERTS)
 
-    def library(self, launch: Any, name: str, cost: Cost) -> None:
-        """A call of a library's stand-in."""
-        self._add(launch, name, cost)
+    def library(self, launch: Any, name: str, cost: Cost, dependent: bool = False) -> None:
+        """A call of a library's stand-in; dependent: it is launched so."""
+        self._add(launch, name, cost, dependent)
 
     def collective(self, launch: Any, name: str, out: list[Tensor], given: list[Tensor], group: Any) -> None:
         self._add(
@@ -116,13 +125,17 @@ class Recorder:
 
     # --
 
-    def _add(self, launch: Any, name: str, cost: Any) -> None:
+    def _add(self, launch: Any, name: str, cost: Any, dependent: bool = False, announces: bool = False) -> None:
         if launch.graph is None and self.lines is None:
             return
+        stream, behind = (id(launch.graph), launch.stream.number), dict(launch.stream.clock)
+        others = {number: tick for number, tick in behind.items() if number != launch.stream.number}
+        early = dependent and launch.graph is not None and self._announced.get(stream) == others
         line = Line(
             name, self.section, place(), launch.stream.number, launch.graph is not None,
-            cost() if callable(cost) else cost, launch.tick, dict(launch.stream.clock),
+            cost() if callable(cost) else cost, launch.tick, behind, early,
         )  # fmt: skip
+        self._announced[stream] = others if announces else None
         if launch.graph is None:
             assert self.lines is not None
             self.lines.append(line)

@@ -65,6 +65,7 @@ class Case:
         rows += f"-{self.attention}" if self.attention != "auto" else ""
         work += f"-C{self.context}" if self.prefill is None and self.context != 2048 else ""
         rows += f"-{self.kv}" if self.kv != "auto" else ""
+        rows += f"-{self.hardware.name}" if self.hardware.name != "H200" else ""
         return f"{self.model}-{self.form.name}-{work}{rows}"
 
 
@@ -153,7 +154,7 @@ def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
         raise RuntimeError("this process has simulated devices already: a session needs a separate process")
     recorder = Recorder(_settings(case))
     os.environ[install.COUNT] = str(min(case.form.ranks, case.hardware.per_node))
-    install.MULTIPROCESSORS = case.hardware["multiprocessors"]
+    install.MULTIPROCESSORS, install.CAPABILITY = case.hardware["multiprocessors"], case.hardware.facts.capability
     memory.MEMORY.total = int(case.hardware["memory_bytes"])
     observer.observer = recorder
     install.install()

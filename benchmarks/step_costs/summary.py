@@ -22,6 +22,7 @@ ATTENTION = {
     "flash_mla_fp8",
     "paged_kernel",
     "tree_kernel",
+    "trtllm_mla",
 }
 
 
@@ -34,6 +35,11 @@ def kind_of(line: Line) -> str:
     if line.name in ATTENTION:
         return "attention"
     return "product" if line.cost.total_flops else "stream"
+
+
+def us_of(line: Line, hardware: Hardware) -> float:
+    """Time of a launch."""
+    return hardware.microseconds(kind_of(line), line.cost, line.graph, line.early)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,11 @@ class Summary:
     @property
     def device_us(self) -> float:
         return sum(part.microseconds * part.repeats for part in self.sections)
+
+    @property
+    def num_early(self) -> int:
+        """Launches of the step that start while the launch before them ends."""
+        return sum(part.repeats * sum(line.early for line in part.lines) for part in self.sections)
 
     @property
     def host_us(self) -> float:
@@ -135,7 +146,7 @@ class Summary:
         times: dict[str, float] = defaultdict(float)
         for part in self.sections:
             for line in part.lines:
-                us = self.case.hardware.microseconds(kind_of(line), line.cost, line.graph)
+                us = us_of(line, self.case.hardware)
                 times[f"{line.name}  {line.place}  ({part.name})"] += us * part.repeats
         return sorted(((us, name) for name, us in times.items()), reverse=True)[:count]
 
@@ -180,7 +191,7 @@ def time_of(lines: Iterable[Line], hardware: Hardware) -> float:
         for stream, tick in line.behind.items():
             before = (end for number, end in reversed(streams[line.graph, stream]) if number <= tick)
             begin = max(begin, next(before, 0.0))
-        end = begin + hardware.microseconds(kind_of(line), line.cost, line.graph)
+        end = begin + us_of(line, hardware)
         own.append((line.tick, end))
         ends[line.graph].append(end)
     return sum(max(found, default=0.0) for found in ends.values())
@@ -196,6 +207,7 @@ def values(summary: Summary) -> dict[str, Any]:
         "tokens_per_s_per_gpu": round(summary.tokens_per_s, 1),
         "host_waits": summary.num_waits, "host_us": round(summary.host_us, 1),
         "launches_outside": sum(part.launches * part.repeats for part in summary.sections if part.name == OUTSIDE),
+        "early_launches": summary.num_early,
         "launches_a_dense_layer": summary.launches_of("dense layer"),
         "launches_a_moe_layer": summary.launches_of("MoE layer"), "launches_a_layer": summary.launches_a_layer,
         "bytes": round(sum(part.total("bytes") * part.repeats for part in summary.sections)),

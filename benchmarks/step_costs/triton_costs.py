@@ -299,7 +299,7 @@ def _without_tile(a: Any, s: Setting, weight_rows: int) -> float:
     if a.PAIRS or not s.routing.touched:
         return 0.0
     tiles = s.routing.touched * -(-s.routing.rows / s.routing.touched // a.BLOCK_M) * -(-a.WIDTH // a.BLOCK_N)
-    width = 0.5 if a.MXFP4 else a.x.element_size()
+    width = 0.5 if a.FORM else a.x.element_size()
     stage = int((a.BLOCK_M * a.x.element_size() + weight_rows * width) * a.BLOCK_K)
     places = s.hardware["multiprocessors"] * programs_per_sm(stage, a.num_stages, a.num_warps)
     return max(0.0, a.grid[0] - tiles) / places * float(s.hardware["empty_program_us"])

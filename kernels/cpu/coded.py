@@ -8,8 +8,8 @@ from functools import lru_cache
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.cpu.tensors import rows
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainWeight
 
 _SCALES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
@@ -35,14 +35,25 @@ def form_of(format: GroupCodes, k: int) -> Coding:
     return Coding(format.bits, format.group_of(k), scales, int(format.zeros), format.factors, table)
 
 
-def pack(library: Library, weight: CodedWeight, address: int) -> None:
-    """Writes a weight [N, K] to memory of `moe_coded_bytes`. Raises ValueError: its columns do not form whole
-    groups."""
-    n, k = weight.codes.shape
-    if not weight.format.takes(k):
-        group = weight.format.group_of(k) * (weight.format.factors or 1)
+def pack(library: Library, weight: Coded, address: int) -> None:
+    """Writes a weight [N, K] to memory of `moe_coded_bytes`; one without codes is quantized.
+
+    Raises:
+        ValueError: its columns do not form whole groups, or plain values cannot be quantized to the format.
+    """
+    format, (n, k) = weight.format, weight.shape
+    if not format.takes(k):
+        group = format.group_of(k) * (format.factors or 1)
         raise ValueError(f"{k} columns do not fit groups of {group} columns, multiples of 8")
-    form = form_of(weight.format, k)
+    form = form_of(format, k)
+    if isinstance(weight, PlainWeight):
+        if format.zeros or format.factors or format.values != "int" or format.scales == "float16":
+            raise ValueError(f"weights are not quantized to {format}")
+        values = weight.values if weight.kept else rows(weight.values)
+        library.moe_coded_quantize(
+            form.address, kind_of(values.dtype), values.data_ptr(), values.stride(0), n, k, address, int(weight.kept)
+        )
+        return
     codes, scales = rows(weight.codes), weight.scales.contiguous()
     zeros = _contiguous(weight.zeros if weight.factors is None else weight.factors)
     library.moe_coded_pack(

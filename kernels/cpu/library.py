@@ -34,6 +34,7 @@ UNITS = (
     "ops",
     "experts",
     "coded",
+    "quantize",
     "linear",
     "sampling",
     "layers",
@@ -68,6 +69,9 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, P]),
     "moe_coded_bytes": (L, [P, L, L]),
     "moe_coded_pack": (None, [P, P, L, P, P, L, L, P]),
+    "moe_coded_quantize": (None, [P, N, P, L, L, L, P, N]),
+    "moe_fp8_values": (None, [N, N, P, L, L, L, P, L, L, L, L, L, P, L]),
+    "moe_fp8_round": (None, [N, P, L, L, L]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
     "moe_silu_and_mul": (None, [N, P, L, P, L, L]),
@@ -124,6 +128,9 @@ class Library:
     moe_mlp: Any
     moe_coded_bytes: Any
     moe_coded_pack: Any
+    moe_coded_quantize: Any
+    moe_fp8_values: Any
+    moe_fp8_round: Any
     moe_rms_norm: Any
     moe_gated_delta: Any
     moe_add_rms_norm: Any

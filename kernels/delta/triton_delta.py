@@ -21,6 +21,7 @@ from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStat
 from moe_engine.kernels.delta.reference import LENGTH_EPS
 from moe_engine.kernels.delta.triton_chunks import chunk_cases, run_chunks
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 SHORT = 16
@@ -96,12 +97,13 @@ def tail_kernel(
         )
 
 
-@triton.jit
+@dependent_jit
 def conv_update_kernel(
     qkvz, taken, tail, conv, rows, starts, reads, stride,
     HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`conv_kernel` and `tail_kernel` in one launch, for short runs. Grid (R, HEADS, MIXED / BLOCK)."""
+    wait_for_inputs()
     run, head = tl.program_id(0), tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     begin, read = tl.load(starts + run).to(tl.int64), tl.load(reads + run)
@@ -114,13 +116,14 @@ def conv_update_kernel(
             _store_tail(qkvz, tail, head, channel, token, begin, read, row, stride, HEADS, MIXED, PROJECTED, TAPS)
 
 
-@triton.jit
+@dependent_jit
 def delta_kernel(
     taken, ba, memory, out, a_log, dt_bias, rows, starts, reads, stride,
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr,
     LONGEST: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hv, VALUE] and the stored states of runs of at most LONGEST tokens. Grid (R, Hv, VALUE / BLOCK_V)."""
+    wait_for_inputs()
     run, head = tl.program_id(0), tl.program_id(1)
     begin, end, read = tl.load(starts + run), tl.load(starts + run + 1), tl.load(reads + run)
     if end - begin > LONGEST:
@@ -158,12 +161,13 @@ def delta_kernel(
             tl.store(memory + (row * HEADS + head) * (KEY * VALUE) + tile, state, inside)
 
 
-@triton.jit
+@dependent_jit
 def gated_norm_kernel(
     x, qkvz, weight, stride, eps,
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [T, Hv, VALUE] = weight * x / rms(x) * silu(z), in place. Grid (T, Hv)."""
+    wait_for_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group, place = head // SHARED, head % SHARED
     column = tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, rese
 from moe_engine.kernels.decoder.layers import fuse_moe
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
@@ -40,7 +40,9 @@ class CpuExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two)
-        return ExpertsCapabilities({GroupCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True)
+        return ExpertsCapabilities(
+            {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True
+        )
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
@@ -65,9 +67,7 @@ class CpuExperts:
         data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
 
-    def load_coded(
-        self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
-    ) -> None:
+    def load_coded(self, weights: ExpertWeights, expert: int, gate: Coded, up: Coded, down: Coded) -> None:
         """Stores one expert: gate, up [I, D], down [D, I]."""
         data: ExpertPanels = weights.data
         hidden, width = weights.hidden, weights.width
@@ -80,8 +80,8 @@ class CpuExperts:
             (down, (hidden, width), data.down_form, data.down_offset),
         )
         for weight, shape, form, offset in parts:
-            if weight.codes.shape != shape or coded.form_of(weight.format, shape[1]).address != form:
-                raise ValueError(f"expert {expert}: {list(weight.codes.shape)} {weight.format}, expected {list(shape)}")
+            if weight.shape != shape or coded.form_of(weight.format, shape[1]).address != form:
+                raise ValueError(f"expert {expert}: {list(weight.shape)} {weight.format}, expected {list(shape)}")
             coded.pack(self._lib, weight, start + offset)
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:

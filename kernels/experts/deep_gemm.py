@@ -181,7 +181,7 @@ class DeepGemmExperts:
 
     def input_format(self, weights: ExpertWeights) -> ActivationFormat:
         layer: Layer = weights.data
-        return UNQUANTIZED if layer.gate_up.scales is None else self._gemm.input_format(layer.power_of_two)
+        return UNQUANTIZED if layer.gate_up.scales is None else self._gemm.expert_format(layer.power_of_two)
 
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None

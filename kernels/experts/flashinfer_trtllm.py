@@ -38,6 +38,7 @@ from moe_engine.kernels.vendors.probe import TRTLLM_MOE
 
 EPILOGUE_ROWS = 64
 """`epilogue_tile_m` of the library's shuffle for block FP8."""
+_WITHOUT_SIGN = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,9 @@ def _triton_quantization() -> Callable[[Tensor, bool], QuantizedRows]:
 
 
 def _known(ids: Tensor, count: int) -> Tensor:
-    """ids int32 [T, K] with `count` for choices of other ranks and of padding: an expert that is not local."""
-    ids = ids.to(torch.int32)
-    return torch.where((ids >= 0) & (ids < count), ids, count).contiguous()
+    """ids int32 [T, K] with `count` for choices of other ranks and of padding: an expert that is not local. Without the
+    sign a negative id is larger than any expert, so that two launches suffice."""
+    return ids.to(torch.int32).bitwise_and(_WITHOUT_SIGN).clamp_max_(count).contiguous()
 
 
 def _columns(rows: QuantizedRows) -> Tensor:

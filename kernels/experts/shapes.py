@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, GroupCodes
+
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `mxfp4`: weights
-    in MXFP4."""
+    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `format`: of
+    weights in 4 bits."""
 
     name: str
     num_experts: int
@@ -20,7 +22,11 @@ class ExpertModel:
     width: int
     fp8: bool
     biased: bool = False
-    mxfp4: bool = False
+    format: GroupCodes | None = None
+
+    def part(self, ranks: int) -> ExpertModel:
+        """What one of `ranks` has of each expert."""
+        return replace(self, name=f"{self.name}-tp{ranks}", width=self.width // ranks)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class ExpertShape:
     def bytes(self) -> int:
         """Weights of the experts that were hit, tokens and result, each moved once."""
         model = self.model
-        weight = 3 * model.hidden * model.width * (1 if model.fp8 else 17 / 32 if model.mxfp4 else 2)
+        each = 1 if model.fp8 else 2 if model.format is None else model.format.bytes_on_gpu()
+        weight = float(3 * model.hidden * model.width * each)
         scales = 3 * -(-model.hidden // 128) * -(-model.width // 128) * 4 if model.fp8 else 0
         return round(self.experts_hit * (weight + scales) + 2 * 2 * self.tokens * model.hidden)
 
@@ -65,7 +72,18 @@ class ExpertShape:
 DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
-GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", mxfp4=True)
+MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
+GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", format=MXFP4)
+KIMI_K2 = ExpertModel("kimi-k2-int4", 384, 8, 7168, 2048, fp8=False, format=GroupCodes(4, 32))
+"""K2-Thinking and K2.5: integers of compressed-tensors."""
+NVFP4 = GroupCodes(4, NVFP4_GROUP, values=FP4)
+AWQ = GroupCodes(4, 128, zeros=True, scales="float16")
+"""Computed in float16, as its checkpoints declare."""
+FOUR_BIT_MODELS = (
+    KIMI_K2,
+    replace(DEEPSEEK_V3, name="deepseek-v3-nvfp4", fp8=False, format=NVFP4),
+    replace(DEEPSEEK_V3, name="deepseek-v3-awq", fp8=False, format=AWQ),
+)
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (1024, 4096, 8192)
 

@@ -66,8 +66,10 @@ PLAIN = ExpertTiles(
 )
 
 MXFP4 = "mxfp4"
-"""Name of the weights' form in `tiles_of`, for rows of 16 bits."""
-MXFP4_WIDE = "mxfp4 float32"
+"""Name of MXFP4 in `tiles_of`, for rows of 16 bits."""
+FOUR_BITS = "4 bits"
+"""Likewise of the other weights in 4 bits, whose products take a half of a step's columns at a time."""
+FOUR_BITS_WIDE = "4 bits, float32"
 
 _MXFP4_TILES = ExpertTiles(
     TileTable(
@@ -91,13 +93,19 @@ _MXFP4_TILES = ExpertTiles(
     block_k=128,
 )
 """Weights are the tensor cores' first operand, which they read from the registers where codes are decoded."""
+_FOUR_BITS_TILES = ExpertTiles(
+    TileTable(_DEFAULT, (*_MXFP4_TILES.gate_up.rows[:-1], (None, Tiles(64, 128, 8, 4, swap_ab=True, group=8)))),
+    _MXFP4_TILES.down,
+    block_k=128,
+)
+"""Both operands of gate and up with 128 rows would not fit into the registers."""
 
 WIDE = ExpertTiles(
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 3)),)), TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 3)),)), block_k=32
 )
 """float32, without tensor cores: correct, not fast."""
 
-_WIDE_MXFP4 = ExpertTiles(
+_WIDE_FOUR_BITS = ExpertTiles(
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
     block_k=128,
@@ -110,7 +118,7 @@ FIXED_BLOCK_FP8 = ExpertTiles(
     TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, group=8)),)),
     block_k=128,
 )
-FIXED_MXFP4 = ExpertTiles(
+FIXED_FOUR_BITS = ExpertTiles(
     TileTable(_FIXED, ((None, Tiles(64, 64, 4, 4, swap_ab=True, group=8)),)),
     TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, swap_ab=True, group=8)),)),
     block_k=128,
@@ -124,10 +132,11 @@ FIXED_PLAIN = ExpertTiles(
 
 
 def tiles_of(element: str, deterministic: bool = False) -> ExpertTiles:
-    """Tiles by Triton's name of the weights' dtype, or `MXFP4` or `MXFP4_WIDE`."""
+    """Tiles by Triton's name of the weights' dtype, or `MXFP4`, `FOUR_BITS` or `FOUR_BITS_WIDE`."""
     fp8, plain = (FIXED_BLOCK_FP8, FIXED_PLAIN) if deterministic else (BLOCK_FP8, PLAIN)
-    mxfp4 = FIXED_MXFP4 if deterministic else _MXFP4_TILES
-    return {"fp8e4nv": fp8, "fp32": WIDE, MXFP4: mxfp4, MXFP4_WIDE: _WIDE_MXFP4}.get(element, plain)
+    mxfp4, few = (FIXED_FOUR_BITS, FIXED_FOUR_BITS) if deterministic else (_MXFP4_TILES, _FOUR_BITS_TILES)
+    four_bits = {MXFP4: mxfp4, FOUR_BITS: few, FOUR_BITS_WIDE: _WIDE_FOUR_BITS}
+    return {"fp8e4nv": fp8, "fp32": WIDE, **four_bits}.get(element, plain)
 
 
 def row_classes(num_experts: int, most: int, tiles: ExpertTiles) -> list[int]:

@@ -1,5 +1,5 @@
-"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights, or block-FP8 or MXFP4 weights kept
-as stored.
+"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights, or weights in block FP8 or 4 bits
+kept as stored.
 
 Legend: T tokens, K experts per token, D hidden, I expert width, E experts, M rows.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
-from moe_engine.kernels.experts import triton_mxfp4
+from moe_engine.kernels.experts import triton_four_bits
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.experts.tiles import MXFP4, MXFP4_WIDE, ExpertTiles, row_classes, tiles_of
+from moe_engine.kernels.experts.tiles import FOUR_BITS, FOUR_BITS_WIDE, MXFP4, ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
@@ -53,26 +53,26 @@ case."""
 class TritonExpertWeights:
     """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales per 128 x 128 block:
     gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)].
-    In MXFP4 all are uint8, see `triton_mxfp4`: [E, 2I, D / 2] and [E, D, I / 2]."""
+    In 4 bits with a `format`: uint8 [E, 2I, D / 2] and [E, D, I / 2], scales as in `triton_four_bits`; of NVFP4 float32
+    factors gate_up_whole [E, 2] and down_whole [E, 1] too."""
 
     gate_up: Tensor
     down: Tensor
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
     power_of_two: bool = False
+    format: GroupCodes | None = None
+    gate_up_whole: Tensor | None = None
+    down_whole: Tensor | None = None
 
     @property
     def memory(self) -> list[Tensor]:
-        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales)
-        return [part for part in parts if part is not None]
+        scales = (self.gate_up_scales, self.down_scales, self.gate_up_whole, self.down_whole)
+        return [part for part in (self.gate_up, self.down, *scales) if part is not None]
 
     @property
     def fp8(self) -> bool:
-        return self.gate_up_scales is not None and not self.mxfp4
-
-    @property
-    def mxfp4(self) -> bool:
-        return self.gate_up.dtype == torch.uint8
+        return self.gate_up_scales is not None and self.format is None
 
 
 class TritonExperts:
@@ -94,7 +94,7 @@ class TritonExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
-        codes = QuantizedExperts(self.allocate_mxfp4, self.load_mxfp4, takes=lambda format: format.mxfp4)
+        codes = QuantizedExperts(self.allocate_codes, self.load_codes, takes=lambda format: format.four_bits)
         return ExpertsCapabilities(
             {BlockFP8: blocks, GroupCodes: codes},
             routed_rows=self.routed_rows,
@@ -124,20 +124,21 @@ class TritonExperts:
         )
         return self._weights(num_experts, hidden, width, data)
 
-    def allocate_mxfp4(
+    def allocate_codes(
         self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
     ) -> ExpertWeights:
-        """Reserves experts in MXFP4, multiplied as stored."""
-        gate_up, gate_up_scales = triton_mxfp4.empty(num_experts, 2 * width, hidden, device)
-        down, down_scales = triton_mxfp4.empty(num_experts, hidden, width, device)
-        data = TritonExpertWeights(gate_up, down, gate_up_scales, down_scales)
+        """Reserves experts in 4 bits, multiplied as stored."""
+        parts = (num_experts, 2 * width, hidden), (num_experts, hidden, width)
+        (gate_up, up_scales), (down, down_scales) = (triton_four_bits.empty(format, *part, device) for part in parts)
+        whole = [torch.zeros(num_experts, count, device=device) if format.nvfp4 else None for count in (2, 1)]
+        data = TritonExpertWeights(gate_up, down, up_scales, down_scales, False, format, *whole)
         return self._weights(num_experts, hidden, width, data)
 
     def _weights(self, num_experts: int, hidden: int, width: int, data: TritonExpertWeights) -> ExpertWeights:
         self._permutation.sort_in_one_launch(data.gate_up.device)
         num_bytes = sum(part.numel() * part.element_size() for part in data.memory)
         weights = ExpertWeights(num_experts, hidden, width, data, num_bytes)
-        self._shapes.setdefault((num_experts, hidden, width, data.gate_up.dtype), weights)
+        self._shapes.setdefault((num_experts, hidden, width, data.gate_up.dtype, data.format), weights)
         return weights
 
     def over(
@@ -169,14 +170,18 @@ class TritonExperts:
         data.gate_up_scales[expert, 1].copy_(up.scales)
         data.down_scales[expert].copy_(down.scales)
 
-    def load_mxfp4(
+    def load_codes(
         self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
     ) -> None:
         data, width = weights.data, weights.width
         codes, scales = data.gate_up[expert], data.gate_up_scales[expert]
-        triton_mxfp4.store(gate, codes[:width], scales[:, :width])
-        triton_mxfp4.store(up, codes[width:], scales[:, width:])
-        triton_mxfp4.store(down, data.down[expert], data.down_scales[expert])
+        triton_four_bits.store(gate, codes[:width], scales[:, :width])
+        triton_four_bits.store(up, codes[width:], scales[:, width:])
+        triton_four_bits.store(down, data.down[expert], data.down_scales[expert])
+        if data.format.nvfp4:
+            for place, part in enumerate((gate, up)):
+                data.gate_up_whole[expert, place] = part.whole
+            data.down_whole[expert, 0] = down.whole
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [part[expert] for part in weights.data.memory]
@@ -269,8 +274,10 @@ class TritonExperts:
     def _tiles_of(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertTiles:
         """`dtype`: of the result."""
         data: TritonExpertWeights = weights.data
-        mxfp4 = MXFP4_WIDE if dtype == torch.float32 else MXFP4
-        return tiles_of(mxfp4 if data.mxfp4 else element(data.gate_up.dtype), self._deterministic)
+        if data.format is None:
+            return tiles_of(element(data.gate_up.dtype), self._deterministic)
+        few = MXFP4 if data.format.mxfp4 else FOUR_BITS
+        return tiles_of(FOUR_BITS_WIDE if dtype == torch.float32 else few, self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights) -> Tensor | QuantizedRows:
         """x [M, D] in the weights' activation format."""
@@ -288,8 +295,11 @@ class TritonExperts:
     ) -> Tensor:
         """x [M, D] (or [T, D] with the `source` of each row) -> [M, D]."""
         data: TritonExpertWeights = weights.data
-        inner = gate_up(x, data.gate_up, data.gate_up_scales, groups, source, top_k, data.power_of_two, weights.bias)
-        return down(inner, data.down, data.down_scales, groups, dtype, weights.bias)
+        inner = gate_up(
+            x, data.gate_up, data.gate_up_scales, groups, source, top_k, data.power_of_two, weights.bias, data.format,
+            data.gate_up_whole,
+        )  # fmt: skip
+        return down(inner, data.down, data.down_scales, groups, dtype, weights.bias, data.format, data.down_whole)
 
 
 def _rows(count: int, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two products of routed experts in Triton, for both batch layouts, in bf16, block FP8 and MXFP4.
+"""The two products of routed experts in Triton, for both batch layouts, in bf16, block FP8 and 4 bits.
 
     inner = silu(x @ gate.T) * (x @ up.T)        [M, I], in FP8 quantized in registers
     rows  = inner @ down.T                       [M, D]
@@ -12,7 +12,6 @@ Row counts are known only on the device: programs count the tiles from the group
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -23,15 +22,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.group_tiles import expert_tiles, find_tile, num_programs
-from moe_engine.kernels.experts.shapes import (
-    DEEPSEEK_V2_LITE,
-    DEEPSEEK_V3,
-    GPT_OSS_20B,
-    GPT_OSS_20B_MXFP4,
-    ExpertModel,
+from moe_engine.kernels.experts.tiles import ExpertTiles
+from moe_engine.kernels.experts.triton_four_bits import (
+    HALF,
+    add_four_bits,
+    first_columns,
+    form_of,
+    scale_tile,
+    scales_of_step,
+    whole_factor,
 )
-from moe_engine.kernels.experts.tiles import MXFP4, ExpertTiles, tiles_of
-from moe_engine.kernels.experts.triton_mxfp4 import add_mxfp4_product, load_scales, scale_tile
 from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
@@ -41,10 +41,12 @@ from moe_engine.kernels.linear.products import (
 )
 from moe_engine.kernels.linear.tiles import Tiles
 from moe_engine.kernels.linear.triton_block_gemm import fits_tma
+from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.launch import element
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+
+_HALF = tl.constexpr(HALF)
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,20 @@ class Groups:
 
 @triton.jit
 def gate_up_tile(
-    x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
+    x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
     out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, MXFP4: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """One tile of `gate_up_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
-    PACKED: tl.constexpr = 2 if MXFP4 else 1  # columns of an element of the weight
+    PACKED: tl.constexpr = 1 if FORM == "" else 2  # columns of an element of the weight
+    HALVES: tl.constexpr = PACKED == 2 and FORM != "mxfp4"
     rows = first + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    lane = tl.arange(0, BLOCK_K)
+    lane = first_columns(FORM, BLOCK_K)
     w_lane = tl.arange(0, BLOCK_K // PACKED)
     x_rows = tl.minimum(rows, end - 1)
     if PAIRS:
@@ -107,23 +110,29 @@ def gate_up_tile(
     if FP8:
         x_scales += expert.to(tl.int64) * x_scale_skip
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
-    if MXFP4:
-        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), 2 * WIDTH, STEPS)
+    if PACKED == 2:
+        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), 2 * WIDTH, STEPS, SCALES, FORM)
     gate = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     up = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        high = a
+        if HALVES:
+            high = load_step(x_tile + _HALF, 0, step, lane + _HALF, K, BLOCK_K, False)
         b = load_step(gate_tile, w_row, step, w_lane, K // PACKED, BLOCK_K // PACKED, TMA)
         c = load_step(up_tile, w_row + WIDTH, step, w_lane, K // PACKED, BLOCK_K // PACKED, TMA)
-        if MXFP4:
-            gate = add_mxfp4_product(gate, a, b, load_scales(w_scale, step, 2 * WIDTH), SWAP_AB)
-            up = add_mxfp4_product(up, a, c, load_scales(w_scale + 4 * WIDTH, step, 2 * WIDTH), SWAP_AB)
+        if PACKED == 2:
+            gate = add_four_bits(gate, a, high, b, w_scale, step, 2 * WIDTH, SCALES, FORM, SWAP_AB)
+            up = add_four_bits(up, a, high, c, w_scale + SCALES * WIDTH, step, 2 * WIDTH, SCALES, FORM, SWAP_AB)
         else:
             x_scale = load_scale(x_scales, step * x_scale_stride + x_rows * x_scale_row, FP8)
             gate_scale = load_scale(w_scale, step, FP8)
             up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
             gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
             up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
+    if FORM == "nvfp4":
+        gate *= whole_factor(whole + 2 * expert, x)
+        up *= whole_factor(whole + 2 * expert + 1, x)
     if BIASED:
         place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
         gate_bias, up_bias = tl.load(place), tl.load(place + WIDTH)
@@ -150,36 +159,38 @@ def gate_up_tile(
         tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["capacity", "x_scale_stride", "x_scale_row", "x_scale_skip", "out_scale_stride"],
     do_not_specialize_on_alignment=["sizes"],
 )
 def gate_up_kernel(
-    x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, x_scale_row,
+    x, x_scales, source, sizes, weight, weight_scales, whole, out, out_scales, capacity, x_scale_stride, x_scale_row,
     x_scale_skip, out_scale_stride, bias, alpha, limit,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, MXFP4: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
     [E, 2 * WIDTH] and the activation of `ExpertBiases`.
-    MXFP4: weight and its scales are in the memory of `triton_mxfp4`.
+    FORM: of 4 bits, weight and its scales are in the memory of `triton_four_bits`; empty: not of 4 bits. whole: of
+    NVFP4, float32 [E, 2].
 
     With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
     [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
     x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride]. Grid: `num_programs`, with PAIRS every tile.
     """
+    wait_for_inputs()
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row = tl.program_id(0) // NUM_N
         expert = tl.load(sizes + row)
         if (expert >= 0) & (expert < NUM_EXPERTS):
             gate_up_tile(
-                x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
-                out_scale_stride, bias, alpha, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
+                x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
+                x_scale_skip, out_scale_stride, bias, alpha, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                MXFP4,
+                FORM, SCALES,
             )  # fmt: skip
     else:
         start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
@@ -187,26 +198,28 @@ def gate_up_kernel(
         for tile in range(tl.program_id(0), total * NUM_N, tl.num_programs(0)):
             expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
             gate_up_tile(
-                x, x_scales, source, weight, weight_scales, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
-                out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
+                x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
+                x_scale_skip, out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                MXFP4,
+                FORM, SCALES,
             )  # fmt: skip
 
 
 @triton.jit
 def down_tile(
-    x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, first, end,
+    x, x_scales, weight, weight_scales, whole, out, x_scale_stride, bias, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, BIASED: tl.constexpr, MXFP4: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """One tile of `down_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
-    PACKED: tl.constexpr = 2 if MXFP4 else 1  # columns of an element of the weight
+    PACKED: tl.constexpr = 1 if FORM == "" else 2  # columns of an element of the weight
+    HALVES: tl.constexpr = PACKED == 2 and FORM != "mxfp4"
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = first + tl.arange(0, BLOCK_M)
-    lane = tl.arange(0, BLOCK_K)
+    lane = first_columns(FORM, BLOCK_K)
     w_lane = tl.arange(0, BLOCK_K // PACKED)
     x_rows = tl.minimum(rows, end - 1)
     w_row = expert * WIDTH + tile_n * BLOCK_N
@@ -216,17 +229,22 @@ def down_tile(
     w_scale = weight_scales
     if FP8:
         w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
-    if MXFP4:
-        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), WIDTH, STEPS)
+    if PACKED == 2:
+        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), WIDTH, STEPS, SCALES, FORM)
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
         b = load_step(w_tile, w_row, step, w_lane, K // PACKED, BLOCK_K // PACKED, TMA)
-        if MXFP4:
-            total = add_mxfp4_product(total, a, b, load_scales(w_scale, step, WIDTH), SWAP_AB)
+        if PACKED == 2:
+            high = a
+            if HALVES:
+                high = load_step(x_tile + _HALF, 0, step, lane + _HALF, K, BLOCK_K, False)
+            total = add_four_bits(total, a, high, b, w_scale, step, WIDTH, SCALES, FORM, SWAP_AB)
         else:
             x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
             total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP_AB, FP8)
+    if FORM == "nvfp4":
+        total *= whole_factor(whole + expert, x)
     if SWAP_AB:
         total = tl.trans(total)
     if BIASED:
@@ -236,24 +254,26 @@ def down_tile(
     tl.store(place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
+@dependent_jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
 def down_kernel(
-    x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride, bias,
+    x, x_scales, sizes, weight, weight_scales, whole, out, capacity, x_scale_stride, bias,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
-    MXFP4: tl.constexpr,
+    FORM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
-    BIASED: + bias [E, WIDTH]. MXFP4: see `triton_mxfp4`. Grid: `num_programs`, with PAIRS every tile."""
+    BIASED: + bias [E, WIDTH]. FORM: as in `gate_up_kernel`; whole: float32 [E]. Grid: `num_programs`, with PAIRS every
+    tile."""
+    wait_for_inputs()
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     if PAIRS:
         row, tile_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N
         expert = tl.load(sizes + row)
         if (expert >= 0) & (expert < NUM_EXPERTS):
             down_tile(
-                x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, row, row + 1,
-                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, MXFP4,
+                x, x_scales, weight, weight_scales, whole, out, x_scale_stride, bias, expert, tile_n, row, row + 1,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, FORM, SCALES,
             )  # fmt: skip
         else:  # the sum reads the rows of all pairs
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -265,8 +285,8 @@ def down_kernel(
         for tile in range(tl.program_id(0), total * NUM_N, tl.num_programs(0)):
             expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
             down_tile(
-                x, x_scales, weight, weight_scales, out, x_scale_stride, bias, expert, tile_n, first, end,
-                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, MXFP4,
+                x, x_scales, weight, weight_scales, whole, out, x_scale_stride, bias, expert, tile_n, first, end,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, FORM, SCALES,
             )  # fmt: skip
 
 
@@ -279,13 +299,15 @@ def gate_up(
     top_k: int = 1,
     power_of_two: bool = False,
     bias: ExpertBiases | None = None,
+    format: GroupCodes | None = None,
+    whole: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
     """The first product: [M, I] in x's dtype, or quantized if x is.
 
     Args:
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
-        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights. Both
-            uint8 of MXFP4 weights, see `triton_mxfp4`.
+        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights. Of
+            weights in 4 bits with a `format`, `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
         source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
     Rows outside all groups are unspecified.
@@ -302,23 +324,23 @@ def gate_up(
     grid = _grid(groups, tiles, width, 2, data, weight)
     if grid:
         gate_up_kernel[(grid,)](
-            data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
+            data, _scales(x), source, groups.sizes, matrix, scales, whole, out.data, _scales(out), groups.capacity,
             _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias),
-            **_constants(groups, width, hidden, weight.dtype, tiles, tma, bias is not None),
-            **_gathering(top_k, source is not None, power_of_two),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None, format),
+            **gathering_constants(top_k, source is not None, power_of_two),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
     return out
 
 
 def down(
     x: Tensor | QuantizedRows, weight: Tensor, scales: Tensor | None, groups: Groups, dtype: torch.dtype,
-    bias: ExpertBiases | None = None,
+    bias: ExpertBiases | None = None, format: GroupCodes | None = None, whole: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The second product: x [M, I] from `gate_up`, weight [E, D, I] -> [M, D] in `dtype`.
 
-    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights; MXFP4 as in `gate_up`. Rows outside all
-    groups are unspecified.
+    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights; of 4 bits as in `gate_up`, with
+    `whole` [E]. Rows outside all groups are unspecified.
     """
     data = x.data if isinstance(x, QuantizedRows) else x
     hidden, width = weight.shape[1], _columns(weight)
@@ -328,16 +350,16 @@ def down(
     grid = _grid(groups, tiles, hidden, 1, data, weight)
     if grid:
         down_kernel[(grid,)](
-            data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
+            data, _scales(x), groups.sizes, matrix, scales, whole, out, groups.capacity, _scale_stride(x),
             None if bias is None else bias.down,
-            **_constants(groups, hidden, width, weight.dtype, tiles, tma, bias is not None),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **constants_of(groups, hidden, width, weight.dtype, tiles, tma, bias is not None, format),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
     return out
 
 
 def _columns(weight: Tensor) -> int:
-    """K of a weight [E, N, K], or [E, N, K / 2] in MXFP4."""
+    """K of a weight [E, N, K], or [E, N, K / 2] in 4 bits."""
     return weight.shape[2] * (2 if weight.dtype == torch.uint8 else 1)
 
 
@@ -378,89 +400,26 @@ def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | Tensor
     return TensorDescriptor.from_tensor(matrix, [tiles.block_n, block_k]), True
 
 
-def _constants(
-    groups: Groups, n: int, k: int, stored: torch.dtype, tiles: Tiles, tma: bool, biased: bool = False
-) -> dict[str, Any]:
+def constants_of(
+    groups: Groups, n: int, k: int, stored: torch.dtype, tiles: Tiles, tma: bool, biased: bool = False,
+    format: GroupCodes | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`) in memory of a dtype."""
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
         "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma,
-        "FP8": stored == FP8, "BIASED": biased, "MXFP4": stored == torch.uint8,
+        "FP8": stored == FP8, "BIASED": biased, "FORM": "" if format is None else form_of(format),
+        "SCALES": 0 if format is None else scales_of_step(format),
     }  # fmt: skip
 
 
-def _gathering(top_k: int, gathers: bool, power_of_two: bool) -> dict[str, Any]:
+def options_of(format: GroupCodes | None) -> dict[str, int]:
+    """Options of the compiler. Without a limit it spills some registers of operands in two halves for more programs on
+    an SM (sm_100)."""
+    return {} if format is None or format.mxfp4 else {"maxnreg": 255}
+
+
+def gathering_constants(top_k: int, gathers: bool, power_of_two: bool) -> dict[str, Any]:
     """Extra constants of the first product."""
     return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two}
-
-
-def cases_of(
-    model: ExpertModel,
-    num_experts: int,
-    mean_rows: int,
-    padded: bool,
-    dtype: torch.dtype = torch.bfloat16,
-    deterministic: bool = False,
-    pairs: bool = False,
-) -> list[AotCase]:
-    """Both products of a layer's experts on one rank, with gathered rows unless padded or `pairs`."""
-    stored = FP8 if model.fp8 else torch.uint8 if model.mxfp4 else dtype
-    fp8, kind, weight = model.fp8, element(FP8 if model.fp8 else dtype), element(stored)
-    table = tiles_of(MXFP4 if model.mxfp4 else kind, deterministic)
-    groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table, pairs)
-    first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
-    signature = {
-        "x": f"*{kind}", "sizes": "*i32:1", "weight": f"*{weight}", "capacity": "i32", "x_scale_stride": "i32",
-    }  # fmt: skip
-    scales = {"x_scales": "*fp32", "weight_scales": "*fp32"} if fp8 else {"weight_scales": "*u8"} if model.mxfp4 else {}
-    none: dict[str, Any] = dict.fromkeys({"x_scales", "weight_scales"} - scales.keys())
-    signature |= scales
-    layout = "padded" if padded else "pairs" if pairs else "grouped"
-    name = f"{model.name}_e{num_experts}_{layout}{'_fixed' * deterministic}"
-    if model.biased:
-        signature["bias"] = "*fp32"
-    else:
-        none["bias"] = None
-    constants = _constants(groups, model.width, model.hidden, stored, first, first.tma, model.biased)
-    constants |= _gathering(1 if padded else model.top_k, layout == "grouped", False)
-    more = {"out": f"*{kind}", "alpha": "fp32", "limit": "fp32"} | dict.fromkeys(
-        ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
-    )
-    more |= {"out_scales": "*fp32"} if fp8 else {}
-    more |= {"source": "*i32"} if layout == "grouped" else {}
-    nothing = none | ({} if fp8 else {"out_scales": None}) | ({} if layout == "grouped" else {"source": None})
-    if first.tma:
-        more["weight"] = f"tensordesc<{kind}[{first.block_n}, {table.block_k}]>"
-    up = AotCase(
-        f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
-        first.num_warps, first.num_stages, True,
-    )  # fmt: skip
-    constants = _constants(groups, model.hidden, model.width, stored, second, second.tma, model.biased)
-    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{weight}"
-    result = AotCase(
-        f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
-        signature | {"out": f"*{element(dtype)}"}, constants | none, second.num_warps, second.num_stages, True,
-    )  # fmt: skip
-    return [up, result]
-
-
-def aot_cases() -> list[AotCase]:
-    """All experts of DeepSeek V3, 16 of them (one rank), and all of V2-Lite and gpt-oss-20b, at decode and prefill
-    sizes."""
-    found: dict[str, AotCase] = {}
-    for mean_rows in (8, 32, 64, 512):
-        for model, num_experts, padded in (
-            (DEEPSEEK_V3, 256, False),
-            (DEEPSEEK_V3, 16, True),
-            (DEEPSEEK_V2_LITE, 64, False),
-            (DEEPSEEK_V2_LITE, 64, True),
-        ):
-            found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    for model, mean_rows in (*product((GPT_OSS_20B,), (8, 512)), *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
-        found |= {case.name: case for case in cases_of(model, 32, mean_rows, False)}
-    whole = ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B, 32), (GPT_OSS_20B_MXFP4, 32))
-    for model, num_experts in whole:
-        found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}
-    fixed = (cases_of(model, count, 8, False, deterministic=True) for model, count in (whole[0], whole[1], whole[3]))
-    return [*found.values(), *(case for cases in fixed for case in cases)]

@@ -23,6 +23,7 @@ class CpuIndexer:
     """
 
     name = "cpu"
+    prepare = None
 
     def __init__(self, library: Library | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         self._lib = library or load()

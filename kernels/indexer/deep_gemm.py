@@ -18,7 +18,6 @@ from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
 from moe_engine.kernels.indexer.triton_indexer import IndexPlan, TritonIndexer
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.queries import PagedQueries
-from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.vendors.probe import DEEP_GEMM_INDEXER
 
 LEAST_TOKENS = 64
@@ -49,7 +48,8 @@ class DeepGemmIndexer(TritonIndexer):
             super().select(q, weights, cache, queries, top_k, selected, plan)
             return
         own = IndexPlan.find(plan, queries)
-        q, weights = triton_keys.quantize_queries(with_contiguous_rows(q), with_contiguous_rows(weights))
+        if q.dtype != torch.float8_e4m3fn:
+            q, weights = triton_keys.quantize_queries(q, weights)
         tokens, width, context = len(q), q.shape[2], queries.context_lens[0]
         slots, ends = own.prompt
         records, offset = cache.squeeze(1).index_select(0, slots), head_scale_offset(width)

@@ -8,15 +8,38 @@ Source: DeepSeek-V3.2 technical report; `inference/model.py` of its release.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.queries import PagedQueries
 
 LOGITS_BYTES = 256 << 20
 """Max bytes of scores at once; query tokens with more are scored in parts."""
+
+
+@dataclass(frozen=True)
+class KeyNorm:
+    """LayerNorm of index keys: weight and bias [I] float32."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class PrepareIndex(Protocol):
+    """All work of an indexer between its products and `IndexerKernel.select`, in one launch."""
+
+    def __call__(
+        self, keys: Tensor, norm: KeyNorm, q: Tensor | None, gates: Tensor | None, factor: float, positions: Tensor,
+        table: RotaryTable, slots: Tensor, cache: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """keys [T, I]: normed, rotated and written to cache[slots]. q [T, Hi, I] and gates [T, Hi] float32 -> q and
+        weights for `select`: rotated, gates * factor; over FP8 keys quantized, with their scales folded. Each step
+        rounds to the dtype of its argument. None without q. The arguments do not change."""
 
 
 class IndexerKernel(Protocol):
@@ -27,6 +50,10 @@ class IndexerKernel(Protocol):
     """
 
     name: str
+
+    @property
+    def prepare(self) -> PrepareIndex | None:
+        """None: the layer's own operations, then `write`, and `select` of unquantized queries."""
 
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step."""
@@ -48,5 +75,6 @@ class IndexerKernel(Protocol):
         requests.
 
         Args:
-            q: [T, Hi, I], rotated. weights: [T, Hi] float32, all factors of the score included.
+            q: [T, Hi, I], rotated, or as `prepare` returns it. weights: [T, Hi] float32, all factors of the score
+                included.
         """

@@ -24,6 +24,7 @@ class TorchIndexer:
     """`IndexerKernel` for any device."""
 
     name = "torch"
+    prepare = None
 
     def plan(self, queries: PagedQueries) -> Any:
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
-from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, PrepareIndex
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.launch import with_contiguous_rows
@@ -87,6 +87,10 @@ class TritonIndexer:
     def __init__(self, logits_bytes: int = LOGITS_BYTES) -> None:
         self._budget = logits_bytes // 4
 
+    @property
+    def prepare(self) -> PrepareIndex:
+        return triton_keys.prepare
+
     def plan(self, queries: PagedQueries) -> IndexPlan:
         return IndexPlan.of(queries)
 
@@ -97,7 +101,7 @@ class TritonIndexer:
 
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
         if cache.dtype == torch.uint8:
-            triton_keys.write(with_contiguous_rows(keys), slots, cache)
+            triton_keys.write(keys, slots, cache)
         else:
             index_keys.write(keys, slots, cache)
 
@@ -109,7 +113,7 @@ class TritonIndexer:
             return
         own = IndexPlan.find(plan, queries)
         q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
-        if cache.dtype == torch.uint8:
+        if cache.dtype == torch.uint8 and q.dtype != torch.float8_e4m3fn:
             q, weights = triton_keys.quantize_queries(q, weights)
         records, starts = own.records_for(q.shape[1])
         longest = own.longest

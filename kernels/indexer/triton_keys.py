@@ -1,6 +1,8 @@
-"""FP8 index keys and index queries in Triton: Hadamard transform and quantization in one launch (`index_keys`).
+"""Index keys and index queries in Triton, from their products on, in one launch: LayerNorm, rotary embedding, Hadamard
+transform, quantization (`index_keys`), and the write to the cache.
 
-Legend: N rows (index keys of tokens, or heads of index queries), I channels of an index head.
+Legend: T tokens, Hi index heads, I channels of an index head, R rotary width; M rows of a program: keys of tokens, or
+heads of queries.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_engine.kernels.indexer.index_keys import LEAST_MAGNITUDE
+from moe_engine.kernels.indexer.protocol import KeyNorm
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
+from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.launch import element
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.launch import stride_of, with_contiguous_rows
 
 ROWS = 16
 """Rows of a program: the minimum of a matrix product."""
@@ -49,80 +54,175 @@ def _transformed(x, WIDTH: tl.constexpr, FACTOR: tl.constexpr):
     return (spread * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
-def keys_kernel(
-    keys, slots, cache, count, key_stride, cache_stride,
-    WIDTH: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """keys [T, WIDTH] -> records cache[slots], bytes; grid (T / ROWS)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside, column = row < count, tl.arange(0, WIDTH)
-    x = tl.load(keys + row.to(tl.int64)[:, None] * key_stride + column[None, :], inside[:, None], 0.0)
-    values, scale = _transformed(x, WIDTH, FACTOR)
-    record = tl.load(slots + row, inside, 0).to(tl.int64) * cache_stride
-    tl.store(cache + record[:, None] + column[None, :], values.to(tl.uint8, bitcast=True), inside[:, None])
-    tl.store(cache.to(tl.pointer_type(tl.float32)) + (record + SCALE) // 4, scale, inside)
+@triton.jit
+def _normed(x, column, mean, scale, weight, bias):
+    """LayerNorm of x [M, .] at the channels `column`, in x's dtype."""
+    centred = (x.to(tl.float32) - mean[:, None]) * scale[:, None]
+    return (centred * tl.load(weight + column) + tl.load(bias + column)).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["count"])
-def queries_kernel(
-    q, weights, out, folded, count, token_stride, head_stride, weight_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def _prepared(
+    rows, inside, positions, cos_sin, weight, bias, eps,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """q [T, HEADS, WIDTH], weights [T, HEADS] -> out e4m3, folded = weights * scales, both contiguous."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside, column = row < count, tl.arange(0, WIDTH)
-    token, head = (row // HEADS).to(tl.int64), row % HEADS
-    place = q + token[:, None] * token_stride + head[:, None] * head_stride + column[None, :]
-    values, scale = _transformed(tl.load(place, inside[:, None], 0.0), WIDTH, FACTOR)
-    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, inside[:, None])
-    weight = tl.load(weights + token * weight_stride + head, inside, 0.0)
-    tl.store(folded + row, weight * scale, inside)
+    """Rows [M, WIDTH] at the pointers `rows` [M]: with NORM normalized, then the first ROTARY channels rotated by the
+    angles of `positions` [M]; each result rounded to the rows' dtype. A channel's partner is loaded a second time."""
+    column = tl.arange(0, WIDTH)
+    x = tl.load(rows[:, None] + column[None, :], inside[:, None], 0.0)
+    kind = x.dtype
+    mean = tl.zeros_like(positions).to(tl.float32)
+    scale = mean
+    if NORM:
+        wide = x.to(tl.float32)
+        mean = tl.sum(wide, 1) / WIDTH
+        centred = wide - mean[:, None]
+        scale = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
+        x = _normed(x, column, mean, scale, weight, bias)
+    if ROTARY > 0:
+        if INTERLEAVED:
+            partner, pair, first = column ^ 1, column // 2, column % 2 == 0
+        else:
+            first = column < ROTARY // 2
+            pair = column % (ROTARY // 2)
+            partner = tl.where(first, column + ROTARY // 2, column - ROTARY // 2)
+        turns = column < ROTARY
+        partner, pair = tl.where(turns, partner, column), tl.where(turns, pair, 0)
+        other = tl.load(rows[:, None] + partner[None, :], inside[:, None], 0.0)
+        if NORM:
+            other = _normed(other, partner, mean, scale, weight, bias)
+        angle = cos_sin + positions.to(tl.int64)[:, None] * ROTARY + pair[None, :]
+        cos, sin = tl.load(angle), tl.load(angle + ROTARY // 2)
+        sign = tl.where(first, -1.0, 1.0)[None, :]
+        turned = x.to(tl.float32) * cos + sign * (other.to(tl.float32) * sin)
+        x = tl.where(turns[None, :], turned.to(kind), x)
+    return x
+
+
+@dependent_jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "positions"])
+def index_rows_kernel(
+    keys, norm_weight, norm_bias, positions, cos_sin, slots, cache, q, gates, out, folded, tokens, eps, factor,
+    key_stride, cache_stride, token_stride, head_stride, gate_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """KEYS: keys [T, WIDTH] -> cache[slots], records with FP8; HEADS > 0: q [T, HEADS, WIDTH], gates [T, HEADS] -> out,
+    folded = gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized with NORM; keys
+    and queries rotated. Grid: programs of the keys, then of the queries, ROWS rows each."""
+    wait_for_inputs()
+    program = tl.program_id(0)
+    key_programs = tl.cdiv(tokens, ROWS) if KEYS else 0
+    column = tl.arange(0, WIDTH)
+    if program < key_programs:
+        if KEYS:
+            row = program * ROWS + tl.arange(0, ROWS)
+            inside = row < tokens
+            places = tl.zeros_like(row)
+            if ROTARY > 0:
+                places = tl.load(positions + row, inside, 0)
+            source = keys + row.to(tl.int64) * key_stride
+            x = _prepared(
+                source, inside, places, cos_sin, norm_weight, norm_bias, eps, WIDTH, ROTARY, INTERLEAVED, NORM
+            )
+            record = tl.load(slots + row, inside, 0).to(tl.int64) * cache_stride
+            target = cache + record[:, None] + column[None, :]
+            if FP8:
+                values, scale = _transformed(x, WIDTH, HADAMARD)
+                tl.store(target, values.to(tl.uint8, bitcast=True), inside[:, None])
+                tl.store(cache.to(tl.pointer_type(tl.float32)) + (record + SCALE) // 4, scale, inside)
+            else:
+                tl.store(target, x.to(cache.dtype.element_ty), inside[:, None])
+    else:
+        if HEADS > 0:
+            row = (program - key_programs) * ROWS + tl.arange(0, ROWS)
+            inside = row < tokens * HEADS
+            token, head = (row // HEADS).to(tl.int64), row % HEADS
+            places = tl.zeros_like(row)
+            if ROTARY > 0:
+                places = tl.load(positions + token, inside, 0)
+            source = q + token * token_stride + head * head_stride
+            x = _prepared(source, inside, places, cos_sin, cos_sin, cos_sin, eps, WIDTH, ROTARY, INTERLEAVED, False)
+            weight = tl.load(gates + token * gate_stride + head, inside, 0.0) * factor
+            line = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            if FP8:
+                values, scale = _transformed(x, WIDTH, HADAMARD)
+                tl.store(line, values, inside[:, None])
+                weight *= scale
+            else:
+                tl.store(line, x, inside[:, None])
+            tl.store(folded + row, weight, inside)
+
+
+def prepare(
+    keys: Tensor | None, norm: KeyNorm | None, q: Tensor | None, gates: Tensor | None, factor: float,
+    positions: Tensor | None, table: RotaryTable | None, slots: Tensor | None, cache: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """`PrepareIndex`, of keys or queries or both; without `norm` or `table` unchanged by them. Queries without a cache
+    are quantized."""
+    given = keys if keys is not None else q
+    assert given is not None
+    tokens, width = len(given), given.shape[-1]
+    fp8 = cache is None or cache.dtype == torch.uint8
+    heads = 0 if q is None else q.shape[1]
+    prepared = None
+    if q is not None and gates is not None:
+        q, gates = with_contiguous_rows(q), with_contiguous_rows(gates)
+        out = torch.empty(q.shape, dtype=torch.float8_e4m3fn if fp8 else q.dtype, device=q.device)
+        prepared = out, torch.empty(gates.shape, dtype=torch.float32, device=q.device)
+    keys = None if keys is None else with_contiguous_rows(keys)
+    grid = triton.cdiv(tokens * heads, ROWS) + (triton.cdiv(tokens, ROWS) if keys is not None else 0)
+    if tokens:
+        index_rows_kernel[(grid,)](
+            keys, None if norm is None else norm.weight, None if norm is None else norm.bias,
+            None if positions is None else positions.reshape(-1), None if table is None else table.cos_sin,
+            slots, cache, q, gates, *(prepared or (None, None)), tokens, 0.0 if norm is None else norm.eps, factor,
+            0 if keys is None else stride_of(keys, 0), 0 if cache is None else cache.stride(0),
+            *((0, 0, 0) if q is None or gates is None else (stride_of(q, 0), stride_of(q, 1), stride_of(gates, 0))),
+            **_constants(width, heads, table, norm is not None, keys is not None, fp8), num_warps=4,
+        )  # fmt: skip
+    return prepared
 
 
 def write(keys: Tensor, slots: Tensor, cache: Tensor) -> None:
     """keys [T, I] -> records cache[slots], uint8 [num_slots, 1, bytes]."""
-    count, width = keys.shape
-    if not count:
-        return
-    keys_kernel[(triton.cdiv(count, ROWS),)](
-        keys, slots, cache, count, keys.stride(0), cache.stride(0), **_constants(width),
-        SCALE=head_scale_offset(width), num_warps=4,
-    )  # fmt: skip
+    prepare(keys, None, None, None, 1.0, None, None, slots, cache)
 
 
 def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """See `index_keys.quantize_queries`. q [T, Hi, I] with contiguous channels, weights [T, Hi]."""
-    tokens, heads, width = q.shape
-    out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    folded = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
-    count = tokens * heads
-    if count:
-        queries_kernel[(triton.cdiv(count, ROWS),)](
-            q, weights, out, folded, count, q.stride(0), q.stride(1), weights.stride(0), HEADS=heads,
-            **_constants(width), num_warps=4,
-        )  # fmt: skip
-    return out, folded
+    """See `index_keys.quantize_queries`. q [T, Hi, I], weights [T, Hi]."""
+    prepared = prepare(None, None, q, weights, 1.0, None, None, None, None)
+    assert prepared is not None
+    return prepared
 
 
-def _constants(width: int) -> dict[str, object]:
-    return {"WIDTH": width, "FACTOR": width**-0.5, "ROWS": ROWS}
+def _constants(
+    width: int, heads: int, table: RotaryTable | None, norm: bool, keys: bool, fp8: bool = True
+) -> dict[str, object]:
+    return {
+        "HEADS": heads, "WIDTH": width, "ROTARY": 0 if table is None else table.width,
+        "INTERLEAVED": table is not None and table.interleaved, "NORM": norm, "KEYS": keys, "FP8": fp8,
+        "HADAMARD": width**-0.5, "SCALE": head_scale_offset(width), "ROWS": ROWS,
+    }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
+    """Of DeepSeek V3.2 (64 heads) and GLM-5 (32 heads, interleaved pairs)."""
     cases = []
-    for dtype in (torch.bfloat16, torch.float32):
-        kind, constants = element(dtype), _constants(128)
-        keys = {
-            "keys": f"*{kind}", "slots": "*i64:1", "cache": "*u8", "count": "i32", "key_stride": "i32:16",
-            "cache_stride": "i32",
+    for heads, interleaved, fp8 in ((64, False, True), (32, True, True), (0, False, True), (64, False, False)):
+        table = RotaryTable(torch.empty(1, 64), interleaved)
+        signature = {
+            "keys": "*bf16", "norm_weight": "*fp32", "norm_bias": "*fp32", "positions": "*i64:1", "cos_sin": "*fp32",
+            "slots": "*i64:1", "cache": "*u8" if fp8 else "*bf16", "tokens": "i32", "eps": "fp32", "factor": "fp32",
+            "key_stride": "i32:16", "cache_stride": "i32" if fp8 else "i32:16",
         }  # fmt: skip
-        queries = {
-            "q": f"*{kind}", "weights": "*fp32", "out": "*fp8e4nv", "folded": "*fp32", "count": "i32",
-            "token_stride": "i32:16", "head_stride": "i32:16", "weight_stride": "i32:16",
-        }  # fmt: skip
-        cases += [
-            AotCase(f"index keys, {kind}", keys_kernel, keys, constants | {"SCALE": 128}, 4, 3, True),
-            AotCase(f"index queries, {kind}", queries_kernel, queries, constants | {"HEADS": 64}, 4, 3, True),
-        ]
+        constants = _constants(128, heads, table, True, True, fp8)
+        strides = ("token_stride", "head_stride", "gate_stride")
+        if heads:
+            signature |= {"q": "*bf16", "gates": "*fp32", "out": "*fp8e4nv" if fp8 else "*bf16", "folded": "*fp32"}
+            signature |= dict.fromkeys(strides, "i32:16")
+        else:
+            constants |= dict.fromkeys(("q", "gates", "out", "folded"))
+            signature |= dict.fromkeys(strides, "i32:16")  # 0
+        name = f"index rows, {heads} heads, {'fp8 records' if fp8 else 'bf16'}"
+        cases.append(AotCase(name, index_rows_kernel, signature, constants, 4, 3, fp8))
     return cases

@@ -10,7 +10,6 @@ Legend: T query tokens, Hi index heads, I channels of an index head, S context t
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
@@ -18,6 +17,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 PRODUCT_ROWS = 128
@@ -31,7 +31,7 @@ def tokens_of_a_record(heads: int) -> int:
     return max(1, PRODUCT_ROWS // next_power_of_2(heads))
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["out_stride", "base"],
     do_not_specialize_on_alignment=["rows", "starts", "lens", "records", "weights"],
 )
@@ -45,6 +45,7 @@ def scores_kernel(
 
     records [N, 3]: request, first token, number of tokens. Grid (N, programs of a record).
     """
+    wait_for_inputs()
     record = records + tl.program_id(0) * 3
     request, first, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     context = tl.load(lens + request)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 BLOCK = 4096
 """Scores of a loop iteration."""
@@ -50,7 +51,7 @@ def _digit(
     return digit, higher
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["first", "scores_stride", "width"],
     do_not_specialize_on_alignment=["rows", "starts", "lens", "request_of", "scores_stride"],
 )
@@ -59,6 +60,7 @@ def select_kernel(
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1."""
+    wait_for_inputs()
     row = tl.program_id(0)
     token = first + row
     request = tl.load(request_of + token)

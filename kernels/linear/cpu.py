@@ -11,7 +11,7 @@ from moe_engine.kernels.cpu import coded
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ANY_KIND, Panels, common_kind, kind_of, reserve, rows
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
@@ -20,7 +20,9 @@ class CpuLinear:
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
-        self.capabilities = LinearCapabilities({GroupCodes: self.prepare_coded}, coded_heads=self.prepare_coded_heads)
+        self.capabilities = LinearCapabilities(
+            dict.fromkeys((GroupCodes, PlainCodes), self.prepare_coded), coded_heads=self.prepare_coded_heads
+        )
 
     def _pack(self, weights: Tensor, bias: Tensor | None) -> PreparedLinear:
         heads, n, k = weights.shape
@@ -37,15 +39,15 @@ class CpuLinear:
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
         return self._pack(weight.unsqueeze(0), bias)
 
-    def prepare_coded(self, weight: CodedWeight, bias: Tensor | None) -> PreparedLinear:
+    def prepare_coded(self, weight: Coded, bias: Tensor | None) -> PreparedLinear:
         """A weight of 4 or 8 bits, multiplied as stored. Raises ValueError: its columns do not form whole groups."""
         return self._pack_coded(weight, 1, bias)
 
-    def prepare_coded_heads(self, weight: CodedWeight, heads: int) -> PreparedLinear:
+    def prepare_coded_heads(self, weight: Coded, heads: int) -> PreparedLinear:
         return self._pack_coded(weight, heads, None)
 
-    def _pack_coded(self, weight: CodedWeight, heads: int, bias: Tensor | None) -> PreparedLinear:
-        rows, k = weight.codes.shape
+    def _pack_coded(self, weight: Coded, heads: int, bias: Tensor | None) -> PreparedLinear:
+        rows, k = weight.shape
         form, n = coded.form_of(weight.format, k), rows // heads
         size = self._lib.moe_coded_bytes(form.address, n, k)
         storage = reserve(self._lib, heads, size)

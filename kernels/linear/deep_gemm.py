@@ -80,12 +80,12 @@ class DeepGemmLinear(CublasLinear):
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weight.in_features:
             raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")
-        return self._product(lambda: self._gemm.rows(x, data.power_of_two), weight, len(x))
+        return self._product(lambda: self._gemm.dense_rows(x, data.power_of_two), weight, len(x))
 
     def run_heads_quantized(self, x: Tensor, weight: PreparedLinear, format: ActivationFormat) -> QuantizedActivation:
         """See `LinearCapabilities`."""
         assert self._gemm.heads_quantized is not None
-        return self._gemm.heads_quantized(x, weight.data, format.power_of_two)
+        return self._gemm.heads_quantized(x, weight.data, format.power_of_two, exponents=format.exponents)
 
     def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
         if not (isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)):
@@ -95,7 +95,7 @@ class DeepGemmLinear(CublasLinear):
     def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """The activation between the two products is quantized in the kernel that computes it."""
         inner = self.run(x, gate_up)  # [T, 2I]
-        return self._product(lambda: self._gemm.silu_mul(inner, down.data.power_of_two), down, len(inner))
+        return self._product(lambda: self._gemm.dense_silu_mul(inner, down.data.power_of_two), down, len(inner))
 
     def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
         """The product of `count` tokens with an FP8 weight: [T, N]."""

@@ -42,20 +42,22 @@ Operand = tuple[Tensor, Tensor]
 class Quantization(Protocol):
     """FP8 quantization of activations: `kernels.quantization.reference`, or the Triton kernels of the same names."""
 
-    def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
+    def quantize_rows(self, x: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows: ...
 
-    def silu_mul_quantize(self, gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
+    def silu_mul_quantize(
+        self, gate_up: Tensor, power_of_two: bool = False, exponents: bool = False
+    ) -> QuantizedRows: ...
 
 
 class GroupQuantization(Protocol):
     """The same for the valid rows of groups: `kernels.quantization.groups`, or the Triton kernels of the same names."""
 
     def quantize_groups(
-        self, x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+        self, x: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
     ) -> QuantizedRows: ...
 
     def silu_mul_quantize_groups(
-        self, gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+        self, gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
     ) -> QuantizedRows: ...
 
     def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups) -> Tensor: ...
@@ -97,7 +99,8 @@ class DeepGemm:
         self._groups = _groups(self._quantization)
         self.permutation: Permutation = _permutation(self._quantization)
         self.heads_quantized = _heads_quantized(self._quantization)
-        """(x [T, H, K], weight [H, N, K], power_of_two) -> the product per head, quantized; None with torch kernels."""
+        """(x [T, H, K], weight [H, N, K], power_of_two, exponents=) -> the product per head, quantized; None with torch
+        kernels."""
         self._ends: bool | None = None
         if hasattr(self._lib, "set_pdl"):
             # programmatic dependent launch: a kernel starts before the one ahead ends, and waits (griddepcontrol)
@@ -139,6 +142,10 @@ class DeepGemm:
 
     def input_format(self, power_of_two: bool) -> ActivationFormat:
         """Activation format of products with a weight."""
+        return ActivationFormat.fp8(power_of_two or self.exponents, self.exponents)
+
+    def expert_format(self, power_of_two: bool) -> ActivationFormat:
+        """The same of grouped products, whose rows are permuted or sent with float32 scales."""
         return ActivationFormat.fp8(power_of_two or self.exponents)
 
     def quantized(self, x: Activation, power_of_two: bool) -> QuantizedRows:
@@ -155,6 +162,18 @@ class DeepGemm:
         """gate_up [M, 2I], gate first -> silu(gate) * up, quantized."""
         return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
 
+    def dense_rows(self, x: Activation, power_of_two: bool) -> Operand:
+        """`rows` of a dense product, with scales that no call packs."""
+        if isinstance(x, QuantizedActivation):
+            return self.operand(x.rows)
+        rows = self._quantization.quantize_rows(x, power_of_two or self.exponents, self.exponents)
+        return rows.data, rows.scales
+
+    def dense_silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
+        """`silu_mul` of a dense product."""
+        rows = self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, self.exponents)
+        return rows.data, rows.scales
+
     def group_rows(self, x: Tensor, groups: RowGroups, power_of_two: bool) -> Operand:
         """The valid rows of x [G, C, K] or [M, K], quantized."""
         rows = self._groups.quantize_groups(x, groups, power_of_two or self.exponents, self.exponents)
@@ -169,8 +188,8 @@ class DeepGemm:
         return rows.data, rows.scales
 
     def operand(self, rows: QuantizedRows) -> Operand:
-        """Hopper reads the column-major scales as quantized; Blackwell's packing reads row-major scales."""
-        return rows.data, rows.scales.contiguous() if self.exponents else rows.scales
+        """Scales are read as quantized, but Blackwell's packing of float32 scales reads them row-major."""
+        return rows.data, rows.scales.contiguous() if self.exponents and not rows.exponents else rows.scales
 
     def dense(self, a: Operand, b: Operand, out: Tensor) -> None:
         """out [M, N] bf16 = a [M, K] @ b [N, K].T."""
@@ -284,7 +303,7 @@ def _groups(quantization: Quantization) -> GroupQuantization:
     return triton_groups
 
 
-def _heads_quantized(quantization: Quantization) -> Callable[[Tensor, Tensor, bool], QuantizedActivation] | None:
+def _heads_quantized(quantization: Quantization) -> Callable[..., QuantizedActivation] | None:
     """The product per head that matches `quantization`, if Triton."""
     if quantization is reference:
         return None

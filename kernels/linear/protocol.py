@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.codes import CodedWeight
+from moe_engine.kernels.quantization.codes import Coded
 from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat, QuantizedActivation
 from moe_engine.kernels.vendors.warming import StepShapes
 
@@ -45,8 +45,8 @@ class LinearCapabilities:
     heads_quantized: Callable[[Tensor, PreparedLinear, ActivationFormat], QuantizedActivation] | None = None
     """`run_heads` of x [T, H, K] as quantized rows [T, H N] in the consumer's format; N is a multiple of 128."""
 
-    coded_heads: Callable[[CodedWeight, int], PreparedLinear] | None = None
-    """`prepare_heads` of codes [H N, K] of that many heads."""
+    coded_heads: Callable[[Coded, int], PreparedLinear] | None = None
+    """`prepare_heads` of a weight [H N, K] of that many heads, in codes."""
 
 
 class LinearKernel(Protocol):

@@ -21,12 +21,13 @@ from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, LinearShape
 from moe_engine.kernels.linear.tiles import Tiles, block_fp8_tiles
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _SUM_TILE = 1024  # elements per program when summing a split product
 
 
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+@dependent_jit(do_not_specialize=["num_rows", "scale_stride"])
 def block_gemm_kernel(
     x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -36,6 +37,7 @@ def block_gemm_kernel(
 
     With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles.
     """
+    wait_for_inputs()
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
@@ -64,12 +66,13 @@ def block_gemm_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@dependent_jit(do_not_specialize=["num_rows"])
 def sum_parts_kernel(
     parts, bias, out, num_rows,
     N: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """parts float32 [SPLIT, M, N] -> out [M, N], summed in the order of the parts."""
+    wait_for_inputs()
     size = num_rows.to(tl.int64) * N
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < size

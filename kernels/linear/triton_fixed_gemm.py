@@ -20,18 +20,20 @@ from torch import Tensor
 from moe_engine.kernels.linear.products import add_product, empty_tile, grouped_order, load_step, weight_tile
 from moe_engine.kernels.linear.tiles import FIXED_PLAIN, FIXED_WIDE, PlainTiles
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 _STRIDES = ("x_stride", "x_head_stride", "out_stride", "out_head_stride")
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@dependent_jit(do_not_specialize=["num_rows"])
 def fixed_gemm_kernel(
     x, weight, bias, out, num_rows, x_stride, x_head_stride, out_stride, out_head_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head; weight [H, N, K] is contiguous."""
+    wait_for_inputs()
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     head = tl.program_id(1).to(tl.int64)

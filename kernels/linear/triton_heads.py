@@ -17,8 +17,9 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedActivation, QuantizedRows
-from moe_engine.kernels.quantization.triton_rows import quantize_tile
+from moe_engine.kernels.quantization.triton_rows import quantize_tile, store_scale
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -26,7 +27,7 @@ _BLOCK = tl.constexpr(BLOCK)
 _FEW_TOKENS = 16
 
 
-@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+@dependent_jit(do_not_specialize=["num_tokens", "scale_stride"])
 def heads_quantize_kernel(
     x, weight, out, scales, num_tokens, x_stride, x_head_stride, scale_stride,
     HEADS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -34,6 +35,7 @@ def heads_quantize_kernel(
 ):  # fmt: skip
     """out e4m3 [T, HEADS N] and scales of x[t, h] @ weight[h].T, rounded to x's dtype first. Grid (HEADS N / 128,
     T / BLOCK_T); weight [HEADS, N, K] is contiguous."""
+    wait_for_inputs()
     block = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
@@ -53,7 +55,7 @@ def heads_quantize_kernel(
     quantized, scale = quantize_tile(rounded, POWER_OF_TWO)
     place = out + row[:, None] * (HEADS * N) + block * _BLOCK + column[None, :]
     tl.store(place, quantized, live[:, None])
-    tl.store(scales + block * scale_stride + row, scale, live)
+    store_scale(scales, block, row, scale_stride, scale, live)
 
 
 def heads_fit(n: int) -> bool:
@@ -62,7 +64,7 @@ def heads_fit(n: int) -> bool:
 
 
 def heads_quantized(
-    x: Tensor, weight: Tensor, power_of_two: bool = False, deterministic: bool = False
+    x: Tensor, weight: Tensor, power_of_two: bool = False, deterministic: bool = False, exponents: bool = False
 ) -> QuantizedActivation:
     """x [T, H, K] x weight [H, N, K] -> [T, H N], quantized.
 
@@ -75,7 +77,7 @@ def heads_quantized(
     count, (heads, n, k) = x.shape[0], weight.shape
     if x.shape[1:] != (heads, k) or x.dtype != weight.dtype or not heads_fit(n):
         raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a weight {list(weight.shape)} {weight.dtype}")
-    rows, x = QuantizedRows.empty(count, heads * n, x.device), with_contiguous_rows(x)
+    rows, x = QuantizedRows.empty(count, heads * n, x.device, exponents=exponents), with_contiguous_rows(x)
     if count:
         constants, stages = _plan(count, heads, n, k, x.dtype, power_of_two, deterministic)
         heads_quantize_kernel[(heads * n // BLOCK, triton.cdiv(count, constants["BLOCK_T"]))](

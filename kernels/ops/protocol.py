@@ -129,6 +129,17 @@ class GroupedRows(Protocol):
 
 
 @dataclass(frozen=True)
+class Gates:
+    """Gates by sigmoid, in one launch each; product and sigmoid are rounded to the dtype of their argument."""
+
+    heads: Callable[[Tensor, Tensor], Tensor]
+    """(x, gate) [T, H, Dh]: x * sigmoid(gate), in place if x is contiguous."""
+
+    rows: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(rows, x, weight): rows [T, D] *= sigmoid(x @ weight.T), in place; x [T, D], weight [1, D]."""
+
+
+@dataclass(frozen=True)
 class OpsCapabilities:
     """The optional parts of a row of ops; None: not supported."""
 
@@ -155,6 +166,8 @@ class OpsCapabilities:
     absorb: Absorb | None = None
 
     grouped_rows: GroupedRows | None = None
+
+    gates: Gates | None = None
 
 
 class Ops(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import grid_barrier
 
 
@@ -139,7 +140,7 @@ def choose(
     tl.store(ids + token * (TOP_K + SHARED) + place, chosen, place < TOP_K + SHARED)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@dependent_jit(do_not_specialize=["num_tokens"])
 def router_logits_kernel(
     x, gate, logits, stride, num_tokens,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
@@ -147,13 +148,14 @@ def router_logits_kernel(
 ):  # fmt: skip
     """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; BF16X3: x is bfloat16; EXACT:
     the gate too. Grid (token blocks, expert blocks, P)."""
+    wait_for_inputs()
     logits_of_tile(
         x, None, None, gate, logits, stride, num_tokens, tl.program_id(0), tl.program_id(1), tl.program_id(2),
         EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
+@dependent_jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
 def router_select_kernel(
     logits, bias, real, weights, ids, num_tokens, scale,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
@@ -163,6 +165,7 @@ def router_select_kernel(
 ):  # fmt: skip
     """weights, ids [T, K + SHARED] from logits [PARTS, T, E]. Tokens whose `real` [T] is 0 choose no expert: -1.
     Grid (T,)."""
+    wait_for_inputs()
     choose(
         logits, bias, real, weights, ids, num_tokens, scale, tl.program_id(0).to(tl.int64), 1.0,
         PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS, RENORMALIZE,

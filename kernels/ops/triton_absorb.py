@@ -32,6 +32,7 @@ from moe_engine.kernels.ops.triton_e4m3 import converted
 from moe_engine.kernels.ops.triton_fp8_cache import write_record
 from moe_engine.kernels.ops.triton_rotary import turn_rows, write_row
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, with_contiguous_rows
 
 _PLAIN = tl.constexpr(PLAIN)
@@ -40,7 +41,7 @@ _FEW_TOKENS = 16
 """Up to this many tokens tiles are low, and narrow, so that enough programs read the weight."""
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def absorb_kernel(
     q, weight, out, kv_a, norm, positions, cos_sin, slots, cache, num_tokens,
     q_stride, q_head_stride, kv_stride, cache_stride, eps,
@@ -51,6 +52,7 @@ def absorb_kernel(
     """Grid (C / BLOCK_C + 1, HEADS, T / BLOCK_T): a tile of a head's product; the last tile rotates, and writes the
     cache rows of every HEADS-th of its tokens. weight [H, C, N] and out [T, H, C+R] are contiguous; an `out` of
     bytes holds e4m3."""
+    wait_for_inputs()
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.program_id(2) * BLOCK_T
     token = first + tl.arange(0, BLOCK_T)

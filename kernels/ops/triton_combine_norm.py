@@ -25,12 +25,13 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.triton_rows import store_norm
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@triton.jit(do_not_specialize=["scale_stride"], do_not_specialize_on_alignment=["weights"])
+@dependent_jit(do_not_specialize=["scale_stride"], do_not_specialize_on_alignment=["weights"])
 def combine_norm_kernel(
     rows, positions, weights, add, residual, norm, normed, out, scales, scale_stride, eps,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr, ADD_STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -38,6 +39,7 @@ def combine_norm_kernel(
 ):  # fmt: skip
     """One token per program: residual[t] += add[t] + sum_k weights[t, k] * rows[positions[t, k]], summed as
     `combine_kernel` sums; KEEP: normed[t] = its norm; QUANTIZE: the norm as e4m3 in `out`, with scales."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -73,7 +75,7 @@ def combine_norm(
         raise ValueError("combine_norm needs a contiguous residual in the dtype of the rows")
     (tokens, top_k), width = rows.positions.shape, residual.shape[1]
     normed = torch.empty_like(residual) if format.unquantized else None
-    quantized = QuantizedRows.empty(tokens, width, residual.device) if format.rows else None
+    quantized = QuantizedRows.empty(tokens, width, residual.device, exponents=format.exponents) if format.rows else None
     if tokens:
         weights = with_contiguous_rows(rows.weights)
         add = None if rows.add is None else with_contiguous_rows(rows.add)

@@ -33,6 +33,7 @@ from moe_engine.kernels.ops.triton_e4m3 import inside, unscaled_e4m3
 from moe_engine.kernels.ops.triton_rotary import normed_latent, turned_pairs
 from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
 
 _TOKEN, _GROUPS, _RANGE = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(FP8_RANGE)
@@ -106,13 +107,14 @@ def write_record(
         tl.store(target + LATENT + upper, second, live)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_latent_fp8_kernel(
     kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """cache[slots[t]] = the record of [rms_norm(kv_a[t, :C]) * weight | rotated kv_a[t, C:]]; cache is bytes."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     source = kv_a + token * kv_stride
     target = cache + tl.load(slots + token).to(tl.int64) * cache_stride
@@ -141,7 +143,7 @@ def _write_heads(
     tl.store(target + head[:, None] * RECORD + channel, numbers, live)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_kv_fp8_kernel(
     k, v, slots, k_cache, v_cache,
     k_stride, k_head_stride, v_stride, v_head_stride, k_cache_stride, v_cache_stride,
@@ -150,6 +152,7 @@ def write_kv_fp8_kernel(
 ):  # fmt: skip
     """k_cache[slots[t]] = records of k[t], v_cache[slots[t]] = records of v[t]; caches are bytes, a slot's heads are
     contiguous. RECORD: bytes of a head, SCALE: offset of its scale."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

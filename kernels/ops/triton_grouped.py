@@ -16,6 +16,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
 
 _TILE = 2048
@@ -60,7 +61,7 @@ def _normed(values, scale, weight, known, KIND: tl.constexpr):
     return (rounded * tl.load(weight, known, 0.0)).to(KIND)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def grouped_rows_kernel(
     q, k, v, q_norm, k_norm, positions, cos_sin, slots, out, k_cache, v_cache,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, k_cache_stride,
@@ -70,6 +71,7 @@ def grouped_rows_kernel(
 ):  # fmt: skip
     """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k and v [T, KV_HEADS, WIDTH] -> cache rows
     of their slots. Grid (T, blocks of query heads, then blocks of KV heads)."""
+    wait_for_inputs()
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = cos_sin + tl.load(positions + token) * TURNED + tl.arange(0, PAIRS)[None, :]
     if tile < tl.cdiv(HEADS, BLOCK_H):

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
 _TILE = 1024
@@ -22,7 +23,7 @@ _TILE = 1024
 _SILU_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@dependent_jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x, other, residual, weight, out,
     x_stride, x_head_stride, residual_stride, num_rows, eps,
@@ -31,6 +32,7 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """out = rms_norm(x), or with ADD residual += x; out = rms_norm(residual). Row n of x is (n // HEADS, n % HEADS).
     PAIR: x + other instead of x; other is contiguous."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]
     live = (row < num_rows) & (column < WIDTH)
@@ -50,9 +52,10 @@ def rms_norm_kernel(
     tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), live)
 
 
-@triton.jit
+@dependent_jit
 def silu_and_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < WIDTH

@@ -107,7 +107,7 @@ def add_norm_route(
     exact = gate.dtype == torch.bfloat16
     constants, grid, warps, stages = _plan(format, spec, bias is not None, count, hidden, x.dtype, exact, real)
     normed = torch.empty_like(residual)
-    rows = QuantizedRows.empty(count, hidden, device) if format.rows else None
+    rows = QuantizedRows.empty(count, hidden, device, exponents=format.exponents) if format.rows else None
     weights, ids = empty_choice(count, spec, ids_dtype, device)
     logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=device)
     programs = min(resident_programs(device), max(grid[0] * grid[1] * grid[2], count))

@@ -10,8 +10,9 @@ from torch import Tensor
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
-from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
+from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
+from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -46,7 +47,7 @@ class TritonOps:
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
-            grouped_rows=grouped_rows,
+            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows),
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -149,5 +150,7 @@ def _quantized(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat,
     other: Tensor | None = None,
 ) -> QuantizedActivation:  # fmt: skip
-    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, format.unquantized, other)
+    normed, rows = rms_norm_quantize(
+        x, weight, eps, residual, format.power_of_two, format.unquantized, other, format.exponents
+    )
     return QuantizedActivation(rows, normed, x.dtype)

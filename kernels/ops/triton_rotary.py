@@ -14,6 +14,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_e4m3 import converted
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
 
 _TILE = 2048
@@ -53,13 +54,14 @@ def turn_rows(
         tl.store(target + upper, converted(second, kind), live)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def rotate_kernel(
     x, positions, cos_sin, stride, head_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rotates the first WIDTH channels, CHANNEL elements apart, of x [T, HEADS, *]; BLOCK_R >= WIDTH."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     pair = tl.arange(0, BLOCK_R // 2)[None, :]
@@ -107,13 +109,14 @@ def write_row(
     tl.store(target + LATENT + upper, second.to(kind), live)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_latent_kernel(
     kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """cache[slots[t]] = [rms_norm(kv_a[t, :C]) * weight | rotated kv_a[t, C:]]."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     source = kv_a + token * kv_stride
     target = cache + tl.load(slots + token).to(tl.int64) * cache_stride
@@ -121,13 +124,14 @@ def write_latent_kernel(
     write_row(source, weight, table, target, eps, LATENT, WIDTH, INTERLEAVED, BLOCK_C, BLOCK_R)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_kv_kernel(
     k, v, slots, k_cache, v_cache,
     k_stride, k_head_stride, v_stride, v_head_stride, k_cache_stride, v_cache_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """k_cache[slots[t]] = k[t], v_cache[slots[t]] = v[t]; a cache slot holds its heads contiguously."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

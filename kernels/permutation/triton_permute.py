@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8
 from moe_engine.kernels.quantization.triton_groups import scale_groups
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, barrier_state, grid_barrier, resident_programs
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 
@@ -35,9 +36,10 @@ _COMBINE_TILE = 1024
 _PERMUTE_BYTES = 2048  # of a row, per program
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_steps"], do_not_specialize_on_alignment=["ids"])
+@dependent_jit(do_not_specialize=["num_pairs", "num_steps"], do_not_specialize_on_alignment=["ids"])
 def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP: tl.constexpr):
     """counts [chunk, e]: pairs of a chunk of STEP * num_steps of expert e. EXPERTS is a power of two."""
+    wait_for_inputs()
     _count_chunk(ids, counts, tl.program_id(0), num_pairs, num_steps, EXPERTS, STEP)
 
 
@@ -52,7 +54,7 @@ def _count_chunk(ids, counts, chunk, num_pairs, num_steps, EXPERTS: tl.constexpr
     tl.store(counts + chunk * EXPERTS + experts, total)
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["num_pairs", "num_steps", "num_chunks", "capacity"], do_not_specialize_on_alignment=["ids"]
 )
 def place_kernel(
@@ -66,6 +68,7 @@ def place_kernel(
     COUNTED: `count_kernel` has filled `counts`; otherwise every program counts all pairs, WIDE_STEP at once. WAITS:
     the programs of this launch fill `counts`, and wait for each other (cooperative).
     """
+    wait_for_inputs()
     chunk = tl.program_id(0)
     if WAITS:
         _count_chunk(ids, counts, chunk, num_pairs, num_steps, EXPERTS, STEP)
@@ -114,12 +117,13 @@ def place_kernel(
         start += tl.sum(named.to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=["x_scale_row", "x_scale_column", "scale_row", "scale_column"])
+@dependent_jit(do_not_specialize=["x_scale_row", "x_scale_column", "scale_row", "scale_column"])
 def permute_kernel(
     x, positions, out, x_scales, scales, x_scale_row, x_scale_column, scale_row, scale_column,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, TILE: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """out[positions[t, s]] [WIDTH] = x[t] for every s < SLOTS with a position; with scales per 128 channels."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     places = positions + token * SLOTS
@@ -142,13 +146,14 @@ def permute_kernel(
             tl.store(scales + row * scale_row + blocks * scale_column, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["weights"])
+@dependent_jit(do_not_specialize_on_alignment=["weights"])
 def combine_kernel(
     rows, positions, weights, add, out,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr, ADD_STRIDE: tl.constexpr, TILE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_ADD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = add[t] + sum_k weights[t, k] * rows[positions[t, k]], in float32 and in the order of k."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros((TILE,), tl.float32)

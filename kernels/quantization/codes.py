@@ -11,7 +11,8 @@ for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ MULTIPLE = 8
 """Kernels decode this many columns at once."""
 MXFP4_GROUP = 32
 """Numbers of MXFP4 with a common scale, a power of two."""
+NVFP4_GROUP = 16
+"""Numbers of NVFP4 with a common scale: e4m3 times a factor of the whole matrix."""
+STEP = 128
+"""Columns of a step of the products on a GPU, which holds whole groups or a part of one."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,25 @@ class GroupCodes:
         """True for MXFP4: its scales are powers of two."""
         return (self.bits, self.values, self.group) == (4, FP4, MXFP4_GROUP)
 
+    @property
+    def nvfp4(self) -> bool:
+        """True for NVFP4: its scales are e4m3 times a factor of the matrix, `CodedWeight.whole`."""
+        return (self.bits, self.values, self.group) == (4, FP4, NVFP4_GROUP)
+
+    @property
+    def four_bits(self) -> bool:
+        """True for the forms that experts on a GPU multiply: MXFP4, NVFP4, and integers of 4 bits in groups."""
+        if self.bits != 4 or self.factors:
+            return False
+        if self.values == FP4:
+            return self.mxfp4 or self.nvfp4
+        return self.group in (32, 64) or (self.group > 0 and self.group % STEP == 0)
+
     def takes(self, k: int) -> bool:
         """True if kernels can multiply a weight with k columns in this form."""
         group = self.group_of(k)
-        return k > 0 and k % (group * (self.factors or 1)) == 0 and group % MULTIPLE == 0
+        whole = 2 * group if self.nvfp4 else group * (self.factors or 1)
+        return k > 0 and k % whole == 0 and group % MULTIPLE == 0
 
     def table(self) -> tuple[float, ...]:
         """Values of 4-bit codes."""
@@ -86,7 +106,14 @@ class GroupCodes:
         size = SCALE_BYTES[self.scales] + (1 if self.zeros else 0)
         return n * (k * self.bits // 8 + groups * size)
 
-    def empty(self, n: int, k: int, device: torch.device | str) -> CodedWeight:
+    def bytes_on_gpu(self) -> Fraction:
+        """Memory of a number of a `four_bits` form in whole steps, with its share of the scale."""
+        if self.values == FP4:
+            return Fraction(1, 2) + Fraction(1, self.group)
+        pair = 2 if self.zeros else 1  # the zero point is a number of the scale's dtype
+        return Fraction(1, 2) + Fraction(SCALE_BYTES[self.scales] * pair, min(self.group, STEP))
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> Coded:
         """Uninitialised memory for a weight [n, k]."""
         return CodedWeight.empty(self, n, k, device)
 
@@ -100,6 +127,7 @@ class CodedWeight:
         scales: [N, G] in the format's dtype; with factors [N, G / factors, 2]: scale and offset.
         zeros: uint8 [N, G], or None.
         factors: uint8 [N, G, 2]: of the scale and of the offset, or None.
+        whole: of NVFP4: float32 scalar, the factor of the matrix in all scales; else None.
     """
 
     codes: Tensor
@@ -107,6 +135,11 @@ class CodedWeight:
     zeros: Tensor | None
     format: GroupCodes
     factors: Tensor | None = None
+    whole: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
 
     @classmethod
     def empty(cls, format: GroupCodes, n: int, k: int, device: torch.device | str) -> CodedWeight:
@@ -121,13 +154,14 @@ class CodedWeight:
             torch.empty(n, groups, dtype=torch.uint8, device=device) if format.zeros else None,
             format,
             torch.empty(n, groups, 2, dtype=torch.uint8, device=device) if format.factors else None,
+            torch.empty((), device=device) if format.nvfp4 else None,
         )
 
     def rows(self, start: int, stop: int) -> CodedWeight:
         """A view of rows [start, stop)."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
         factors = None if self.factors is None else self.factors[start:stop]
-        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format, factors)
+        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format, factors, self.whole)
 
     def randomize(self, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         """Random values of this deviation; `normal(tensor, deviation)` fills a contiguous tensor."""
@@ -142,6 +176,8 @@ class CodedWeight:
         else:
             self.codes.copy_(noise.add_(format.middle).clamp_(0, 2 * format.middle - 1).round_())
         self.scales.fill_(deviation / spread)
+        if self.whole is not None:
+            self.whole.fill_(deviation / spread)
         if self.zeros is not None:
             self.zeros.fill_(format.middle)
         if self.factors is not None:
@@ -165,3 +201,50 @@ class CodedWeight:
             pairs = self.scales.float().repeat_interleave(format.factors, 1) * self.factors.float()
             return (grouped * pairs[..., :1] - pairs[..., 1:]).view(n, k)
         return (grouped * self.scales.float().unsqueeze(-1)).view(n, k)
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight [N, K] without codes, which a kernel quantizes to `format` while it packs it.
+
+    Attributes:
+        kept: the values become those of the codes, rounded to their dtype.
+    """
+
+    values: Tensor
+    format: GroupCodes
+    kept: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def rows(self, start: int, stop: int) -> PlainWeight:
+        """A view of rows [start, stop)."""
+        return PlainWeight(self.values[start:stop], self.format, self.kept)
+
+
+@dataclass(frozen=True)
+class PlainCodes(GroupCodes):
+    """`KernelFormat` of `PlainWeight`.
+
+    Attributes:
+        plain: dtype of the weights.
+    """
+
+    plain: str = "float32"
+
+    @property
+    def codes(self) -> GroupCodes:
+        """The form for kernels that take codes."""
+        return GroupCodes(**{field.name: getattr(self, field.name) for field in fields(GroupCodes)})
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> PlainWeight:
+        """Uninitialised memory for a weight [n, k]."""
+        import torch
+
+        return PlainWeight(torch.empty(n, k, dtype=getattr(torch, self.plain), device=device), self)
+
+
+Coded = CodedWeight | PlainWeight
+"""A weight of a `GroupCodes`, as kernels take it."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows, num_blocks
+from moe_engine.kernels.quantization.protocol import QuantizedRows
 from moe_engine.kernels.quantization.reference import quantize_rows
 
 
@@ -40,30 +39,27 @@ class RowGroups:
         return self.sizes - self.starts if self.alignment else self.sizes
 
 
-def empty_rows(x: Tensor, width: int, row_major: bool = False) -> QuantizedRows:
+def empty_rows(x: Tensor, width: int, exponents: bool = False) -> QuantizedRows:
     """Uninitialised rows of `width` channels in the layout of x. Scales are column-major in each padded group, the
-    order in which DeepGEMM's masked products read them; or row-major."""
+    order in which DeepGEMM's masked products read them."""
     *groups, count = x.shape[:-1]
-    if row_major:
-        data = torch.empty(*groups, count, width, dtype=FP8, device=x.device)
-        return QuantizedRows(data, torch.empty(*groups, count, num_blocks(width), device=x.device))
-    return QuantizedRows.empty(count, width, x.device, tuple(groups))
+    return QuantizedRows.empty(count, width, x.device, tuple(groups), exponents)
 
 
-def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False) -> QuantizedRows:
+def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
     """x [G, C, K] or [M, K] -> its valid rows quantized, in the same layout; other rows are unspecified."""
-    rows = quantize_rows(x.flatten(0, -2), power_of_two)
-    out = empty_rows(x, x.shape[-1], row_major)
+    rows = quantize_rows(x.flatten(0, -2), power_of_two, exponents)
+    out = empty_rows(x, x.shape[-1], exponents)
     out.data.copy_(rows.data.view_as(out.data))
     out.scales.copy_(rows.scales.reshape(out.scales.shape))
     return out
 
 
 def silu_mul_quantize_groups(
-    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
 ) -> QuantizedRows:
     """gate_up [G, C, 2I] or [M, 2I], gate first -> silu(gate) * up of its valid rows, quantized."""
-    return quantize_groups(_silu_mul(gate_up), groups, power_of_two, row_major)
+    return quantize_groups(_silu_mul(gate_up), groups, power_of_two, exponents)
 
 
 def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:

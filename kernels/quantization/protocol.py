@@ -101,6 +101,8 @@ class QuantizedRows:
         data: e4m3 [M, K], contiguous.
         scales: float32 [ceil(K / 128)] per row, column-major [M, ceil(K / 128)]: one block's scales of all rows are
             contiguous, the order in which a product reads them; each column starts at a multiple of 16 bytes.
+            Or int32 [M, ceil(K / 512)], in the same order: the exponents of four scales that are powers of two, the
+            first in the lowest byte (E8M0, as DeepGEMM reads them on Blackwell).
 
     Padded groups of rows have another leading dimension: data [G, C, K], scales [G, C, ceil(K / 128)], column-major in
     each group.
@@ -110,10 +112,23 @@ class QuantizedRows:
     scales: Tensor
 
     @classmethod
-    def empty(cls, m: int, k: int, device: torch.device | str, groups: tuple[int, ...] = ()) -> QuantizedRows:
-        """Uninitialised memory for rows [M, K]; for padded groups [*groups, M, K]."""
-        columns = torch.empty(*groups, num_blocks(k), -(-m // 4) * 4, device=device)
+    def empty(
+        cls, m: int, k: int, device: torch.device | str, groups: tuple[int, ...] = (), exponents: bool = False
+    ) -> QuantizedRows:
+        """Uninitialised memory for rows [M, K]; for padded groups [*groups, M, K]. exponents: the form of the scales;
+        those after the last block are zero, since a product multiplies them with padding."""
+        blocks, stride = num_blocks(k), -(-m // 4) * 4
+        if exponents:
+            make = torch.zeros if blocks % 4 else torch.empty
+            columns = make(*groups, -(-blocks // 4), stride, dtype=torch.int32, device=device)
+        else:
+            columns = torch.empty(*groups, blocks, stride, device=device)
         return cls(torch.empty(*groups, m, k, dtype=FP8, device=device), columns[..., :m].transpose(-2, -1))
+
+    @property
+    def exponents(self) -> bool:
+        """True if the scales are stored as exponents."""
+        return self.scales.dtype == torch.int32
 
     @property
     def scale_stride(self) -> int:
@@ -128,7 +143,7 @@ class ActivationFormat:
     Attributes:
         unquantized: in the activation dtype.
         rows: quantized, as `QuantizedRows`.
-        power_of_two: with power-of-two scales.
+        power_of_two: with power-of-two scales. exponents: stored as exponents.
         column_scales: experts only: scales of rows are read column-major, as in `QuantizedRows`; other strides are
             copied.
         row_alignment: experts only: more than 1 if they take `aligned` batches, whose groups start at its multiples.
@@ -139,11 +154,12 @@ class ActivationFormat:
     power_of_two: bool = False
     column_scales: bool = False
     row_alignment: int = 1
+    exponents: bool = False
 
     @classmethod
-    def fp8(cls, power_of_two: bool) -> ActivationFormat:
+    def fp8(cls, power_of_two: bool, exponents: bool = False) -> ActivationFormat:
         """Quantized rows only."""
-        return cls(unquantized=False, rows=True, power_of_two=power_of_two)
+        return cls(unquantized=False, rows=True, power_of_two=power_of_two, exponents=exponents)
 
 
 UNQUANTIZED = ActivationFormat()
@@ -151,10 +167,11 @@ UNQUANTIZED = ActivationFormat()
 
 def common_format(*parts: ActivationFormat) -> ActivationFormat:
     """A format for all consumers. Consumers with different scales get unquantized values, and quantize themselves."""
-    kinds = {part.power_of_two for part in parts if part.rows}
+    kinds = {(part.power_of_two, part.exponents) for part in parts if part.rows}
     if len(kinds) != 1:
         return UNQUANTIZED
-    return ActivationFormat(any(part.unquantized for part in parts), True, kinds.pop())
+    power_of_two, exponents = kinds.pop()
+    return ActivationFormat(any(part.unquantized for part in parts), True, power_of_two, exponents=exponents)
 
 
 @dataclass(frozen=True)
@@ -178,7 +195,7 @@ class QuantizedActivation:
         Raises:
             ValueError: if they were not kept.
         """
-        if format.rows:
+        if format.rows and format.exponents == self.rows.exponents:
             return self
         if self.unquantized is None:
             raise ValueError("the unquantized values of this activation were not kept")

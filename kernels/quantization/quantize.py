@@ -1,4 +1,5 @@
-"""Quantization of plain weights to symmetric integers with a scale per group or row.
+"""Quantization of plain weights to symmetric integers with a scale per group or row: the reference of the C++ library,
+which quantizes what it packs (`cpu/src/quantize.cpp`).
 
 Legend: N out-features, K in-features, G groups.
 """
@@ -41,7 +42,7 @@ def _quantized(grouped: Tensor, middle: int, dtype: torch.dtype) -> tuple[Tensor
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for part in RANGES if middle == 8 else RANGES[:1]:
         scale = (most * (part / (middle - 1))).clamp_min_(_LEAST).to(dtype).float()
-        codes = (grouped / scale).round_().clamp_(-middle, middle - 1)
+        codes = (grouped * scale.reciprocal()).round_().clamp_(-middle, middle - 1)
         error = (codes * scale - grouped).square_().sum(-1, keepdim=True)
         if best is None:
             best = error, codes, scale

@@ -13,18 +13,32 @@ from moe_engine.kernels.powers_of_two import power_of_two_above
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AMAX, BlockWeight, QuantizedRows
 
 
-def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
-    """x [M, K] -> e4m3; each row's scale of 128 channels is amax / 448, optionally rounded up to a power of two."""
+def quantize_rows(x: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
+    """x [M, K] -> e4m3; each row's scale of 128 channels is amax / 448, optionally rounded up to a power of two, and
+    with that optionally stored as an exponent."""
     m, k = x.shape
     blocks = F.pad(x.float(), (0, -k % BLOCK)).unflatten(1, (-1, BLOCK))  # [M, K/128, 128]
     scales = blocks.abs().amax(2).clamp_min(MIN_AMAX) / FP8_MAX
     if power_of_two:
         scales = power_of_two_above(scales)
     quantized = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    rows = QuantizedRows.empty(m, k, x.device)
+    rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     rows.data.copy_(quantized.flatten(1)[:, :k])
-    rows.scales.copy_(scales)
+    rows.scales.copy_(as_exponents(scales) if exponents else scales)
     return rows
+
+
+def as_exponents(scales: Tensor) -> Tensor:
+    """scales [.., K / 128], positive powers of two -> their exponents in int32 [.., K / 512]."""
+    exponents = scales.contiguous().view(torch.int32) >> 23
+    parts = F.pad(exponents, (0, -exponents.shape[-1] % 4)).unflatten(-1, (-1, 4)).unbind(-1)
+    return parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
+
+
+def as_scales(exponents: Tensor, blocks: int) -> Tensor:
+    """`as_exponents` reversed: float32 [.., blocks]."""
+    parts = torch.stack([exponents >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).flatten(-2)
+    return (parts[..., :blocks] << 23).view(torch.float32)
 
 
 def rms_norm_quantize(
@@ -41,15 +55,17 @@ def rms_norm_quantize(
     return normed if keep else None, quantize_rows(normed, power_of_two)
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
     """gate_up [M, 2I], gate first -> silu(gate) * up, quantized, [M, I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return quantize_rows(F.silu(gate) * up, power_of_two)
+    return quantize_rows(F.silu(gate) * up, power_of_two, exponents)
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> Tensor:
     """[M, K] in `dtype`."""
-    scales = rows.scales.to(dtype).repeat_interleave(BLOCK, 1)[:, : rows.data.shape[1]]
+    width = rows.data.shape[1]
+    scales = as_scales(rows.scales, -(-width // BLOCK)) if rows.exponents else rows.scales
+    scales = scales.to(dtype).repeat_interleave(BLOCK, 1)[:, :width]
     return rows.data.to(dtype) * scales
 
 

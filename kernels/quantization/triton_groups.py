@@ -14,13 +14,14 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
-from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
+from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile, store_scale
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
 MAX_PROGRAMS = 2048
 """Max programs of a launch, about 16 for each SM of an H200; programs loop over further rows."""
-_UNSPECIALIZED = ["capacity", "scale_row", "scale_column", "scale_skip"]
+_UNSPECIALIZED = ["capacity", "scale_column", "scale_skip"]
 
 
 @triton.jit
@@ -34,17 +35,19 @@ def group_rows(sizes, group, capacity, ALIGN: tl.constexpr):
     return start, end - start
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["sizes"])
+@dependent_jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["sizes"])
 def groups_kernel(
-    x, sizes, weights, out, scales, capacity, scale_row, scale_column, scale_skip,
+    x, sizes, weights, out, scales, capacity, scale_column, scale_skip,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, GATED: tl.constexpr, QUANTIZE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = x; GATED: silu(x[:, :WIDTH]) * x[:, WIDTH:]; WEIGHTED: * weights [M]. QUANTIZE: as e4m3.
 
-    Scale of row m of group g and block b: scales[g * scale_skip + m * scale_row + b * scale_column].
+    Scale of row m of group g and block b: scales[g * scale_skip + m + b * scale_column], or an
+    exponent (`store_scale`).
     Grid (G, WIDTH / 128, programs per group).
     """
+    wait_for_inputs()
     group, block = tl.program_id(0), tl.program_id(1)
     first, count = group_rows(sizes, group, capacity, ALIGN)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -65,24 +68,24 @@ def groups_kernel(
         if QUANTIZE:
             quantized, scale = quantize_tile(tile, POWER_OF_TWO)
             tl.store(target, quantized, mask=mask)
-            tl.store(scales + line * scale_row + block * scale_column, scale, mask=inside)
+            store_scale(scales, block, line, scale_column, scale, inside)
         else:
             tl.store(target, tile.to(out.dtype.element_ty), mask=mask)
 
 
-def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False) -> QuantizedRows:
+def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
     """See `groups.quantize_groups`."""
-    rows = empty_rows(x, x.shape[-1], row_major)
+    rows = empty_rows(x, x.shape[-1], exponents)
     _launch(x, groups, rows, _constants(groups, x.shape[-1], power_of_two=power_of_two))
     return rows
 
 
 def silu_mul_quantize_groups(
-    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
 ) -> QuantizedRows:
     """See `groups.silu_mul_quantize_groups`."""
     width = gate_up.shape[-1] // 2
-    rows = empty_rows(gate_up, width, row_major)
+    rows = empty_rows(gate_up, width, exponents)
     _launch(gate_up, groups, rows, _constants(groups, width, gated=True, power_of_two=power_of_two))
     return rows
 
@@ -110,11 +113,10 @@ def _launch(
     if not x.numel():
         return
     x, count, capacity = x.contiguous(), len(groups.sizes), 0 if groups.alignment else x.shape[1]
-    data, scales, strides = out, None, (0, 0, 0)
+    data, scales, strides = out, None, (0, 0)
     if isinstance(out, QuantizedRows):
         data, scales = out.data, out.scales
-        row, column = scales.stride(-2), scales.stride(-1)
-        strides = row, column, 0 if groups.alignment else scales.stride(0) - capacity * row
+        strides = out.scale_stride, 0 if groups.alignment else scales.stride(0) - capacity
     blocks = triton.cdiv(constants["WIDTH"], BLOCK)
     most = x.shape[-2] if groups.alignment else capacity
     groups_kernel[(count, blocks, programs_per_group(count, blocks, most))](
@@ -140,11 +142,12 @@ def _constants(
 def aot_cases() -> list[AotCase]:
     """DeepSeek V3's experts (hidden 7168, width 2048) in FP8, V2-Lite's (width 1408) in bf16, and weighted results."""
     padded, aligned = RowGroups(torch.empty(0)), RowGroups(torch.empty(0), 128)
-    strides = {"scale_row": "i32", "scale_column": "i32", "scale_skip": "i32"}
+    strides = {"scale_column": "i32", "scale_skip": "i32"}
     found = []
     for name, groups, width, options in (
         ("quantize_padded_7168", padded, 7168, {}),
         ("silu_mul_padded_2048", padded, 2048, {"gated": True}),
+        ("silu_mul_padded_2048_exponents", padded, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_aligned_2048", aligned, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_bf16_1408", padded, 1408, {"gated": True, "quantize": False}),
         ("weighted_aligned_7168", aligned, 7168, {"quantize": False, "weighted": True}),
@@ -152,7 +155,8 @@ def aot_cases() -> list[AotCase]:
         constants = _constants(groups, width, **options)
         signature = {"x": "*bf16", "sizes": "*i32:1", "capacity": "i32", **strides}
         signature["out"] = "*fp8e4nv" if constants["QUANTIZE"] else "*bf16"
-        pointers = {"scales": ("*fp32", constants["QUANTIZE"]), "weights": ("*fp32", constants["WEIGHTED"])}
+        kind = "*i32" if name.endswith("exponents") else "*fp32"
+        pointers = {"scales": (kind, constants["QUANTIZE"]), "weights": ("*fp32", constants["WEIGHTED"])}
         signature |= {name: kind for name, (kind, used) in pointers.items() if used}
         constants |= {name: None for name, (_, used) in pointers.items() if not used}
         found.append(AotCase(f"groups_{name}", groups_kernel, signature, constants, 4, 3, False))

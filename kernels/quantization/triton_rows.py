@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -40,12 +41,23 @@ def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit
+def store_scale(scales, block, row, stride, scale, mask):
+    """The scale of a block of a row, in the form of `scales`: float32, or four exponents in each int32."""
+    if scales.dtype.element_ty == tl.int32:
+        place = scales.to(tl.pointer_type(tl.uint8), bitcast=True) + ((block // 4) * stride + row) * 4 + block % 4
+        tl.store(place, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
+    else:
+        tl.store(scales + block * stride + row, scale, mask=mask)
+
+
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def quantize_kernel(
     x, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """x [M, WIDTH] -> out e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
+    wait_for_inputs()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -55,15 +67,16 @@ def quantize_kernel(
     tile = tl.load(x + line * X_STRIDE + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     quantized, scale = quantize_tile(tile, POWER_OF_TWO)
     tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
-    tl.store(scales + block * scale_stride + rows, scale, mask=inside)
+    store_scale(scales, block, rows, scale_stride, scale, inside)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def silu_mul_quantize_kernel(
     gate_up, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
+    wait_for_inputs()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -75,7 +88,7 @@ def silu_mul_quantize_kernel(
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
     quantized, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
     tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
-    tl.store(scales + block * scale_stride + rows, scale, mask=inside)
+    store_scale(scales, block, rows, scale_stride, scale, inside)
 
 
 @triton.jit
@@ -99,11 +112,11 @@ def store_norm(
     if QUANTIZE:
         quantized, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
         tl.store(out + row * WIDTH + cols, quantized, mask=mask)
-        tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
+        store_scale(scales, blocks, row, scale_stride, scale, blocks * _BLOCK < WIDTH)
     return inverse
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def rms_norm_quantize_kernel(
     x, other, residual, weight, normed, out, scales, scale_stride, eps,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -111,6 +124,7 @@ def rms_norm_quantize_kernel(
 ):  # fmt: skip
     """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype;
     PAIR: of x + other, which is contiguous."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -131,11 +145,11 @@ def rms_norm_quantize_kernel(
     )  # fmt: skip
 
 
-def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
+def quantize_rows(x: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
     """x [M, K], rows may be strided -> `QuantizedRows`. See `reference.quantize_rows`."""
     x = _lines(x)
     m, k = x.shape
-    rows = QuantizedRows.empty(m, k, x.device)
+    rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     if m:
         quantize_kernel[_tiles(m, k)](
             x, rows.data, rows.scales, m, rows.scale_stride, WIDTH=k, X_STRIDE=_stride(x), ROWS=TILE_ROWS,
@@ -144,11 +158,11 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
     return rows
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
     """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32."""
     gate_up = _lines(gate_up)
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
-    rows = QuantizedRows.empty(m, width, gate_up.device)
+    rows = QuantizedRows.empty(m, width, gate_up.device, exponents=exponents)
     if m:
         silu_mul_quantize_kernel[_tiles(m, width)](
             gate_up, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
@@ -159,7 +173,7 @@ def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedR
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
-    keep: bool = True, other: Tensor | None = None,
+    keep: bool = True, other: Tensor | None = None, exponents: bool = False,
 ) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
     """residual += x (+ other, contiguous) in place if given (contiguous [M, K]); returns its RMSNorm (None unless
     `keep`), and the quantized form."""
@@ -167,7 +181,7 @@ def rms_norm_quantize(
         raise ValueError("rms_norm_quantize needs a contiguous residual")
     x = _lines(x)
     m, k = x.shape
-    rows = QuantizedRows.empty(m, k, x.device)
+    rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
     if m:
         rms_norm_quantize_kernel[(m,)](
@@ -208,6 +222,8 @@ def aot_cases() -> list[AotCase]:
         constants: dict[str, Any] = {"WIDTH": width, "X_STRIDE": width, "ROWS": TILE_ROWS, "POWER_OF_TWO": False}
         signature = {"x": "*bf16", "num_rows": "i32", **pointers}
         cases.append(AotCase(f"fp8_quantize_{width}", quantize_kernel, signature, constants, 4, 3, False))
+    constants, signature = constants | {"POWER_OF_TWO": True}, signature | {"scales": "*i32"}
+    cases.append(AotCase("fp8_quantize_18432_exponents", quantize_kernel, signature, constants, 4, 3, False))
     for width in (2048, 18432):
         constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
         signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}

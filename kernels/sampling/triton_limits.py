@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+
 BLOCK = 4096
 """Elements of a tile; also the max chunks of a row and max candidates, which fit one tile."""
 
@@ -207,7 +209,7 @@ def _limits_of_row(
     return limit, last, total
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_p", "min_p", "top_k"])
+@dependent_jit(do_not_specialize_on_alignment=["temperature", "top_p", "min_p", "top_k"])
 def limits_kernel(
     logits, temperature, top_p, min_p, top_k, chunk_best, candidates, best_out, limit_out, last_out, total_out, stride,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
@@ -217,6 +219,7 @@ def limits_kernel(
     Token v of a row is kept if its logit is above the limit, or equals it and v <= last. Scratch: chunk_best
     [S, BLOCK], candidates [S, BLOCK]. A greedy row (temperature 0) keeps only its best token.
     """
+    wait_for_inputs()
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     chunk_best += index * BLOCK

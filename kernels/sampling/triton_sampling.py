@@ -18,6 +18,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, SamplingParameters
 from moe_engine.kernels.sampling.triton_limits import BLOCK, best_of_row, limits_kernel, weight_of
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import stride_of, with_contiguous_rows
 
 _WARPS = 16
@@ -36,9 +37,10 @@ class _Limits(NamedTuple):
     total: Tensor  # [S] float64
 
 
-@triton.jit
+@dependent_jit
 def greedy_kernel(logits, tokens, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """tokens [S] int64: the best token of each row."""
+    wait_for_inputs()
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     _best, at, valid = best_of_row(row, row, VOCAB, 1, BLOCK, False)
@@ -53,12 +55,13 @@ def _kept(x, token, best, limit, last, temperature, min_p):
     return tl.where(inside & (weight >= min_p), weight, 0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "min_p", "uniform"])
+@dependent_jit(do_not_specialize_on_alignment=["temperature", "min_p", "uniform"])
 def draw_kernel(
     logits, temperature, min_p, uniform, best_in, limit_in, last_in, total_in, tokens, stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """tokens [S] int64: the token where the row's running weight first exceeds uniform times the total."""
+    wait_for_inputs()
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     best, limit, last = tl.load(best_in + index), tl.load(limit_in + index), tl.load(last_in + index)
@@ -87,12 +90,13 @@ def draw_kernel(
     tl.store(tokens + index, tl.where(valid, token, _INVALID))
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "min_p"])
+@dependent_jit(do_not_specialize_on_alignment=["temperature", "min_p"])
 def look_up_kernel(
     logits, temperature, min_p, tokens, best_in, limit_in, last_in, total_in, found, stride,
     ASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found [S, J] float32: the probability of tokens [S, J] int64, 0 for negative ids and invalid rows."""
+    wait_for_inputs()
     index = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     token = tl.load(tokens + index * ASKED + column, column < ASKED, -1)

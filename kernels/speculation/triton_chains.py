@@ -26,6 +26,7 @@ from moe_engine.kernels.speculation.protocol import (
     signed64,
 )
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import warps_for
 
 _GOLDEN = tl.constexpr(signed64(GOLDEN))
@@ -51,7 +52,7 @@ def _uniform(seed, position):
     return ((_mixed(seed + position * _GOLDEN) >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
-@triton.jit(do_not_specialize=["num_requests", "width"])
+@dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_inputs_kernel(
     rows, seeds, lengths, last_tokens, slot_table, window_table, starts, draft_ids, draft_positions, draft_slots,
     draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens, real, uniform, num_requests,
@@ -59,6 +60,7 @@ def chain_inputs_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """See `ChainKernels.inputs`."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     is_real = row >= 0
@@ -92,7 +94,7 @@ def chain_inputs_kernel(
     tl.store(draft_uniform + at, numbers, drafting)
 
 
-@triton.jit(do_not_specialize=["width"])
+@dependent_jit(do_not_specialize=["width"])
 def chain_accept_kernel(
     rows, seeds, starts, ids, sampled, chances, tokens, lengths, last_tokens, result, next_ids, last, width, share,
     acc,
@@ -100,6 +102,7 @@ def chain_accept_kernel(
 ):  # fmt: skip
     """See `ChainKernels.accept`. LEAST: tokens of every chain, `share` of the chains have one more; 0: as sampled.
     FORCE: thresholds `share` (single) and acc."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row, start = tl.load(rows + request), tl.load(starts + request)
     place = tl.arange(0, BLOCK).to(tl.int64)
@@ -135,9 +138,10 @@ def chain_accept_kernel(
     tl.store(last_tokens + row, tl.sum(tl.where(place == K - 1, valid, 0), 0), is_real)
 
 
-@triton.jit
+@dependent_jit
 def chain_states_kernel(states, hidden, rows, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """See `ChainKernels.keep_states`."""
+    wait_for_inputs()
     request = tl.program_id(0)
     row, source = tl.load(rows + request), tl.load(last + request)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -153,13 +157,14 @@ def _source(place, request, row, is_row, BACK: tl.constexpr, K: tl.constexpr):
     return tl.where((place < 0) & (place >= -BACK) & is_row, -1 - (row * BACK + BACK + place), new)
 
 
-@triton.jit(do_not_specialize=["num_requests", "width"])
+@dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_runs_kernel(
     rows, all_starts, result, cached, tokens, slot_table, positions, slots, lens, real, ids, sources, kept,
     num_requests, width,
     N: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, SHIFT: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """See `ChainKernels.runs`."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     place = tl.arange(0, BLOCK).to(tl.int64)
@@ -188,9 +193,10 @@ def chain_runs_kernel(
         tl.store(kept + request * BACK + place, source, place < BACK)
 
 
-@triton.jit
+@dependent_jit
 def gather_states_kernel(kept, hidden, sources, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """See `ChainKernels.gather_states`."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     source = tl.load(sources + token)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -201,11 +207,12 @@ def gather_states_kernel(kept, hidden, sources, out, WIDTH: tl.constexpr, BLOCK:
     tl.store(out + token * WIDTH + column, tl.where(is_new, new, old), inside)
 
 
-@triton.jit(do_not_specialize=["width"])
+@dependent_jit(do_not_specialize=["width"])
 def match_kernel(
     rows, starts, tokens, best, width, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """best [R, blocks]: size * W + position behind the best match that ends in a block of positions, 0: none."""
+    wait_for_inputs()
     request, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + request)
     last = tl.load(starts + request, row >= 0, 0)
@@ -224,11 +231,12 @@ def match_kernel(
     tl.store(best + request * tl.num_programs(1) + block, value)
 
 
-@triton.jit(do_not_specialize=["width", "blocks"])
+@dependent_jit(do_not_specialize=["width", "blocks"])
 def match_drafts_kernel(
     rows, starts, tokens, best, ids, width, blocks, S: tl.constexpr, BLOCKS: tl.constexpr, DRAFTS: tl.constexpr
 ):  # fmt: skip
     """The tokens behind the best match of each request to ids [R, S + 1]."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     block = tl.arange(0, BLOCKS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 import triton.language as tl
 from triton import next_power_of_2
 
@@ -15,14 +14,16 @@ from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.protocol import ChainBuffers
 from moe_engine.kernels.speculation.trees import LevelBuffers, TreeBuffers
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["width"])
+@dependent_jit(do_not_specialize=["width"])
 def tree_slots_kernel(
     rows, starts, table, positions, slots, lens, real, width, COUNT: tl.constexpr, BLOCK: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
     """See `TreeKernels.spread`, for the tree or one level. EACH: nodes of a level; 0: `positions` are not written."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     start = tl.load(starts + request, row >= 0, 0)
@@ -38,12 +39,13 @@ def tree_slots_kernel(
         tl.store(positions + at, tl.where(has_row, start + place // EACH, 0), inside)
 
 
-@triton.jit
+@dependent_jit
 def tree_nodes_kernel(
     rows, starts, chain_uniform, parents, positions, visible, uniform, N: tl.constexpr, BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """See `TreeKernels.enter`. Masks and levels pass from parents to children, a level further each time."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     inside, at = node < N, request * N + node
@@ -61,12 +63,13 @@ def tree_nodes_kernel(
     tl.store(uniform + at, numbers, inside)
 
 
-@triton.jit
+@dependent_jit
 def tree_walk_kernel(
     ids, parents, slots, sampled, chain_ids, chain_sampled, path, taken, sources, N: tl.constexpr, BLOCK: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
     """See `TreeKernels.walk`."""
+    wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK).to(tl.int64)
     inside = place < N

@@ -68,7 +68,7 @@ class SymmMemAllReduce:
     ) -> QuantizedActivation:
         """`QuantizedNorms.add_rms_norm` of the sum of x over the ranks."""
         out = torch.empty_like(residual) if format.unquantized else None
-        rows = QuantizedRows.empty(len(x), self._arenas.width, x.device)
+        rows = QuantizedRows.empty(len(x), self._arenas.width, x.device, exponents=format.exponents)
         form = form_constants(True, True, format.unquantized, format.power_of_two)
         self._launch(x.contiguous(), residual, weight, out, rows, eps, form)
         return QuantizedActivation(rows, out, x.dtype)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moe_engine.kernels.quantization.protocol import BLOCK
-from moe_engine.kernels.quantization.triton_rows import quantize_tile
+from moe_engine.kernels.quantization.triton_rows import quantize_tile, store_scale
 from moe_engine.kernels.symm_mem.all_reduce_layout import PROGRAMS, SHAPES, Arenas
 from moe_engine.kernels.symm_mem.triton_flags import await_flags, part_of, raise_flags, rank_constants
 from moe_engine.kernels.triton.aot import AotCase
@@ -69,7 +69,7 @@ def _finish(
             numbers, scale = quantize_tile(normed.to(tl.float32), POWER_OF_TWO)
             tl.store(quantized + line, numbers, mask=inside)
             written = (blocks * _BLOCK < WIDTH) & (tl.max(inside.to(tl.int32), axis=1) > 0)
-            tl.store(scales + blocks * scale_stride + row, scale, mask=written)
+            store_scale(scales, blocks, row, scale_stride, scale, written)
     else:
         tl.store(out + line, summed, mask=inside)
 

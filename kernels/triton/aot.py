@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_engine.kernels.triton.availability import version
+from moe_engine.kernels.triton.dependent import OPTION, is_dependent
 
 if hasattr(knobs.language, "default_fp_fusion"):
     knobs.language.default_fp_fusion = True  # the default up to Triton 3.9, announced to change in 3.10
@@ -38,6 +39,10 @@ TENSOR_MEMORY_LIMIT = 512
 _INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync.aligned"}
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+_WAIT = "griddepcontrol.wait"
+_ACCESS = re.compile(r"^\s+(?:@%p\d+ )?((?:ld|st|atom|red|cp|prefetch|tensormap)\.(?!param|shared)\S+)", re.MULTILINE)
+"""An access to global memory; "cp.async" also copies to shared memory, from there."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,10 @@ class AotReport:
     instructions: tuple[str, ...]
     matrix: bool
     seconds: float
+    dependent: bool = False
+    """Launched with `dependent.OPTION`."""
+    before_wait: tuple[str, ...] = ()
+    """Accesses to global memory before the wait of a dependent launch; all, without a wait."""
 
     def faults(self) -> list[str]:
         """Reasons why the device cannot run the kernel."""
@@ -96,6 +105,8 @@ class AotReport:
             found.append(f"spills: {self.spill_bytes} bytes of stack per thread")
         if self.matrix and not self.instructions:
             found.append("matrix products without tensor cores")
+        if self.before_wait:
+            found.append(f"does not wait for its inputs before {self.before_wait[0]} (wait_for_inputs)")
         return found
 
 
@@ -133,6 +144,8 @@ def source_of(case: AotCase) -> ASTSource:
 def compiler_input(case: AotCase, arch: int) -> dict[str, Any]:
     """The arguments of `triton.compile`."""
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
+    if is_dependent(case.kernel, arch, options):
+        options[OPTION] = True
     return {"src": source_of(case), "target": GPUTarget("cuda", arch, 32), "options": options}
 
 
@@ -154,6 +167,7 @@ def report_of(name: str, kernel: Any, arch: int, matrix: bool, seconds: float) -
     """The report of a `triton.compile` result."""
     registers, stack = resource_usage(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
+    dependent = bool(getattr(kernel.metadata, OPTION, False))
     return AotReport(
         name=name,
         arch=arch,
@@ -165,6 +179,8 @@ def report_of(name: str, kernel: Any, arch: int, matrix: bool, seconds: float) -
         instructions=tuple(short for short, text in _INSTRUCTIONS.items() if text in ptx),
         matrix=matrix,
         seconds=seconds,
+        dependent=dependent,
+        before_wait=tuple(_ACCESS.findall(ptx.partition(_WAIT)[0])) if dependent else (),
     )
 
 

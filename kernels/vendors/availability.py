@@ -85,11 +85,12 @@ def fa3_gqa(device: Device, need: Need) -> str | None:
 def flash_mla(device: Device, need: Need) -> str | None:
     """bf16, fp16 and unscaled e4m3 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also
     Blackwell, any page, up to 128 query heads."""
-    reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need) or _too_wide(limits.flashmla, need)
+    library = probe.FLASH_MLA_FP8 if need.kv_dtype == E4M3_TENSOR else probe.FLASH_MLA
+    reason = _promises("FlashMLA", need) or library.why_not(device, need) or _too_wide(limits.flashmla, need)
     if reason is None and need.kv_dtype == E4M3 and need.widths is not None:
         reason = limits.flashmla_records(need.widths.heads)
     if reason is None and need.kv_dtype == E4M3_TENSOR:
-        reason = _unscaled_cache("FlashMLA", need) or _flash_mla_dense_fp8()
+        reason = _unscaled_cache("FlashMLA", need)
     if reason is None and need.kv_dtype == E5M2:
         return f"FlashMLA reads FP8 records with scales (fp8_e4m3), not {need.kv_dtype}"
     if reason or need.kv_dtype == E4M3:
@@ -99,13 +100,6 @@ def flash_mla(device: Device, need: Need) -> str | None:
     if need.page_size % 64:
         return f"FlashMLA reads pages of 64 tokens, --page-size is {need.page_size}"
     return None
-
-
-def _flash_mla_dense_fp8() -> str | None:
-    name = probe.FLASH_MLA.installed()
-    if name is None or name.startswith("sgl_kernel"):
-        return None
-    return f"{name} has no dense kernel for FP8; sgl_kernel's build has one, and is used where {name} is not installed"
 
 
 def flash_mla_uncaptured(device: Device, need: Need) -> str | None:

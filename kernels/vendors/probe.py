@@ -149,6 +149,13 @@ FLASH_MLA = Library(
     "pip install 'sglang-kernel>=0.4.10' brings it, or build github.com/deepseek-ai/FlashMLA",
     ("get_mla_metadata", "flash_mla_with_kvcache"),
 )
+FLASH_MLA_FP8 = Library(
+    "FlashMLA's dense kernel for FP8",
+    FLASH_MLA.modules[1:],  # the library's own package has none
+    "pip install 'sglang-kernel>=0.4.10'",
+    FLASH_MLA.provides,
+    majors=(9,),
+)
 FA3 = Library(
     "FlashAttention 3",
     ("flash_attn_interface", "sgl_kernel.flash_attn"),

@@ -5,14 +5,14 @@ Legend: N rows, K columns of a matrix.
 NVFP4: `prefix.weight` (ModelOpt) or `prefix.weight_packed` (compressed-tensors) uint8 [N, K / 2]; `weight_scale` e4m3
 [N, K / 16]; a scale of the matrix: `weight_scale_2`, a factor, or `weight_global_scale`, a divisor. MXFP4:
 `weight_packed`, `weight_scale` uint8 [N, K / 32], e8m0. Kernels take scales in bfloat16: exact for MXFP4, and as
-exact as weights dequantized to bfloat16 for NVFP4. Sources: OCP Microscaling specification 1.0; ModelOpt;
-compressed-tensors.
+exact as weights dequantized to bfloat16 for NVFP4; with the scale of the matrix kernels of a GPU get the stored e4m3
+back. Sources: OCP Microscaling specification 1.0; ModelOpt; compressed-tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,14 +39,12 @@ class FP4:
         codes: end of the name of the tensor of codes.
         whole: end of the name of the scale of a matrix; empty: there is none.
         divides: the scale of a matrix divides.
-        scale_bytes: of a scale in memory.
     """
 
     group: int
     codes: str = "weight_packed"
     whole: str = ""
     divides: bool = False
-    scale_bytes: int = 2
 
     coded: ClassVar[bool] = True
     blocks: ClassVar[bool] = False
@@ -71,7 +69,7 @@ class FP4:
         return (*found, *(StoredTensor(name, (1,), SCALES, _ONE) for name in unused))
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return Fraction(1, 2) + Fraction(self.scale_bytes, self.group)
+        return Fraction(1, 2) + Fraction(2, self.group)
 
     def kernel_format(self) -> GroupCodes:
         from moe_engine.kernels.quantization.codes import FP4 as VALUES
@@ -99,9 +97,12 @@ class FP4:
         scales = _floats(read_scales(source, scale, Cut(cut.rows)))
         if self.whole:
             factor = read_scales(source, rest.pop(0)).float().reshape(())
-            scales = scales / factor if self.divides else scales * factor
+            factor = factor.reciprocal() if self.divides else factor
+            scales = scales * factor
         consume(source, *rest)
         if isinstance(out, CodedWeight):
+            if out.whole is not None:
+                out.whole.copy_(factor)
             out.codes.copy_(values)
             out.scales.copy_(scales[:, first // self.group : -(-last // self.group)])
             return
@@ -128,4 +129,3 @@ def _floats(scales: Tensor) -> Tensor:
 NVFP4 = FP4(16, "weight", "weight_scale_2")
 NVFP4_COMPRESSED = FP4(16, "weight_packed", "weight_global_scale", divides=True)
 MXFP4_COMPRESSED = FP4(32)
-MXFP4_ON_GPU = replace(MXFP4_COMPRESSED, scale_bytes=1)

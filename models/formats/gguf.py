@@ -18,7 +18,7 @@ from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE
 from moe_engine.models.formats.plain import plain_tensor
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, family_of
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader
 
@@ -153,6 +153,15 @@ class GGUFFormat(SchemeFormat):
 
     def _stored(self, prefix: str, names: Collection[str]) -> Scheme | None:
         return self.scheme_of(prefix)
+
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
+        """Kernels of a GPU take experts whose matrices have one form."""
+        if self.on_gpu and family_of(prefix) == "experts":
+            stem = prefix.rpartition(".")[0]
+            forms = {scheme.kernel_format() for name, scheme in self.types if name.rpartition(".")[0] == stem}
+            if len(forms) > 1:
+                return Fraction(dtype_bytes)
+        return super().bytes_per_element(prefix, shape, dtype_bytes)
 
 
 def matrix_types(headers: Mapping[str, TensorHeader]) -> dict[str, str]:

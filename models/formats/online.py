@@ -6,7 +6,7 @@ The files are plain; kernels that multiply a form get the form, others get its v
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from moe_engine.models.formats.schemes import SchemeFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.codes import GroupCodes
+    from moe_engine.kernels.quantization.codes import GroupCodes, PlainCodes
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 GROUPS = (32, 64, 128, 256)
@@ -37,10 +37,10 @@ class Online:
     """A `Scheme`: plain in the files.
 
     Attributes:
-        codes: the form for kernels; None: FP8 blocks.
+        codes: the form for kernels, which quantize plain weights; None: FP8 blocks.
     """
 
-    codes: GroupCodes | None
+    codes: PlainCodes | None
 
     @property
     def coded(self) -> bool:
@@ -71,7 +71,9 @@ class Online:
         return BlockFP8() if self.codes is None else self.codes
 
     def of_dtype(self, dtype: str) -> Online:
-        return self
+        if self.codes is None or dtype != "bfloat16":
+            return self
+        return replace(self, codes=replace(self.codes, plain=dtype))
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         if self.codes is not None:
@@ -80,13 +82,21 @@ class Online:
         return cut.keeps_whole(shape, (128, 128))
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
-        """Reads and quantizes some rows at a time; a Tensor gets the values of the quantized weight."""
+        """Reads what the kernel quantizes; else reads and quantizes some rows at a time. A Tensor gets the values of
+        the quantized weight."""
         from torch import Tensor
 
+        from moe_engine.kernels.quantization.codes import PlainWeight
+
         (stored,) = self.tensors(prefix, shape, source.names)
+        if isinstance(out, PlainWeight):
+            source.read_into(stored, cut, out.values)
+            return
         n, k = cut.shape(shape)
         if isinstance(out, Tensor) and not self.keeps(source, prefix, shape, cut):
             source.read_into(stored, cut, out)
+            return
+        if isinstance(out, Tensor) and self.codes is None and _rounded(source, stored, cut, out):
             return
         form, first = self.kernel_format(), 0 if cut.rows is None else cut.rows.indices(shape[0])[0]
         step = max(128, _READ_ELEMENTS // max(1, k) // 128 * 128)
@@ -96,9 +106,12 @@ class Online:
             _load_rows(form, source, stored, part, out, start, stop)
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import CodedWeight
+        from moe_engine.kernels.quantization.codes import CodedWeight, PlainWeight
         from moe_engine.kernels.quantization.protocol import BlockWeight
 
+        if isinstance(out, PlainWeight):
+            normal(out.values, deviation)
+            return
         if isinstance(out, CodedWeight):
             out.randomize(deviation, normal)
             return
@@ -128,11 +141,24 @@ def _load_rows(
         part.scales.copy_(made.scales)
     elif isinstance(form, GroupCodes):
         n, k = plain.shape
-        coded = form.empty(n, k, plain.device)
+        coded = CodedWeight.empty(form, n, k, plain.device)
         quantize_codes(plain, coded)
         out[start:stop].copy_(coded.dequantized())
     else:
         out[start:stop].copy_(dequantize_weight(quantize_weight(plain)))
+
+
+def _rounded(source: StoredTensors, stored: StoredTensor, cut: Cut, out: Tensor) -> bool:
+    """Reads the weight and rounds it to FP8 in place; False if that is not the same as rounding what is stored."""
+    from moe_engine.kernels.cpu.fp8_weights import fp8_rounding
+
+    kept = {"BF16": "torch.bfloat16", "F32": "torch.float32"}.get(source.dtype_of(stored.name) or "")
+    round_in_place = fp8_rounding(out) if str(out.dtype) == kept else None
+    if round_in_place is None:
+        return False
+    source.read_into(stored, cut, out)
+    round_in_place()
+    return True
 
 
 def online_format(name: str) -> SchemeFormat | None:
@@ -164,16 +190,16 @@ def derived_codes(format: WeightFormat, columns: int, is_head: bool = False) -> 
     return wanted if small else wide
 
 
-def _codes_of(name: str) -> GroupCodes | None:
-    from moe_engine.kernels.quantization.codes import GroupCodes
+def _codes_of(name: str) -> PlainCodes | None:
+    from moe_engine.kernels.quantization.codes import PlainCodes
 
     if name.startswith("fp8"):
         return None
     if name.startswith("int8"):
-        return GroupCodes(8, 0, scales="float32")
+        return PlainCodes(8, 0, scales="float32")
     if name == "int4":
-        return GroupCodes(4, INT4_GROUP)
+        return PlainCodes(4, INT4_GROUP)
     size = name.removeprefix(_GROUPED)
     if not size.isdigit() or int(size) not in GROUPS:
         raise ConfigError(f"--quantization {name}: the group size must be one of {', '.join(map(str, GROUPS))}")
-    return GroupCodes(4, int(size))
+    return PlainCodes(4, int(size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
@@ -18,6 +18,7 @@ from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, St
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe_engine.kernels.quantization.codes import GroupCodes
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 
@@ -65,13 +66,15 @@ class SchemeFormat:
         method: the name of the format in messages and in --quantization.
         rules: modules and their scheme; the first that contains a matrix applies.
         skipped: modules that are not quantized.
+        kept: kernel families whose rows multiply the weights as stored, for the memory ledger.
+        on_gpu: of these weights, only those of `GroupCodes.four_bits`, in the memory of kernels of a GPU.
     """
 
     method: str
     rules: tuple[tuple[Modules, Scheme], ...]
     skipped: Modules = NONE
     kept: frozenset[str] = FAMILIES
-    """Kernel families whose rows multiply the weights as stored, for the memory ledger."""
+    on_gpu: bool = False
 
     stores_head: ClassVar[bool] = False
     """True if a head may be multiplied as stored: its scheme is known from the files."""
@@ -103,11 +106,13 @@ class SchemeFormat:
         return next((scheme for modules, scheme in self.rules if prefix in modules), None)
 
     def _stored(self, prefix: str, names: Collection[str]) -> Scheme | None:
-        """The scheme in which a checkpoint stores a matrix; the files take precedence over the config."""
+        """The scheme in which a checkpoint stores a matrix; the files take precedence over the config, if a scheme has
+        tensors that show it."""
         scheme = self.scheme_of(prefix)
         if scheme is not None and scheme.stored(prefix, names):
             return scheme
-        found = next((other for _, other in self.rules if other.stored(prefix, names)), None)
+        seen = (other for _, other in self.rules if other.extras and other.stored(prefix, names))
+        found = next(seen, None)
         if found is not None or f"{prefix}.weight" in names:
             return found
         return scheme
@@ -120,7 +125,13 @@ class SchemeFormat:
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         scheme = self.scheme_of(prefix) if family_of(prefix) in self.kept else None
-        found = None if scheme is None else scheme.bytes_per_element(shape)
+        if scheme is None:
+            found = None
+        elif self.on_gpu:
+            form = four_bits_of(scheme)
+            found = form.bytes_on_gpu() if form is not None and form.takes(shape[-1]) else None
+        else:
+            found = scheme.bytes_per_element(shape)
         return Fraction(dtype_bytes) if found is None else found
 
     def kept_on(self, device: str) -> bool:
@@ -143,6 +154,12 @@ class SchemeFormat:
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         self.rules[0][1].randomize(out, deviation, normal)
+
+
+def four_bits_of(scheme: Scheme) -> GroupCodes | None:
+    """The form of a scheme's weights, if it is one of `GroupCodes.four_bits`."""
+    form: Any = scheme.kernel_format() if scheme.coded else None
+    return form if form is not None and form.four_bits else None
 
 
 def every_linear(scheme: Scheme) -> tuple[tuple[Modules, Scheme], ...]:

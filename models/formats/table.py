@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.awq import AWQFormat
@@ -15,13 +15,15 @@ from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
-from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, MXFP4_ON_GPU
-from moe_engine.models.formats.fused_experts import GROUP, FusedExpertsFormat
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import FAMILIES, WeightFormat
-from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
+
+if TYPE_CHECKING:
+    from moe_engine.kernels.quantization.codes import GroupCodes
 
 FORMATS: dict[str, type[Any]] = {
     "fp8": FP8Format,
@@ -37,6 +39,8 @@ FORMATS: dict[str, type[Any]] = {
 }
 """Formats by `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`,
 `hint(dtype)`, and `checkpoint`, the name in messages."""
+
+_EXPERTS = "model.layers.0.mlp.experts"
 
 
 def parse_format(fields: Fields) -> WeightFormat:
@@ -62,49 +66,47 @@ def kept_format(
     device: str,
     coded: frozenset[str] = frozenset(),
     blocks: frozenset[str] = FAMILIES,
-    mxfp4: frozenset[str] = frozenset(),
+    four_bits: frozenset[str] = frozenset(),
 ) -> WeightFormat:
     """The format in which a device holds the weights: `PLAIN` if they are dequantized.
 
     Args:
         coded: kernel families whose rows multiply weights of 4 and 8 bits.
         blocks: kernel families whose rows on a GPU multiply block FP8.
-        mxfp4: kernel families whose rows multiply MXFP4.
+        four_bits: kernel families whose rows multiply weights of `GroupCodes.four_bits`.
     """
-    if stores_mxfp4(declared):
-        declared, coded = _in_memory(declared, device), coded | mxfp4
     if isinstance(declared, SchemeFormat):
+        if four_bits - coded and any(four_bits_of(scheme) for _, scheme in declared.rules):
+            return replace(declared, kept=four_bits, on_gpu=True)
         kept = declared.kept_by(device, coded, blocks)
         return declared.held_by(kept) if kept else PLAIN
     if isinstance(declared, BlockFP8Format):
         return declared.held_by(blocks) if declared.kept_on(device) and blocks else PLAIN
     if isinstance(declared, FusedExpertsFormat):
-        return declared if declared.has_kernel_formats and "experts" in coded else PLAIN
+        if not declared.has_kernel_formats or "experts" not in coded | four_bits:
+            return PLAIN
+        return replace(declared, scale_bytes=2 if "experts" in coded else 1)
     return declared if declared.kept_on(device) else PLAIN
 
 
-def stores_mxfp4(format: WeightFormat) -> bool:
-    """True if all quantized matrices are stored in MXFP4."""
+def experts_format(format: WeightFormat) -> GroupCodes | None:
+    """The form of codes in which kernels may multiply the experts of all layers; None: other forms, or several."""
     if isinstance(format, FusedExpertsFormat):
-        return format.has_kernel_formats
-    if not isinstance(format, SchemeFormat) or not format.rules:
-        return False
-    return all(scheme == MXFP4_COMPRESSED for _, scheme in format.rules)
+        found: Any = format.kernel_format(f"{_EXPERTS}.0.up_proj")
+        return found
+    if not isinstance(format, SchemeFormat):
+        return None
+    schemes = {scheme for _, scheme in format.rules}
+    found = next(iter(schemes)).kernel_format() if len(schemes) == 1 and all(s.coded for s in schemes) else None
+    return found
 
 
 def width_group(format: WeightFormat) -> int:
     """Columns of experts that ranks of tensor parallelism do not split; 1: any."""
-    return GROUP if stores_mxfp4(format) else 1
-
-
-def _in_memory(format: WeightFormat, device: str) -> WeightFormat:
-    """MXFP4 with the size of its scales on a device: kernels of a GPU keep the stored byte."""
-    if device != "cuda":
-        return format
-    if isinstance(format, FusedExpertsFormat):
-        return replace(format, scale_bytes=1)
-    assert isinstance(format, SchemeFormat)
-    return replace(format, rules=tuple((modules, MXFP4_ON_GPU) for modules, _ in format.rules))
+    form = experts_format(format)
+    if form is None:
+        return 1
+    return 2 * form.group if form.nvfp4 else form.group * (form.factors or 1) or 1
 
 
 def hint_for(dtype: str) -> str:

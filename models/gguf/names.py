@@ -92,6 +92,8 @@ def read_gguf(path: Path) -> dict[str, WeightFile]:
     metadata = parts[0].metadata
     for part in parts:
         file = _Names(part, metadata).file()
+        if twice := next((name for name in file.tensors if name in files), None):
+            raise CheckpointError(f"{part.path}: {twice} is in {files[twice].path.name} too; download both again")
         files |= dict.fromkeys(file.tensors, file)
     return files
 
@@ -117,6 +119,8 @@ class _Names:
         tensors: dict[str, TensorHeader] = {}
         heads: dict[str, int] = {}
         by_name = {info.name: info for info in self._part.tensors}
+        if len(by_name) < len(self._part.tensors):
+            raise CheckpointError(f"{self._part.path}: has several tensors of the same name; download it again")
         joined = {}
         for info in by_name.values():
             if info.name in _UNREAD or info.name.endswith(f".{_VALUES}"):
@@ -130,8 +134,17 @@ class _Names:
                 if match := _PERMUTED.fullmatch(info.name):
                     count = self._heads.get(match[1])
                     if isinstance(count, int):
-                        heads[name] = count
+                        heads[name] = self._of_heads(info, count)
         return GGUFWeights(self._part.path, tensors, heads, joined)
+
+    def _of_heads(self, info: TensorInfo, count: int) -> int:
+        """The number of heads, whose rows must be pairs."""
+        if count < 1 or info.shape[0] % (2 * count):
+            raise CheckpointError(
+                f"{self._part.path}: {info.name} {list(info.shape)} has no pairs of rows for each of {count} heads "
+                "(llama.attention.head_count); download it again"
+            )
+        return count
 
     def _headers(self, info: TensorInfo) -> Iterator[tuple[str, TensorHeader]]:
         """The hub's names of a tensor; unknown names are kept, and the header check refuses them."""
@@ -159,7 +172,8 @@ class _Names:
     def _join(self, keys: TensorInfo, by_name: Mapping[str, TensorInfo]) -> tuple[str, TensorHeader, JoinedHeader]:
         match = _BLOCK.fullmatch(keys.name)
         other = by_name.get(keys.name.replace(_KEYS, _VALUES))
-        if match is None or other is None or len(keys.shape) != 3 or len(other.shape) != 3:
+        shapes = (keys.shape, () if other is None else other.shape)
+        if match is None or other is None or any(len(shape) != 3 for shape in shapes) or _differ(*shapes):
             raise CheckpointError(f"{self._part.path}: {keys.name} comes without a matching {_VALUES} in the same file")
         parts = JoinedHeader(self._header(keys), self._header(other))
         (heads, columns, nope), width = keys.shape, other.shape[1]
@@ -171,7 +185,7 @@ class _Names:
         path = str(self._part.path)
         dtype = type_name(info.type, info.name, path)
         numbers, size = BLOCK_TYPES.get(dtype) or (1, ELEMENT_BYTES[dtype])
-        if not info.shape or info.shape[-1] % numbers:
+        if not info.shape or 0 in info.shape or info.shape[-1] % numbers:
             raise CheckpointError(f"{path}: {info.name} {list(info.shape)} has no whole blocks of {dtype}")
         stop = info.start + prod(info.shape) // numbers * size
         if stop > self._part.size:
@@ -180,3 +194,8 @@ class _Names:
                 "it again"
             )
         return TensorHeader(dtype, info.shape, info.start, stop)
+
+
+def _differ(keys: tuple[int, ...], values: tuple[int, ...]) -> bool:
+    """True if [H, C, nope] and [H, v, C] have other heads or widths."""
+    return keys[:2] != (values[0], values[2])

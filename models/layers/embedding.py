@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
-from moe_engine.kernels.quantization.codes import GroupCodes
+from moe_engine.kernels.quantization.codes import GroupCodes, PlainWeight
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.layers.linear import Linear, Projection, format_for, load_linear, quantized
+from moe_engine.models.layers.linear import Linear, Projection, format_for, load_linear, quantized_values
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -128,10 +128,9 @@ def head_linear(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None) -
     """The product with a head [W, D]; with a form quantized, or with its values for kernels that do not multiply it."""
     if form is None or not form.takes(weight.shape[1]):
         return Linear(kernel, weight)
-    coded = quantized(weight, form)
     if type(form) in kernel.capabilities.quantized:
-        return Linear(kernel, coded, format=form)
-    return Linear(kernel, weight.copy_(coded.dequantized()))
+        return Linear(kernel, PlainWeight(weight, form), format=form)
+    return Linear(kernel, weight.copy_(quantized_values(weight, form)))
 
 
 def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, config: ModelConfig, group: Group) -> Tensor:

@@ -55,6 +55,8 @@ class GatedDeltaNet:
         norm = reader.tensor(f"{prefix}.norm.weight", (whole.value,), dtype=torch.float32)
         taps = _read_taps(reader, f"{prefix}.conv1d.weight", whole, share)
         self._weights = DeltaWeights(taps, a_log, dt_bias, norm, config.norm_eps)
+        # weight updates and the memory count (`models/footprint.py`) find tensors in attributes only
+        self._conv, self._a_log, self._dt_bias, self._norm = taps, a_log, dt_bias, norm
 
     @property
     def inner_norms(self) -> list[RMSNorm]:

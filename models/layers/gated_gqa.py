@@ -22,7 +22,9 @@ class GatedGQAttention(GQAttention):
         q = self._rows(parts, batch.positions, groups[self._group].slots, cache)
         mixed = self._attend(q, k_cache, v_cache, groups)
         gate = parts.qkv[:, 1 : 2 * self._gqa.num_heads : 2]
-        return self._o(mixed.mul_(gate.sigmoid()).flatten(1))
+        gates = self._ops.capabilities.gates
+        opened = mixed.mul_(gate.sigmoid()) if gates is None else gates.heads(mixed, gate)
+        return self._o(opened.flatten(1))
 
     def _parts(self, projected: Tensor) -> ProjectedParts:
         gqa = self._gqa

@@ -33,9 +33,12 @@ class GatedMLP(MLP):
     ) -> None:
         super().__init__(backends, reader, prefix, hidden, width, **more)
         self._inner_format = self.input_format
+        self._gates = backends.ops.capabilities.gates
         self._gate = reader.tensor(gate, (1, hidden), dtype=torch.float32).to(reader.dtype)
         self.input_format: ActivationFormat = common_format(UNQUANTIZED, self._inner_format)
 
     def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
-        gate = functional.linear(unquantized(x), self._gate).sigmoid_()  # [T, 1]
-        return super().forward(as_format(x, self._inner_format), phase, real).mul_(gate)
+        out = super().forward(as_format(x, self._inner_format), phase, real)
+        if self._gates is not None:
+            return self._gates.rows(out, unquantized(x), self._gate)
+        return out.mul_(functional.linear(unquantized(x), self._gate).sigmoid_())

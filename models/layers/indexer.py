@@ -8,12 +8,14 @@ Source: DeepSeek-V3.2-Exp, `inference/model.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.indexer.protocol import KeyNorm
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -52,6 +54,7 @@ class Indexer:
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
         self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
         self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
+        self._norm = KeyNorm(self._norm_weight, self._norm_bias, KEY_NORM_EPS)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (heads, hidden_size), dtype=torch.float32)
         self._gates = Linear(linear, gates)
         self._factor = heads**-0.5 * width**-0.5
@@ -66,23 +69,36 @@ class Indexer:
         """Activation format of the hidden states; the head weights are products of unquantized numbers."""
         return common_format(self._k.input_format, UNQUANTIZED)
 
-    def write(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
-        """Writes the index keys of tokens: hidden [T, D] -> cache[slots]."""
-        keys = self._k(hidden)
-        keys = layer_norm(keys.float(), (self._width,), self._norm_weight, self._norm_bias, KEY_NORM_EPS).to(keys.dtype)
-        self._ops.rotate_leading(keys.unsqueeze(1), positions, self._rotary)
-        self._kernel.write(keys, slots, cache, page_size)
+    def update(
+        self, hidden: Activation, latent: Activation | None, positions: Tensor, slots: Tensor, cache: Tensor,
+        page_size: int, chunks: Sequence[AttentionChunk] = (),
+    ) -> None:  # fmt: skip
+        """Writes the index keys of tokens, hidden [T, D] -> cache[slots], and sets the selections of the chunks with
+        one, for which latent [T, Q] is required."""
+        selecting = [chunk for chunk in chunks if chunk.selected is not None and chunk.selects]
+        keys, q, gates = self._k(hidden), None, None
+        if selecting:
+            assert latent is not None
+            q = self._q(latent).view(-1, self._config.num_heads, self._width)
+            gates = self._gates(unquantized(hidden).float())
+        prepare = self._kernel.prepare or partial(self._prepare, page_size)
+        found = prepare(keys, self._norm, q, gates, self._factor, positions, self._rotary, slots, cache)
+        for chunk in selecting:
+            assert found is not None and chunk.selected is not None
+            query, weights = (part[chunk.tokens] for part in found)
+            self._kernel.select(
+                query, weights, cache, chunk.queries, self._config.top_k, chunk.selected, chunk.index_plan
+            )  # fmt: skip
 
-    def select(
-        self, hidden: Activation, latent: Activation, positions: Tensor, cache: Tensor, chunks: Sequence[AttentionChunk]
-    ) -> None:
-        """Sets the selections of the chunks with one. hidden [T, D], latent [T, Q] of all tokens of the step."""
-        q = self._q(latent).view(-1, self._config.num_heads, self._width)
-        self._ops.rotate_leading(q, positions, self._rotary)
-        weights = self._gates(unquantized(hidden).float()) * self._factor
-        for chunk in chunks:
-            if chunk.selected is not None and chunk.selects:
-                self._kernel.select(
-                    q[chunk.tokens], weights[chunk.tokens], cache, chunk.queries, self._config.top_k, chunk.selected,
-                    chunk.index_plan,
-                )  # fmt: skip
+    def _prepare(
+        self, page_size: int, keys: Tensor, norm: KeyNorm, q: Tensor | None, gates: Tensor | None, factor: float,
+        positions: Tensor, table: RotaryTable, slots: Tensor, cache: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """`PrepareIndex` in operations of their own; the kernel quantizes. Changes q."""
+        keys = layer_norm(keys.float(), (self._width,), norm.weight, norm.bias, norm.eps).to(keys.dtype)
+        self._ops.rotate_leading(keys.unsqueeze(1), positions, table)
+        self._kernel.write(keys, slots, cache, page_size)
+        if q is None or gates is None:
+            return None
+        self._ops.rotate_leading(q, positions, table)
+        return q, gates * factor

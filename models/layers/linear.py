@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes, PlainWeight
 from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, as_format
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models.cut import UNCUT, Cut
@@ -122,23 +122,25 @@ def load_stacked(
     return linear
 
 
-def prepare_heads(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None) -> tuple[PreparedLinear, Tensor]:
-    """`kernel.prepare_heads` of weight [H, N, K], and the weight; with a form its quantized values, also for
+def prepare_heads(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None) -> PreparedLinear:
+    """`kernel.prepare_heads` of weight [H, N, K], contiguous. With a form it becomes its quantized values, also for
     kernels without such heads."""
     heads, n, k = weight.shape
     if form is None or not form.takes(k):
-        return kernel.prepare_heads(weight), weight
-    coded = quantized(weight.view(heads * n, k), form)
-    values, prepare = coded.dequantized().to(weight.dtype).view_as(weight), kernel.capabilities.coded_heads
-    return (kernel.prepare_heads(values) if prepare is None else prepare(coded, heads)), values
+        return kernel.prepare_heads(weight)
+    rows, prepare = weight.view(heads * n, k), kernel.capabilities.coded_heads
+    if prepare is not None:
+        return prepare(PlainWeight(rows, form, kept=True), heads)
+    rows.copy_(quantized_values(rows, form))
+    return kernel.prepare_heads(weight)
 
 
-def quantized(weight: Tensor, form: GroupCodes) -> CodedWeight:
-    """A copy of weight [N, K] in a form."""
+def quantized_values(weight: Tensor, form: GroupCodes) -> Tensor:
+    """float32 [N, K]: the values of weight [N, K] in a form."""
     n, k = weight.shape
-    coded = form.empty(n, k, weight.device)
+    coded = CodedWeight.empty(form, n, k, weight.device)
     quantize_codes(weight, coded)
-    return coded
+    return coded.dequantized()
 
 
 def format_for(
@@ -149,10 +151,15 @@ def format_for(
     Args:
         declared: the kernel's `capabilities.quantized`.
     """
-    format, *others = (reader.format.kernel_format(part.name) for part in parts)
+    format, *others = (_taken(declared, reader.format.kernel_format(part.name)) for part in parts)
     if format is None or type(format) not in declared or any(other != format for other in others):
         return None
     return format if all(reader.keeps(*part) for part in parts) else None
+
+
+def _taken(declared: Mapping[type[KernelFormat], Any], format: KernelFormat | None) -> KernelFormat | None:
+    """The form, with codes for kernels that quantize no weights."""
+    return format.codes if isinstance(format, PlainCodes) and PlainCodes not in declared else format
 
 
 def empty_weight(format: KernelFormat | None, n: int, k: int, reader: WeightSource) -> Any:

@@ -160,11 +160,11 @@ class MLAAttention:
         weight = reader.linear(*self.kv_b_part)
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         first, last = heads[:, : mla.qk_nope_head_dim], heads[:, mla.qk_nope_head_dim :]
-        form = derived_codes(reader.format, mla.qk_nope_head_dim)
-        self._w_uk, keys = prepare_heads(self._linear, first.transpose(1, 2).contiguous(), form)  # [H, C, N]
+        form, keys = derived_codes(reader.format, mla.qk_nope_head_dim), first.transpose(1, 2).contiguous()
+        self._w_uk = prepare_heads(self._linear, keys, form)  # [H, C, N]
         self._keys = None if self._absorb_and_write is None else keys
-        form = derived_codes(reader.format, mla.kv_lora_rank)
-        self._w_uv, values = prepare_heads(self._linear, last.contiguous(), form)  # [H, V, C]
+        form, values = derived_codes(reader.format, mla.kv_lora_rank), last.contiguous()
+        self._w_uv = prepare_heads(self._linear, values, form)  # [H, V, C]
         if form is not None:
             first.copy_(keys.transpose(1, 2))
             last.copy_(values)

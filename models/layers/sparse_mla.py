@@ -68,9 +68,7 @@ class SparseMLAAttention(MLAAttention):
         chunks = self.chunks(batch) if chunks is None else chunks
         latent, kv_a = self._down(hidden)
         if self._indexer is not None:
-            keys = self._write_index_keys(hidden, batch)
-            if any(chunk.selected is not None and chunk.selects for chunk in chunks):
-                self._indexer.select(hidden, latent, batch.positions, keys, chunks)
+            self._update_index(self._indexer, hidden, latent, batch, chunks)
         assert self._q is not None
         q = self._q(latent).view(-1, mla.num_heads, mla.qk_head_dim)
         norm = self._kv_norm
@@ -94,7 +92,7 @@ class SparseMLAAttention(MLAAttention):
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         super().remember(hidden, batch)
         if self._indexer is not None:
-            self._write_index_keys(hidden, batch)
+            self._update_index(self._indexer, hidden, None, batch, [])
 
     def _down(self, hidden: Activation) -> tuple[Any, Tensor]:
         """hidden [T, D] -> normed latent of the query [T, Q], kv_a [T, C+R]."""
@@ -102,14 +100,15 @@ class SparseMLAAttention(MLAAttention):
         down = self._kv_a(hidden)
         return self._q_norm(down[:, : -self._mla.cache_width]), down[:, -self._mla.cache_width :]
 
-    def _write_index_keys(self, hidden: Activation, batch: ForwardBatch) -> Tensor:
-        """Writes the tokens' index keys; returns their cache."""
-        assert self._indexer is not None
+    def _update_index(
+        self, indexer: Indexer, hidden: Activation, latent: Activation | None, batch: ForwardBatch,
+        chunks: list[AttentionChunk],
+    ) -> None:  # fmt: skip
+        """Writes the tokens' index keys, and selects for the chunks."""
         keys: Tensor = batch.kv[self._layer_index][1]
         group = batch.attention.decode if batch.attention.prefill is None else batch.attention.prefill
         page_size = 1 if group is None else group.page_size
-        self._indexer.write(hidden, batch.positions, batch.slots, keys, page_size)
-        return keys
+        indexer.update(hidden, latent, batch.positions, batch.slots, keys, page_size, chunks)
 
 
 def _one_absorbed(chunks: list[AttentionChunk]) -> bool:

@@ -35,6 +35,8 @@ examples:
 
 Nothing else should compute on the machine meanwhile. Accepts all flags of `moe-engine serve`."""
 START_SECONDS = 1800
+BESIDE = 4
+"""Answers that decode while prompts are measured."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -115,7 +117,9 @@ def _limits(config: ResolvedConfig) -> Limits:
         vocab: Sequence[int] = Vocabulary.from_path(config.tokenizer_path).plain_ids
     except FileNotFoundError:
         vocab = range(1, config.model.vocab_size)
-    chunk = config.chunked_prefill_size
+    chunk, groups = config.chunked_prefill_size, config.parallel.topology.attn_dp_size * config.args.parallel.dp_size
+    # a step with prompts and decodes, or of several schedulers, is not that of the prompts
+    beside = 0 if groups > 1 or config.scheduling.enable_mixed_chunk else min(BESIDE, config.max_running_requests - 1)
     return Limits(
         max_running=config.max_running_requests,
         max_input=config.max_req_input_len,
@@ -123,7 +127,8 @@ def _limits(config: ResolvedConfig) -> Limits:
         chunk=chunk if chunk > 0 else config.max_req_input_len,
         vocab=vocab,
         drafts=speculation.num_steps if speculation is not None else 0,
-        num_groups=config.parallel.topology.attn_dp_size * config.args.parallel.dp_size,
+        num_groups=groups,
+        beside=beside,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -46,8 +47,10 @@ def run(options: Namespace) -> int:
 def _check(options: Namespace) -> None:
     if options.url is not None and options.log is not None:
         raise ConfigError("--url and --log: give one of the two")
-    if options.window < 0:
+    if not options.window >= 0:
         raise ConfigError(f"--window {options.window:g}: must be seconds, or 0 for the whole log")
+    if options.follow and (options.log or "").endswith(".gz"):
+        raise ConfigError("--follow: a compressed log does not grow; leave it out")
     if options.follow and (options.log is None or options.log == "-" or options.json):
         raise ConfigError("--follow belongs to --log FILE, without --json; a pipe is followed until it ends anyway")
     if options.api_key is not None and options.url is None:
@@ -90,7 +93,7 @@ def _report(path: str, reader: LogReader) -> Report:
         broken = f" ({reader.num_broken} are cut off)" if reader.num_broken else ""
         raise ConfigError(
             f"--log {path}: {reader.num_lines} lines, and no 'Decode batch' or 'Prefill batch' line among them{broken};"
-            " give the output of the server itself, at --log-level info, after it has served requests"
+            " give the output of the server itself (SGLang's or this engine's), at --log-level info, with some requests"
         )
     return report
 
@@ -99,7 +102,7 @@ def _open(path: str) -> BinaryIO:
     if path == "-":
         return sys.stdin.buffer
     try:
-        return Path(path).open("rb")
+        return gzip.open(path) if path.endswith(".gz") else Path(path).open("rb")  # type: ignore[return-value]
     except FileNotFoundError:
         raise ConfigError(
             f"--log {path}: no such file; give the file with the server's output, or - for standard input"

@@ -34,7 +34,10 @@ def main(argv: Sequence[str], prog: str) -> int:
         if (value := values.pop(name, None)) is not None:
             sampling[name] = value
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input: the prompt is not UTF-8 text: {error}") from None
     if not prompt:
         raise ConfigError("--prompt: the prompt is empty; give --prompt TEXT or pipe the text in")
     from moe_engine.frontend.engine import Engine

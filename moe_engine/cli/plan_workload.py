@@ -63,7 +63,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def take_flags(values: dict[str, Any]) -> dict[str, Any]:
     """Removes the planner's flags from those of `serve`, and returns them. Raises ConfigError: one is missing."""
-    own = {name: values.pop(name) for name in OWN if name in values}
+    served = {"slo"} if "workload" not in values and values.get("autopilot") else set[str]()
+    own = {name: values.pop(name) for name in OWN if name in values and name not in served}
     if own and "workload" not in own:
         name = next(iter(own)).replace("_", "-")
         raise ConfigError(f"--{name} belongs to --workload; add --workload in=2000,out=100")

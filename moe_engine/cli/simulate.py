@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
-from moe_engine.cli.simulate_checks import check, parsed_goodput
+from moe_engine.cli.simulate_checks import check, other_launch, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
@@ -194,7 +195,13 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
     if own.hardware is None:
         file = CostFile.load(own.cost_file)
-        return prepare(args), _Source.measured(file)
+        config = prepare(args)
+        values = config.flat()
+        if other := other_launch(file.launch, {name: values.get(name) for name in args.given}):
+            print(
+                f"note: the steps of {own.cost_file} were measured with {other}; calibrate this launch", file=sys.stderr
+            )
+        return config, _Source.measured(file)
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     form = given_form(args, cluster, share.engine)[0]
@@ -214,10 +221,6 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
     topology = config.parallel.topology
     groups = topology.attn_dp_size
     num_ranks = topology.tp_size * parallel.dp_size
-    if config.scheduling.enable_prefill_delayer and groups > 1:
-        raise ConfigError(
-            "--enable-prefill-delayer: simulated for one attention group only, not available yet with --attn-dp-size"
-        )
     acceptance = source.acceptance
     if own.acceptance:
         try:

@@ -83,8 +83,9 @@ class LoggingArgs:
     generation_tokens_buckets: str | None = _token_buckets("output lengths")
     record_step_times: bool = flag(
         False,
-        "Keep the newest 20000 steps of a scheduler (requests that decoded, prompt tokens, prompts, Unix time, "
-        "seconds) in /server_info, for comparisons with simulations (SGLANG_RECORD_STEP_TIME in SGLang).",
+        "Keep the newest 20000 steps of a scheduler (requests that decoded, prompt tokens, prompts, their cached "
+        "tokens, Unix time, seconds) in /server_info, for comparisons with simulations (SGLANG_RECORD_STEP_TIME in "
+        "SGLang).",
     )
     enable_request_time_stats_logging: bool = flag(
         False, "Log a line with the times of each request: queue, prefill, decode, first token, between tokens."

@@ -99,10 +99,18 @@ class MemoryArgs:
         "when a request returns to them.",
         aliases=("--enable-hicache",),
     )
-    hicache_ratio: float = flag(
-        2.0, "Size of the host-RAM tier, as a multiple of the KV cache. Needs --enable-hierarchical-cache.",
+    hicache_ratio: float | None = flag(
+        None,
+        "Size of the host-RAM tier, as a multiple of the KV cache (auto: 2; beside a GPU at most what "
+        "--hicache-host-memory-fraction leaves). Needs --enable-hierarchical-cache.",
         metavar="RATIO",
-    )  # fmt: skip
+    )
+    hicache_host_memory_fraction: float = flag(
+        0.8,
+        "Beside a GPU: share of the available host memory that the host-RAM tiers of all ranks of a machine may take "
+        "if neither --hicache-ratio nor --hicache-size is given.",
+        metavar="SHARE",
+    )
     hicache_size: int = flag(
         0,
         "Size of the host-RAM tier of each rank in GB (10^9 bytes), instead of --hicache-ratio. 0: by the ratio.",

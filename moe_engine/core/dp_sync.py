@@ -149,8 +149,11 @@ class PrefillTurns:
         running = max(facts.num_running for facts in groups)
         if self._delays is None or self._delays.delayer is None or self._delays.interval.left_beside(running):
             return
-        allows = self._delays.decide_after([facts.delay or DelayFacts() for facts in groups], own or DelayFacts())
-        self.open = allows or not running
+        known = [facts.delay or DelayFacts() for facts in groups]
+        allows = self._delays.decide_after(known, own or DelayFacts())
+        # a prompt that arrives later waits a step, for a decision that counts it
+        waits = any(facts.num_waiting for facts in groups) or any(facts.waiting for facts in known)
+        self.open = (allows and waits) or not running
 
     def after_counts(self, num_groups: int, waiting: int, prefilled: bool, running: int) -> None:
         """`after`, by the groups with waiting prompts, whether a group had prompts, and the most decoding requests of a

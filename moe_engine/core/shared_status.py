@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_engine.errors import ConfigError
+
 _FIELDS = (
     "ready",
     "last_turn",
@@ -58,7 +60,11 @@ class Status:
 
 
 class SharedStatus:
-    """One core's status file. One side creates it, the other opens it."""
+    """One core's status file. One side creates it, the other opens it.
+
+    Raises:
+        ConfigError: no space for it.
+    """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
@@ -66,8 +72,10 @@ class SharedStatus:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(fd, _SIZE)
+                os.posix_fallocate(fd, 0, _SIZE)  # a write to a page without space would kill the process
             self._map = mmap.mmap(fd, _SIZE)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; free space there, or set TMPDIR to another folder") from None
         finally:
             os.close(fd)
 

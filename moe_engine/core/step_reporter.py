@@ -16,7 +16,7 @@ from moe_engine.types import StepResult
 logger = logging.getLogger("moe_engine")
 
 MAX_STEPS = 20_000
-Recorded = tuple[int, int, int, float, float]
+Recorded = tuple[int, int, int, int, float, float]
 
 
 class StepReporter:
@@ -24,8 +24,8 @@ class StepReporter:
 
     Args:
         record_steps: keeps the newest `MAX_STEPS` steps for `state`: requests that decoded, prompt tokens, prompts,
-            Unix time of the result, and seconds since the step before it, or since it was planned if the engine was
-            idle.
+            their cached tokens, Unix time of the result, and seconds since the step before it, or since it was planned
+            if the engine was idle.
     """
 
     def __init__(self, decode_log_interval: int = 40, record_steps: bool = False) -> None:
@@ -87,7 +87,8 @@ class StepReporter:
         now = time.monotonic()
         began, self._last_end = max(self._planned.popleft(), self._last_end), now
         if facts is not None:
-            times.append((facts.num_decodes, facts.new_token, facts.new_seq, time.time(), now - began))
+            counts = facts.num_decodes, facts.new_token, facts.new_seq, facts.cached_token
+            times.append((*counts, time.time(), now - began))
 
     def state(self) -> dict[str, Any]:
         return {

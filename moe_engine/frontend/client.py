@@ -311,9 +311,11 @@ class CoreClient:
         for endpoint in self._endpoints:
             endpoint.send(messages.Shutdown(drain=drain))
         loop, seconds = asyncio.get_running_loop(), DRAIN_SECONDS if drain else 5.0
-        await asyncio.gather(*(loop.run_in_executor(None, core.stop, seconds) for core in self._cores))
+        await asyncio.gather(*(loop.run_in_executor(None, core.end, seconds) for core in self._cores))
         for reader in self._readers:
             reader.cancel()
+        for core in self._cores:
+            core.stop(0.0)
         for endpoint in self._endpoints:
             endpoint.to_core.close()
 

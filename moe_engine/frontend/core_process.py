@@ -149,9 +149,13 @@ class CoreProcess:
         """Marks the coming exit as intended, not a failure."""
         self._expected = True
 
-    def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for the core to exit, then kills it. Safe to call twice."""
+    def end(self, grace: float) -> None:
+        """Waits up to `grace` seconds for the core to exit, then kills it."""
         self._child.stop(grace)
+
+    def stop(self, grace: float) -> None:
+        """`end`, then removes sockets and files: on the thread that reads them. Safe to call twice."""
+        self.end(grace)
         self._cleanup()
 
     def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client_api import CallError, EngineClient, GroupAnswers, values_of
-from moe_engine.parallel.recording.replicas import align_passes
-from moe_engine.parallel.recording.snapshots import sum_snapshots
+from moe_engine.parallel.recording.joined_replies import align_passes, sum_snapshots
 
 NOT_RECORDED = (
     "expert recording is off: start the server with --expert-distribution-recorder-mode stat (or per_pass, per_token), "

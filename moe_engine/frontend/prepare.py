@@ -154,16 +154,13 @@ class Preparer:
         for prompt_index, prompt in enumerate(read.prompts):
             adapter = self._choose(read.inp.model, prompt.lora)
             for copy in range(prompt.sampling.n):
-                seed = seeds[len(generations)]
-                generations.append(
-                    self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed, formats)
-                )
-                generations[-1].lora = adapter
-                if prompt.joined is not None:
-                    generations[-1].session = prompt.joined
+                index = len(generations)
+                one = self._generation(read.inp, prompt, prompt_index, copy, index, seeds[index], formats)
+                one.lora, one.session = adapter, prompt.joined
                 if prompt.hidden:
-                    generations[-1].request.return_hidden_states = True
-                    generations[-1].hidden = HiddenStates(self._info.hidden_size, len(prompt.ids))
+                    one.request.return_hidden_states = True
+                    one.hidden = HiddenStates(self._info.hidden_size, len(prompt.ids))
+                generations.append(one)
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1

@@ -23,13 +23,15 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tik
 @dataclass(frozen=True)
 class CheckpointFacts:
     """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers. `kv_scales`:
-    it has scales of the KV cache. `bf16_gates`: elements of the routers' weights that are stored in bfloat16."""
+    it has scales of the KV cache. `bf16_gates`: elements of the routers' weights that are stored in bfloat16,
+    `mtp_bf16_gates`: of the MTP layers' routers."""
 
     num_files: int
     num_elements: int
     stored_bytes: int
     kv_scales: bool = False
     bf16_gates: int = 0
+    mtp_bf16_gates: int = 0
 
 
 def embedded_model() -> Path:
@@ -84,15 +86,18 @@ def sums(
         without: beginning of the names of tensors that are not loaded.
     """
     format = format_in_files(declared, files)
-    num_elements = stored = gates = 0
+    num_elements = stored = 0
+    gates = [0, 0]  # of the model, of MTP layers
+    mtp = {layer_index(name) for name in files if name.endswith(".eh_proj.weight")}
     for name, file in files.items():
         if without is not None and name.startswith(without):
             continue
         tensor = file.tensors[name]
         stored += tensor.num_bytes
-        if not format.is_scale(name) and layer_index(name) < num_layers:
+        layer = layer_index(name)
+        if not format.is_scale(name) and layer < num_layers:
             num_elements += prod(tensor.shape)
-            if name.endswith(ROUTERS) and tensor.dtype == "BF16":
-                gates += prod(tensor.shape)
+        if name.endswith(ROUTERS) and tensor.dtype == "BF16" and (layer < num_layers or layer in mtp):
+            gates[layer >= num_layers] += prod(tensor.shape)
     scaled = any(name.endswith(KV_SCALES) for name in files)
-    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scaled, gates)
+    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scaled, *gates)

@@ -19,6 +19,7 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         layers = model.num_nextn_predict_layers
         extra = sizes.weight_bytes(model, size, True, topology, format=given.weight_format)
         extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
+        extra -= 2 * given.bf16_gates(mtp=True)
         number = count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
         # states of each row's last token; with several layers also of earlier tokens, and a copy of these during an

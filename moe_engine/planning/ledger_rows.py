@@ -11,7 +11,6 @@ from moe_engine.planning.images import image_rows
 from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_lora import lora_rows
-from moe_engine.planning.runner_memory import runner_rows
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import state_rows
 from moe_engine.planning.window_memory import window_rows
@@ -23,16 +22,12 @@ WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
 
 
-KEEP_GATES = ("cpu", "triton")
-"""Rows of ops that read a router's weight in bfloat16; the torch row keeps it in float32."""
-
-
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Ledger rows of one rank, without KV."""
     limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
     redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
     weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
-    weights -= 2 * _bf16_gates(given)
+    weights -= 2 * given.bf16_gates()
     detail = f"{count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
         detail += f", {stored} " + ("as stored" if kept.name else "dequantised while loading")
@@ -77,15 +72,6 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
-
-
-def _bf16_gates(given: SizingInput) -> int:
-    """Elements of the routers' weights that the ops keep in bfloat16, as stored; every rank has all of them."""
-    if given.model.moe is None or given.kernels.model.row("ops").name not in KEEP_GATES:
-        return 0
-    if given.checkpoint is not None:
-        return given.checkpoint.bf16_gates
-    return sizes.num_gate_elements(given.model) if given.dtype == "bfloat16" else 0
 
 
 def _logits_row(given: SizingInput) -> LedgerRow:
@@ -142,3 +128,16 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
     return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
+
+
+def runner_rows(given: SizingInput) -> list[LedgerRow]:
+    """Scratch memory of the largest step, whose tokens are those of all attention groups; the backend counts it."""
+    plan, moe = given.kernels.model, given.model.moe
+    scratch, widths = plan.row("experts").experts_workspace, plan.need.experts
+    if scratch is None or widths is None or moe is None:
+        return []
+    topology = given.parallel.topology
+    tokens = given.limits.forward_tokens * topology.attn_dp_size
+    count = moe.num_experts // topology.ep_size + moe.shared_width // moe.width
+    detail = f"{plan.row('experts').name}: {tokens} tokens x {widths.top_k} of {count} experts, in whole tiles"
+    return [LedgerRow("experts workspace", scratch(widths, count, tokens), detail)]

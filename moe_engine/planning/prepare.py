@@ -76,12 +76,17 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     draft = load_draft(args, model)
     model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
+    facts = sums(files, model.num_layers, model.weight_format, _unloaded(model)) if files else None
+    exported = draft is not None and draft.is_nextn
+    if facts is not None and draft is not None and exported:
+        drafted = sums(read_nextn(Path(draft.path), model.num_layers), model.num_layers)
+        facts = dataclasses.replace(facts, mtp_bf16_gates=drafted.mtp_bf16_gates)
     resolve_once = partial(
         resolve,
         model=model,
         machine=found,
         model_path=str(config_folder),
-        checkpoint=sums(files, model.num_layers, model.weight_format, _unloaded(model)) if files else None,
+        checkpoint=facts,
         draft=draft,
         adapters=read_adapters(args, model),
         drawn_seed=secrets.randbits(SEED_BITS),
@@ -91,7 +96,6 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     resolved = resolve_profile(args, model, found.device, resolve_once)
     resolved = dataclasses.replace(_with_secret(resolved), storage=storage_settings(resolved.args, os.environ))
     if files is not None:
-        exported = draft is not None and draft.is_nextn
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"
         _check_weights(config_folder, files, model, uses_mtp and not exported)
         if draft is not None and exported:

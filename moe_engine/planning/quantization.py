@@ -36,4 +36,4 @@ def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
             f"--quantization {asked}: the weights of {model.source} are not quantized, and the name is that of a "
             "checkpoint's format; leave the flag out, or use int4, int8 or fp8 to quantize while loading"
         )
-    return dataclasses.replace(model, weight_format=online)
+    return dataclasses.replace(model, weight_format=online.of_dtype(model.checkpoint_dtype))

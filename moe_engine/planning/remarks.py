@@ -44,6 +44,7 @@ DEPENDENTS = {
     "kv_connector": "enable_hierarchical_cache",
     "hicache_ratio": "enable_hierarchical_cache",
     "hicache_size": "enable_hierarchical_cache",
+    "hicache_host_memory_fraction": "enable_hierarchical_cache",
     "hicache_write_policy": "enable_hierarchical_cache",
     "hicache_mem_layout": "enable_hierarchical_cache",
     "hicache_storage_dir": "hicache_storage_backend",
@@ -134,6 +135,9 @@ def _parallel(args: EngineArgs, device: str, plan: ParallelPlan) -> Iterator[str
 
     if (given := listed(OF_GPUS)) and device == "cpu":
         yield f"{given}: no effect (ranks on a CPU use no GPU)"
+    tier = args.memory.enable_hierarchical_cache and device == "cpu"
+    if tier and (given := listed(("hicache_host_memory_fraction",))):
+        yield f"{given}: no effect (on a CPU the memory ledger includes the host-RAM tier)"
     if (given := listed(BETWEEN_RANKS)) and plan.topology.tp_size == 1:
         yield f"{given}: no effect (one rank holds all experts; --tp-size adds ranks)"
     if (given := listed(OF_DISPATCH)) and plan.dispatch is None:

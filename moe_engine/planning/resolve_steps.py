@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
+from moe_engine.config.memory import MemoryArgs
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.table import kept_format
@@ -29,6 +30,9 @@ from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.weight_offload import WeightOffload, resolve_offload
 from moe_engine.step_settings import GraphSettings, LoraSettings
 from moe_engine.types import SpeculationConfig
+
+TIER_RATIO = 2.0
+"""Default size of the host-RAM tier, as a multiple of the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def resolve_steps(
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
-    kept = kept_format(model.weight_format, part.device, kernels.model.codes, kernels.model.blocks, kernels.model.mxfp4)
+    rows = kernels.model
+    kept = kept_format(model.weight_format, part.device, rows.codes, rows.blocks, rows.four_bits)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
     )  # fmt: skip
@@ -149,13 +154,18 @@ def _size(
             graphs=graphs,
             lora=lora,
             offload=offload,
-            tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
+            tier_ratio=(memory.hicache_ratio or TIER_RATIO) if memory.enable_hierarchical_cache else 0.0,
+            tier_fraction=memory.hicache_host_memory_fraction if _may_reduce_tier(memory) else None,
             transfers=args.disaggregation.disaggregation_mode != OFF,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             windows_in_tier=_keeps_windows(args),
             swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
         )
     )
+
+
+def _may_reduce_tier(memory: MemoryArgs) -> bool:
+    return memory.hicache_ratio is None and not memory.hicache_size
 
 
 def _keeps_windows(args: EngineArgs) -> bool:
@@ -174,6 +184,8 @@ def _note_sizes(
     if asked != sizing.max_running_requests:
         reason = sizing.running_reason if asked is None else f"{asked} shared by the attention groups"
         record.note("max_running_requests", sizing.max_running_requests, reason)
+    if args.memory.hicache_ratio is None:
+        record.note("hicache_ratio", sizing.tier_ratio or TIER_RATIO, sizing.tier_reason or "the default")
     if args.memory.mem_fraction_static is None:
         record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
     captured = graphs.up_to(sizing.max_running_requests)

@@ -11,6 +11,7 @@ from moe_engine.planning.ledger_rows import fixed_rows
 from moe_engine.planning.memory_limit import check_fraction, fitting_tokens, memory_limit
 from moe_engine.planning.memory_refusal import refusal
 from moe_engine.planning.sizing_input import SizingInput
+from moe_engine.planning.tier_fit import fit_tier
 from moe_engine.planning.tier_memory import tier_host_rows, tier_rows, tier_size
 from moe_engine.planning.window_memory import INDEXED_WINDOWS, bound_windows, window_rows
 
@@ -33,6 +34,9 @@ class Sizing:
     fraction_reason: str
     window_remark: str = ""
     """The reason why the KV of windowed layers is not bounded by their window."""
+    tier_ratio: float = 0.0
+    tier_reason: str = ""
+    """The reason why the tier is smaller than its default."""
 
 
 def size_memory(given: SizingInput) -> Sizing:
@@ -49,6 +53,7 @@ def size_memory(given: SizingInput) -> Sizing:
     page, ids = given.page_size, SLOT_TOKEN_BYTES * (tokens + given.page_size)
     rows = (*rows, LedgerRow("tokens of slots", ids, "ids beside the KV cache, for penalties"))
     limit, limit_reason = memory_limit(given, rows)
+    given, reduced = fit_tier(given, tokens)
     tier = tier_size(given, tokens)
     rows = (*rows, *tier_rows(given, tier))
     ledger = MemoryLedger(
@@ -56,12 +61,13 @@ def size_memory(given: SizingInput) -> Sizing:
         *tier, (*given.offload.host_rows, *tier_host_rows(given, tier)),
     )  # fmt: skip
     running, running_reason = _choose_running(given, tokens)
+    kept = remark, given.tier_ratio, reduced
     if given.mem_fraction is not None:
-        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for", remark)
+        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for", *kept)
     static = ledger.static_bytes / given.machine.total_bytes
     fraction = math.ceil(static * FRACTION_STEPS) / FRACTION_STEPS
     why = "weights and KV of the ledger / total memory"
-    return Sizing(ledger, reason, running, running_reason, fraction, why, remark)
+    return Sizing(ledger, reason, running, running_reason, fraction, why, *kept)
 
 
 def _with_bounded_windows(given: SizingInput) -> tuple[SizingInput, str]:

@@ -20,6 +20,8 @@ from moe_engine.planning.weight_offload import NONE, WeightOffload
 from moe_engine.step_settings import GraphSettings, LoraSettings
 
 MIN_USEFUL_TOKENS = 128
+KEEP_GATES = ("cpu", "triton")
+"""Rows of ops that read a router's weight in bfloat16; the torch row keeps it in float32."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class SizingInput:
     tier_ratio: float = 0.0
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
+    tier_fraction: float | None = None
+    """Share of the host memory beside GPUs to which a larger tier is reduced; None: it must fit as it is."""
     windows_in_tier: bool = False
     """Whether the tier can keep windowed layers in a pool of their own."""
     transfers: bool = False
@@ -87,7 +91,20 @@ class SizingInput:
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
         kernels = self.kernels.model
-        return kept_format(self.model.weight_format, self.machine.device, kernels.codes, kernels.blocks, kernels.mxfp4)
+        rows = kernels.codes, kernels.blocks, kernels.four_bits
+        return kept_format(self.model.weight_format, self.machine.device, *rows)
+
+    def bf16_gates(self, mtp: bool = False) -> int:
+        """Elements of the routers' weights that the ops keep in bfloat16, as stored; every rank has all of them. `mtp`:
+        those of the MTP layers, else those of the model."""
+        if self.model.moe is None or self.kernels.model.row("ops").name not in KEEP_GATES:
+            return 0
+        if self.checkpoint is not None:
+            return self.checkpoint.mtp_bf16_gates if mtp else self.checkpoint.bf16_gates
+        if self.dtype != "bfloat16":
+            return 0
+        own = sizes.num_gate_elements(self.model)
+        return sizes.num_gate_elements(self.model, include_mtp=True) - own if mtp else own
 
     @property
     def local_model(self) -> ModelConfig:

@@ -118,8 +118,8 @@ def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:
             "layers do not store those of draft positions (StateGroup.stores_any); leave it out"
         )
     mode, memory = args.disaggregation.disaggregation_mode, args.memory
-    if mode != OFF:
-        yield f"--disaggregation-mode {mode}: not available yet: states are not transferred with KV; leave it out"
+    if mode != OFF and not caches_prefixes(model):
+        yield f"--disaggregation-mode {mode}: moves cached prefixes, and no prefix is cached; leave it out"
     elif memory.enable_hierarchical_cache and not caches_prefixes(model):
         yield "--enable-hierarchical-cache: keeps cached prefixes, and no prefix is cached; leave it out"
     elif memory.enable_hierarchical_cache and memory.kv_connector != "host":

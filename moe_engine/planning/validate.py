@@ -193,8 +193,10 @@ def _host_tier(args: EngineArgs) -> Iterator[str]:
         return
     if args.scheduling.disable_radix_cache:
         yield "--enable-hierarchical-cache keeps cached prefixes, --disable-radix-cache caches none; drop one of them"
-    if not memory.hicache_size and memory.hicache_ratio <= 0:
+    if not memory.hicache_size and memory.hicache_ratio is not None and memory.hicache_ratio <= 0:
         yield f"--hicache-ratio {memory.hicache_ratio:g}: must be positive"
+    if not 0 < memory.hicache_host_memory_fraction <= 1:
+        yield f"--hicache-host-memory-fraction {memory.hicache_host_memory_fraction:g}: must be above 0, and at most 1"
     connector_class(memory.kv_connector)
 
 

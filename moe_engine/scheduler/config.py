@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
+from moe_engine.kv_connectors import SIDES
 from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.step_settings import StorageSettings
 from moe_engine.types import SpeculationConfig
@@ -154,7 +155,8 @@ class SchedulerConfig:
             )
         if self.num_snapshots and (self.window or self.disable_radix_cache):
             raise ConfigError("snapshots of states need the radix cache, without bounded windows")
-        if self.num_snapshots and self.host_tier_tokens and (not self.host_snapshots or self.kv_connector != "host"):
+        keeps_states = self.host_snapshots and self.kv_connector in ("host", *SIDES)
+        if self.num_snapshots and self.host_tier_tokens and not keeps_states:
             raise ConfigError("snapshots of states need the host-RAM tier as KV connector, with states of its own")
         for flag, value in (
             ("--max-queued-requests", self.max_queued_requests),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from moe_engine.kv_ops import KVOps
@@ -31,6 +31,9 @@ class Incoming:
     keys: list[int]
     begin: int
     places: list[int]
+    entry: int = -1
+    state_places: list[int] = field(default_factory=list)
+    """The entry of the state behind the last token, and its places; in a model with states (`state_transfers`)."""
     cancelled: bool = False
 
 
@@ -40,6 +43,8 @@ class DecodeTier(HostTier):
     copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
     uses_bigrams = False
     """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
+    state_rows = 0
+    """Rows of a state in a transfer (`state_transfers`), set by the owner of the scheduler; 0: no states."""
 
     def _prepare(self) -> None:
         self.link = TransferLink()
@@ -74,20 +79,31 @@ class DecodeTier(HostTier):
             self.give_places(places)  # they were the places of the prefix itself: the tier is small
             begin = node.end
             places = self.take_places(limit - begin)
-        if places is None:
+        incoming = None if places is None else self._receive(request, keys, begin, places)
+        if incoming is None:
             self.link.command("want", room, host, port, digest, begin, begin, 0, [])  # ends the peer's transfer
             return
-        self.incoming[room] = Incoming(request, keys, begin, places)
+        self.incoming[room] = incoming
         request.status = Status.WAITING_FOR_KV
+        places = [*incoming.places, *incoming.state_places]
         after = max([self._stored_by.get(place, 0) for place in places])
-        self.link.command("want", room, host, port, digest, begin, limit, after, places)
+        self.link.command("want", room, host, port, digest, begin, begin + len(places), after, places)
+
+    def _receive(self, request: Request, keys: list[int], begin: int, places: list[int]) -> Incoming | None:
+        """The transfer of tokens from `begin` on to these places; None, and the places are free, if there is no room
+        for what belongs to them."""
+        return Incoming(request, keys, begin, places)
+
+    def _written(self, ops: KVOps) -> list[int]:
+        """Places that the copies of a plan write."""
+        return ops.store_places
 
     def build_connector_meta(self) -> KVOps | None:
         ops = super().build_connector_meta()
-        if ops is None or not ops.store_places:
+        if ops is None or not (written := self._written(ops)):
             return ops
         self._serial += 1
-        self._stored_by.update(dict.fromkeys(ops.store_places, self._serial))
+        self._stored_by.update(dict.fromkeys(written, self._serial))
         return replace(ops, serial=self._serial)
 
     def exchange(self, step: int) -> None:
@@ -105,7 +121,7 @@ class DecodeTier(HostTier):
                 self._filled(incoming, values[0])
             else:
                 self.num_failed_transfers += not incoming.cancelled
-                self.give_places(incoming.places)
+                self._drop(incoming)
                 if not incoming.cancelled:
                     logger.warning(
                         "Transfer of KV for %s failed: %s; its prompt is computed here", incoming.request.rid, values[0]
@@ -124,6 +140,10 @@ class DecodeTier(HostTier):
             self._give(self.tree.add_absent(incoming.keys[:end], incoming.begin, pages[:count], namespace))
             pages = pages[count:]
         self._give(pages)
+
+    def _drop(self, incoming: Incoming) -> None:
+        """Frees what a transfer was to fill."""
+        self.give_places(incoming.places)
 
     def renew(self, weights: str) -> None:
         """The weights have changed; the cache is empty. Transfers to or from a server with weights of another name are

@@ -26,10 +26,11 @@ MAX_STAGED = 4
 
 @dataclass(slots=True)
 class Outgoing:
-    """A transfer: tokens before `staged` were copied, those before `end` of [.., limit) can be read at `node`."""
+    """A transfer of tokens [begin, limit): those before `staged` were copied, others can be read at `node`."""
 
     request: Request
     keys: list[int]
+    begin: int = 0
     staged: int = 0
     limit: int = -1
     """-1: no request from a decode server yet."""
@@ -46,6 +47,8 @@ class PrefillTier(HostTier):
     copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
     uses_bigrams = False
     """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
+    state_rows = 0
+    """Rows of a state in a transfer (`state_transfers`), set by the owner of the scheduler; 0: no states."""
 
     def _prepare(self) -> None:
         self.link = TransferLink()
@@ -79,7 +82,7 @@ class PrefillTier(HostTier):
             if outgoing is None:
                 continue
             if kind == "granted":
-                outgoing.staged, outgoing.limit = values[:2]
+                self._granted(outgoing, *values[:2])
             elif kind == "sent":
                 while outgoing.pieces and outgoing.pieces[0][0] <= values[0]:
                     self.give_places(outgoing.pieces.popleft()[1])
@@ -110,8 +113,16 @@ class PrefillTier(HostTier):
             self.tree.unlock(outgoing.node, step)  # a locked prefix could prevent its own request from getting slots
             outgoing.node = None
         if outgoing.staged >= outgoing.limit or (request.status is Status.FINISHED and outgoing.node is None):
-            outgoing.is_done = True
-            self.link.command("done", room)
+            self._finish(room, outgoing)
+
+    def _granted(self, outgoing: Outgoing, begin: int, limit: int) -> None:
+        outgoing.begin = outgoing.staged = begin
+        outgoing.limit = limit
+
+    def _finish(self, room: int, outgoing: Outgoing) -> None:
+        """All tokens are staged, or no more will be."""
+        outgoing.is_done = True
+        self.link.command("done", room)
 
     def _hold(self, outgoing: Outgoing, step: int) -> None:
         """Locks the cached part of the prompt."""
@@ -145,10 +156,9 @@ class PrefillTier(HostTier):
     def build_connector_meta(self) -> KVOps | None:
         ops = super().build_connector_meta()
         if self._stages:
-            assert ops is not None
             self._serial += 1
             self._stages = False
-            ops = replace(ops, serial=self._serial)
+            ops = replace(ops or KVOps(), serial=self._serial)
         return ops
 
     def _close(self, room: int, outgoing: Outgoing, step: int) -> None:
@@ -161,7 +171,6 @@ class PrefillTier(HostTier):
     def _give_unstored(self, places: list[int]) -> None:
         for place in places:
             self._new_stores.pop(place, None)
-        self._stages = self._stages and bool(self._new_stores)
         self.give_places(places)
 
     def renew(self, weights: str) -> None:

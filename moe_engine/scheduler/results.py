@@ -85,17 +85,21 @@ def read_result(
                 vector=take_hidden(request) if request.hidden else None,
             )
         )
-    for request in record.ended:
-        if request.row >= 0 and request.to_abort is None:
-            prompt, row = table.take_prompt_logprobs(request.rid), request.row
-            reason = FinishReason("length", length=len(request.output_ids))
-            table.end_running(request, reason)
-            some_ended = True
-            vector = result.vectors.get(row) if result.vectors is not None and request.hidden is None else None
-            push(finish_event(request, reason, now, [], None, prompt, vector))
-    if some_ended:
+    ended = [request for request in record.ended if request.row >= 0 and request.to_abort is None]
+    for request in ended:
+        push(_end_prompt(table, request, result.vectors, now))
+    if some_ended or ended:
         table.drop_rowless()
     return events
+
+
+def _end_prompt(table: RequestTable, request: Request, vectors: dict[int, bytes] | None, now: float) -> RequestEvent:
+    """The end of a request with max_new_tokens 0, whose prompt is computed; `vectors`: of the result."""
+    prompt, row = table.take_prompt_logprobs(request.rid), request.row
+    reason = FinishReason("length", length=len(request.output_ids))
+    table.end_running(request, reason)
+    vector = vectors.get(row) if vectors is not None and request.hidden is None else None
+    return finish_event(request, reason, now, [], None, prompt, vector)
 
 
 def _take_several(

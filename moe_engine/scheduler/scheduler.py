@@ -218,16 +218,19 @@ class Scheduler:
         table, draft, num_before, in_flight = self.table, PlanDraft(), self.table.num_running, bool(self._in_flight)
         mixed = self.config.enable_mixed_chunk and not self._prefills.preempting
         is_turn = hold_prefill or self._is_decode_turn(mixed)
-        if (mixed or is_turn) and table.decodes and not self._decodes.add(draft, in_flight):
-            return self._drain()
-        held = hold_prefill or (is_turn and bool(draft.rows))  # no rows: all decodes were retracted
-        batch = PrefillBatch() if held else self._prefills.build(draft.num_decode_tokens, in_flight)
+        batch = PrefillBatch() if mixed or is_turn else self._prefills.build(0, in_flight)
         if batch is None:
             return self._drain()
+        if not batch.jobs:
+            if table.decodes and not self._decodes.add(draft, in_flight):
+                return self._drain()
+            all_retracted = not draft.rows and table.num_running < num_before  # for a prompt, which has room now
+            if (mixed and not is_turn) or (all_retracted and not hold_prefill):
+                batch = self._prefills.build(draft.num_decode_tokens, in_flight)
+                if batch is None:
+                    return self._drain()
         if batch.jobs:
             self._prefills.add(draft, batch)
-        elif not (mixed or is_turn) and table.decodes and not self._decodes.add(draft, in_flight):
-            return self._drain()
         if not draft.rows:
             return None
         self._suspect_turn = True

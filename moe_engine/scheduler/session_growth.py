@@ -50,6 +50,16 @@ class ReturnShares:
         seen = zip(self._returned, self._ended, self.doubted)
         return [rounded((back + mean) / (back + ended + doubted + 1)) for back, ended, doubted in seen]
 
+    def demands(self, growth: float) -> tuple[list[float], list[float]]:
+        """By length of a session that has another turn: its expected turns from that one on, and the tokens by which it
+        exceeds its length, summed over them."""
+        shares, turns, tokens = self.shares(), [1.0] * MAX_TURNS, [growth] * MAX_TURNS
+        for turn in range(MAX_TURNS - 2, -1, -1):
+            share = shares[turn + 1]
+            turns[turn] = 1 + share * turns[turn + 1]
+            tokens[turn] = growth * turns[turn] + share * tokens[turn + 1]
+        return turns, tokens
+
 
 class Projection:
     """

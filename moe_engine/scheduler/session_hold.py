@@ -4,8 +4,9 @@ With many sessions in rotation, each turn would evict the KV that the next turn 
 fits keeps its KV, and requests that could only run by evicting it wait. The rule is derived, not fitted; its core is in
 `return_times`, and all quantities are measured:
 
-- Sessions whose next turn waits are held first, then sessions whose pause is worth their space, the most valuable
-first, as far as they fit.
+- Sessions whose next turn waits, or whose pause is worth their space, are held as far as they fit: first those whose KV
+saves most for the space of all their expected turns. Sessions near their end therefore come before young ones, which
+are cheap to recompute and would grow in their place.
 - A request that evicts no held KV runs. It also leaves space for the growth of the admitted sessions and its own within
 the horizon, by expectation (`session_growth`), and at least for their net growth in a steady state: without it, a held
 session would be recomputed before its space had paid off.
@@ -217,9 +218,10 @@ class SessionHold:
         self._next_plan = now + (self._clock() - now) / PLANNING
 
     def _rank(self, now: float, horizon: float) -> list[_Session]:
-        """Sessions that are worth their space, the most valuable first; then by time. The evicted part of a session
-        takes space and saves nothing."""
+        """Sessions that are worth their space, by `_worth`, then by time. The evicted part of a session takes space and
+        saves nothing."""
         patience, shares = self.returns.patience, self._by_length.shares()
+        demands = self._by_length.demands(self.growth)
         doubts = [0.0] * MAX_TURNS
         ranked: list[tuple[float, float, int]] = []
         for number, session in list(self._sessions.items()):
@@ -242,10 +244,17 @@ class SessionHold:
                 value = horizon if entry is not None else self.returns.value(silence, shares[self._turns(session.end)])
                 if value > 0:
                     since = session.ended if entry is None else entry.request.queued_at
-                    ranked.append((-value * cached, since, number))
+                    ranked.append((-cached * self._worth(session, *demands), since, number))
         self._by_length.doubted, self.returns.num_doubted = doubts, sum(doubts)
         ranked.sort()
         return [self._sessions[number] for _, _, number in ranked]
+
+    def _worth(self, session: _Session, turns: list[float], tokens: list[float]) -> float:
+        """Tokens that holding a session is expected to save, over the space that it takes: until it returns, and in its
+        later turns."""
+        length, returns = session.end, session.returns if session.entry is None else 1.0
+        turn = self._turns(length)
+        return returns / (1 + returns * (turns[turn] + tokens[turn] / length))
 
     def _choose(self, now: float, room: float) -> None:
         horizon = self.horizon

@@ -21,8 +21,12 @@ from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.state_snapshots import NONE, SnapshotTree, snapshot_of
 from moe_engine.scheduler.state_tier import StateHostTier
+from moe_engine.scheduler.state_transfers import StateDecodeTier, StatePrefillTier
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request, RowWrite, StateOps
+
+TIERS = {"host": StateHostTier, "prefill": StatePrefillTier, "decode": StateDecodeTier}
+"""By `SchedulerConfig.kv_connector`."""
 
 
 class Chunk(Protocol):
@@ -56,7 +60,7 @@ class StateKVCacheManager(KVCacheManager):
         super().__init__(config)
 
     def _new_connector(self, config: SchedulerConfig) -> KVConnector:
-        return StateHostTier(
+        return TIERS[config.kv_connector](
             config.host_tier_tokens, self.slots, self.make_room, config.num_snapshots, config.host_snapshots
         )
 

@@ -173,14 +173,18 @@ class StateHostTier(HostTier):
         super().reset()
         self._abandoned_snapshots = {}
         self._new_states = {}
-        held = set(self.storage.held_entries(flushed=True)) if isinstance(self.storage, StateStorageTier) else set()
+        held = set(self.held_entries(flushed=True))
         self._free_entries = [entry for entry in range(self.num_entries) if entry not in held]
 
     # -- integrity
 
+    def held_entries(self, *, flushed: bool = False) -> list[int]:
+        """Entries in use outside the tree. `flushed`: the nodes of all entries are gone."""
+        return self.storage.held_entries(flushed=flushed) if isinstance(self.storage, StateStorageTier) else []
+
     def check_integrity(self) -> list[str]:
         findings = super().check_integrity() + self.tree.check_entries()
-        held = self.storage.held_entries() if isinstance(self.storage, StateStorageTier) else []
+        held = self.held_entries()
         everything = [*self._free_entries, *self.tree.owners, *held]
         if sorted(everything) != list(range(self.num_entries)):
             findings.append(f"states of the host tier: {len(everything)} owners of {self.num_entries} entries")

@@ -88,6 +88,15 @@ class TieredCache(RadixCache):
                 break
         return pos - found.node.end, load
 
+    def _walk_kv(self, found: Match, tokens: list[int], limit: int) -> tuple[Match, Iterable[TierNode]]:
+        """The KV behind a match that ended where a window or a state is missing: the match of all KV on the device,
+        and the absent nodes that continue it. `limit`: in whole pages."""
+        if found.node is None or not found.node.alive:  # an empty root was dropped
+            return Match(None, found.length), ()
+        kv = RadixCache.peek(self, tokens, limit, None, found.node)
+        assert kv.node is not None
+        return kv, self._walk_absent(kv.node, tokens, limit) if kv.partial is None else ()
+
     def _walk_absent(self, node: Node, tokens: list[int], limit: int) -> Iterator[TierNode]:
         """The absent nodes that continue the prefix up to `node`; of the last one only a head may match."""
         while node.end < limit:

@@ -65,25 +65,20 @@ class TieredSnapshots(TieredCache, SnapshotTree):
     def reach(self, found: Match, tokens: list[int], limit: int) -> tuple[list[TierStateNode], int]:
         """The nodes behind a match on the device up to the last one with an entry, and the first load in progress on
         the way (0 if there is none), which ends the walk."""
-        if found.node is None or not found.node.alive:  # an empty root was dropped
-            return [], 0
         limit -= limit % self.page_size
-        kv = RadixCache.peek(self, tokens, limit, None, found.node)
-        walked: list[TierStateNode] = []
-        node = kv.node
+        kv, behind = self._walk_kv(found, tokens, limit)
+        walked, node, begin = list[TierStateNode](), kv.node, kv.length
         while node is not None and node is not found.node:
             assert isinstance(node, TierStateNode)
             walked.append(node)
             node = node.parent
         walked.reverse()
-        if kv.partial is None and kv.node is not None:
-            begin = kv.length
-            for child in self._walk_absent(kv.node, tokens, limit):
-                assert isinstance(child, TierStateNode)
-                if child.end > limit or child.tokens != tokens[begin : child.end]:
-                    break
-                walked.append(child)
-                begin = child.end
+        for child in behind:
+            assert isinstance(child, TierStateNode)
+            if child.end > limit or child.tokens != tokens[begin : child.end]:
+                break
+            walked.append(child)
+            begin = child.end
         count = 0
         for i, node in enumerate(walked):
             if load := node.load or node.state_load:
@@ -221,10 +216,14 @@ class TieredSnapshots(TieredCache, SnapshotTree):
     def drop_state(self, node: TierNode) -> None:
         """Frees the entry of a node, if it has one."""
         assert isinstance(node, TierStateNode)
-        if node.entry != NONE:
-            del self.owners[node.entry]
-            self._release_entry(node.entry)
-            node.entry = NONE
+        if (entry := self.take_from(node)) != NONE:
+            self._release_entry(entry)
+
+    def take_from(self, node: TierStateNode) -> int:
+        """Takes the entry of a node from it; NONE if it has none."""
+        entry, node.entry = node.entry, NONE
+        self.owners.pop(entry, None)
+        return entry
 
     def forget_entries(self, entries: set[int]) -> None:
         """Removes the states of these entries, which may be wrong."""

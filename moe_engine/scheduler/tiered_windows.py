@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from moe_engine.scheduler.host_windows import NONE, HostWindows
-from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
+from moe_engine.scheduler.radix_cache import Match, Node
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.window_pages import WindowPages
 from moe_engine.scheduler.windowed_radix_cache import WindowedRadixCache
@@ -62,24 +62,21 @@ class TieredWindows(TieredCache, WindowedRadixCache):
         return reach.length - found.length, reach.load
 
     def reach(self, found: Match, tokens: list[int], limit: int) -> Reach:
-        nothing = Reach(found.length)
-        if found.node is None or not found.node.alive:  # an empty root was dropped
-            return nothing
         limit -= limit % self.page_size
-        kv = RadixCache.peek(self, tokens, limit, None, found.node)
-        assert kv.node is not None
+        kv, behind = self._walk_kv(found, tokens, limit)
+        if kv.node is None:
+            return Reach(found.length)
         absent, end = list[tuple[TierNode, int]](), kv.length
-        if kv.partial is None:
-            for child in self._walk_absent(kv.node, tokens, limit):
-                same = self._common(child.tokens, tokens, end, limit)
-                if child.load:
-                    return Reach(end + same, load=child.load)
-                absent.append((child, same))
-                end += same
+        for child in behind:
+            same = self._common(child.tokens, tokens, end, limit)
+            if child.load:
+                return Reach(end + same, load=child.load)
+            absent.append((child, same))
+            end += same
         kept = (self._is_kept(page) for page in self._pages_to(kv, absent))
         length = self.last_usable(end, kept)
         if length <= found.length:
-            return nothing
+            return Reach(found.length)
         size = self.page_size
         pages = self._pages_to(kv, absent)
         first, last = max(0, length - self._window + 1) // size, length // size

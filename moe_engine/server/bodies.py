@@ -74,6 +74,10 @@ class Bodies:
         assert isinstance(done, Plan)
         return done
 
+    async def plan_or_answer(self, request: Request, name: str) -> Plan | Response:
+        """Raises like `plan`."""
+        return await self._run(request, name)
+
     async def answer(self, request: Request, name: str) -> Response:
         """Raises like `plan`."""
         done = await self._run(request, name)

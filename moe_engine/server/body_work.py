@@ -6,6 +6,7 @@ from moe_engine.server.anthropic_api import AnthropicApi
 from moe_engine.server.bodies import Work
 from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.native_api import NativeApi
+from moe_engine.server.ollama_api import OllamaApi
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_completions import CompletionsApi
 from moe_engine.server.parse_api import ParseApi
@@ -16,7 +17,7 @@ from moe_engine.server.state import ServerState
 
 def body_work(state: ServerState) -> dict[str, Work]:
     native, parse, anthropic = NativeApi(state), ParseApi(state), AnthropicApi(state)
-    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
+    vectors, scoring, ollama = EmbeddingsApi(state), ScoringApi(state), OllamaApi(state)
     return {
         "generate": native.read_generate,
         "completions": CompletionsApi(state).read,
@@ -29,6 +30,8 @@ def body_work(state: ServerState) -> dict[str, Work]:
         "responses": ResponsesApi(state, state.responses).read,
         "messages": anthropic.read,
         "count_tokens": anthropic.counted,
+        "ollama_chat": ollama.read_chat,
+        "ollama_generate": ollama.read_generate,
         "tokenize": native.tokenized,
         "detokenize": native.detokenized,
         "separate_reasoning": parse.separated,

@@ -9,6 +9,7 @@ from moe_engine.frontend.encoding import EncodeRequest
 from moe_engine.frontend.generate_input import GenerateRequest
 from moe_engine.server import anthropic_types as anthropic
 from moe_engine.server import native_types as native
+from moe_engine.server import ollama_types as ollama
 from moe_engine.server import openai_answers as answers
 from moe_engine.server import responses_types as responses
 from moe_engine.server.anthropic_api import AnthropicApi
@@ -20,6 +21,7 @@ from moe_engine.server.expert_types import ExpertGain, ExpertView
 from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
+from moe_engine.server.ollama_api import OllamaApi
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_completions import CompletionsApi
 from moe_engine.server.openai_types import (
@@ -30,7 +32,7 @@ from moe_engine.server.openai_types import (
     RerankRequest,
     ScoreRequest,
 )
-from moe_engine.server.openapi import HTML, TEXT, Endpoint
+from moe_engine.server.openapi import HTML, JSON_LINES, TEXT, Endpoint
 from moe_engine.server.operations_api import ConfigureLoggingRequest, OperationsApi
 from moe_engine.server.pages_api import PagesApi
 from moe_engine.server.parse_api import ParseApi
@@ -53,6 +55,8 @@ REFUSED_PATHS = {
     "/v1/files": ONE_BY_ONE,
     "/v1/batches": ONE_BY_ONE,
     "/vertex_generate": "use /generate, or /invocations",
+    "/api/embed": "use /v1/embeddings",
+    "/api/pull": "a server has the model of its start (--model-path)",
     "/v1/audio/transcriptions": "audio is not accepted",
     "/v1/realtime": "audio is not accepted",
     "/v1/responses/{response_id}/cancel": "responses do not run in the background; close the connection to abort one",
@@ -72,7 +76,7 @@ REFUSED_PATHS = {
 def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
-    messages, created = AnthropicApi(state), ResponsesApi(state, state.responses)
+    messages, created, local = AnthropicApi(state), ResponsesApi(state, state.responses), OllamaApi(state)
     sessions, operations = SessionsApi(state.frontend.sessions), OperationsApi(state)
     vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
     # fmt: off
@@ -92,6 +96,13 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
                    body=anthropic.MessagesRequest, event=anthropic.StreamEvent, names_events=True)
     yield Endpoint("/v1/messages/count_tokens", messages.count_tokens, "POST", anthropic.TokenCount,
                    body=anthropic.CountRequest)
+    yield Endpoint("/api/chat", local.chat, "POST", ollama.OllamaAnswer, body=ollama.OllamaChatRequest,
+                   event=ollama.OllamaAnswer, stream=JSON_LINES)
+    yield Endpoint("/api/generate", local.generate, "POST", ollama.OllamaAnswer, body=ollama.OllamaGenerateRequest,
+                   event=ollama.OllamaAnswer, stream=JSON_LINES)
+    yield Endpoint("/api/tags", local.tags, answer=ollama.ModelTags)
+    yield Endpoint("/api/show", local.show, "POST", ollama.ShownModel, body=ollama.ShowRequest)
+    yield Endpoint("/api/version", local.version, answer=ollama.Version, aliases=("/version",))
     yield Endpoint("/v1/models", pages.models, answer=answers.ModelList)
     yield Endpoint("/v1/models/{model:path}", pages.model, answer=answers.ModelCard)
     yield Endpoint("/generate", api.generate, "POST PUT", native.Output | list[native.Output],

@@ -1,4 +1,4 @@
-"""HTTP error responses: OpenAI's format on /v1, SGLang's on the native endpoints."""
+"""HTTP error responses: OpenAI's format on /v1, Ollama's on /api, SGLang's on the native endpoints."""
 
 from __future__ import annotations
 
@@ -94,8 +94,14 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
+def ollama_body(problem: Problem) -> dict[str, Any]:
+    return {"error": problem.message}
+
+
 def error_format_of(path: str) -> ErrorFormat:
     """Error format of a path."""
+    if path.startswith("/api/"):
+        return ollama_body
     if path.startswith("/v1/messages"):
         return anthropic_body
     return openai_body if path.startswith("/v1") else native_body
@@ -123,6 +129,8 @@ def stream_error(exc: Exception, shape: ErrorFormat) -> bytes:
     problem = problem_of(exc)
     if shape is anthropic_body:
         return b"event: error\ndata: " + msgspec.json.encode(anthropic_body(problem)) + b"\n\n"
+    if shape is ollama_body:
+        return msgspec.json.encode(ollama_body(problem)) + b"\n"
     return b"data: " + msgspec.json.encode({"error": problem.fields()}) + b"\n\n"
 
 

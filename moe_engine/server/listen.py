@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from moe_engine.errors import ConfigError
 
@@ -11,20 +12,14 @@ def bind(host: str, port: int) -> socket.socket:
     """Binds a socket, not listening yet.
 
     Args:
-        host: an address or a name; IPv4 addresses of a name are preferred.
+        host: an address or a name; IPv4 addresses of a name are preferred. An IPv6 address may have brackets.
 
     Raises:
         ConfigError: unknown host, or the address is in use or not of this machine.
     """
     flags = f"--host {host} --port {port}"
-    try:
-        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
-    except OSError as exc:
-        raise ConfigError(f"{flags}: no address of that name: {exc.strerror}") from None
-    except ValueError:  # not encodable as a host name, or with a null byte
-        raise ConfigError(f"{flags}: not the name of a host") from None
-    family, kind, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    sock = socket.socket(family, kind)
+    family, address = find_address(host, port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
@@ -34,8 +29,23 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def find_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """The address of a host and port, and its family. Arguments and errors as of `bind`."""
+    flags = f"--host {host} --port {port}"
+    host = host.removeprefix("[").removesuffix("]")  # as in a URL
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ConfigError(f"{flags}: no address of that name: {exc.strerror}") from None
+    except ValueError:  # not encodable as a host name, or with a null byte
+        raise ConfigError(f"{flags}: not the name of a host") from None
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, address
+
+
 def url_host(host: str) -> str:
     """The host in a URL for clients on this machine."""
+    host = host.removeprefix("[").removesuffix("]")
     if host in ("", "0.0.0.0", "::", "127.0.0.1"):
         return "localhost"
     return f"[{host}]" if ":" in host else host

@@ -13,7 +13,8 @@ import msgspec
 
 from moe_engine.sampling_checks import SamplingRequest
 from moe_engine.server.anthropic_types import AnthropicError
-from moe_engine.server.errors import Handler, anthropic_body, error_format_of, openai_body
+from moe_engine.server.errors import Handler, anthropic_body, error_format_of, ollama_body, openai_body
+from moe_engine.server.ollama_types import OllamaError
 from moe_engine.server.openai_answers import Error, OpenAIError
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 from moe_engine.types import SamplingParams
@@ -21,6 +22,8 @@ from moe_engine.types import SamplingParams
 JSON = "application/json"
 TEXT = "text/plain"
 HTML = "text/html"
+EVENTS = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -36,6 +39,7 @@ class Endpoint:
         media: media type of the whole answer.
         body: type of the request's body, or None.
         event: type of an event's data, if the answer may be a stream.
+        stream: media type of the stream.
         names_events: the events of the stream have names; otherwise the last one is [DONE].
         refuses_so: an answer with status 400 may have the type `answer` too (its `success` is false).
         query: type of the query, or None.
@@ -49,6 +53,7 @@ class Endpoint:
     media: str = JSON
     body: Any = None
     event: Any = None
+    stream: str = EVENTS
     names_events: bool = False
     refuses_so: bool = False
     query: Any = None
@@ -78,7 +83,7 @@ def openapi(
     """The OpenAPI 3.1 description. `native`, `model`: sampling defaults of /generate and of the OpenAI endpoints."""
     described = [endpoint for endpoint in endpoints if endpoint.available]
     kinds = [kind for e in described for kind in (e.answer, e.body, e.event, e.query) if kind is not None]
-    kinds += [Error, OpenAIError, AnthropicError]
+    kinds += [Error, OpenAIError, AnthropicError, OllamaError]
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(kinds, found, strict=True))
     for kind, params in ((SamplingRequest, native), (ChatRequest, model), (CompletionRequest, model)):
@@ -107,6 +112,8 @@ def _errors_of(path: str) -> tuple[Any, Any]:
     shape = error_format_of(path)
     if shape is anthropic_body:
         return AnthropicError, AnthropicError
+    if shape is ollama_body:
+        return OllamaError, OllamaError
     return (OpenAIError if shape is openai_body else Error), Error
 
 
@@ -123,8 +130,9 @@ def _operation(
         ok["content"] = {endpoint.media: {"schema": schemas[endpoint.answer]}}
     if endpoint.event is not None:
         ok["description"] = "With stream: events"
-        event = _event([schemas[endpoint.event], stream_error], names=endpoint.names_events)
-        ok["content"]["text/event-stream"] = {"itemSchema": event}
+        data = [schemas[endpoint.event], stream_error]
+        event = {"anyOf": data} if endpoint.stream == JSON_LINES else _event(data, names=endpoint.names_events)
+        ok["content"][endpoint.stream] = {"itemSchema": event}
     operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": endpoint.summary,
@@ -205,6 +213,8 @@ def _shown(content: dict[str, Any]) -> Any:
     """The schema of the content; of a stream that of an event's JSON."""
     if "itemSchema" not in content:
         return content["schema"]
+    if "anyOf" in content["itemSchema"]:
+        return content["itemSchema"]
     data = content["itemSchema"]["properties"]["data"]
     return data.get("anyOf", [data])[0]["contentSchema"]
 

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ class FileStorage:
         except FileNotFoundError:
             return False
         try:
-            if os.fstat(file).st_size != len(target):
+            if not self._is_whole(file, path, len(target)):
                 return False
             read = 0
             while read < len(target):
@@ -96,6 +97,16 @@ class FileStorage:
         with contextlib.suppress(OSError):
             os.utime(path)  # used: removed last
         return True
+
+    def _is_whole(self, file: int, path: str, size: int) -> bool:
+        """Whether an open page has its size. A page that lost its end, with the power for example, is removed: it would
+        never be stored again, because it exists."""
+        found = os.fstat(file)
+        if found.st_size == size:
+            return True
+        if stat.S_ISREG(found.st_mode):
+            _removed(path)
+        return False
 
     def put(self, names: Sequence[str], pages: Sequence[Buffer]) -> list[bool]:
         stored = []

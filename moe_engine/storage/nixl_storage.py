@@ -71,7 +71,7 @@ class NixlStorage(FileStorage):
             for i, name in enumerate(names):
                 with contextlib.suppress(FileNotFoundError):
                     file = files.enter_context(open(self._path(name), "rb", buffering=0))
-                    if os.fstat(file.fileno()).st_size == len(targets[i]):
+                    if self._is_whole(file.fileno(), self._path(name), len(targets[i])):
                         opened.append((i, file.fileno()))
             if not opened:
                 return there

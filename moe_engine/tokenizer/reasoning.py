@@ -57,6 +57,7 @@ REASONING_FORMATS = {
     "minimax": ReasoningFormat(forced=True),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "step3": ReasoningFormat(forced=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "gpt-oss": ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", END, harmony=True),
 }
 REASONING_PARSERS = tuple(REASONING_FORMATS)

@@ -39,6 +39,8 @@ def reasoning_format(template: str) -> str | None:
         return "gpt-oss"
     if "◁think▷" in template:
         return "kimi"
+    if "[THINK]" in template and "[/THINK]" in template:
+        return "mistral"
     if THINK_END not in template:
         return None
     if tools in _OF_TOOLS:

@@ -1,8 +1,9 @@
 """Measures the costs of a running server, through the client of `bench serving` and the steps that the server records.
 
-Decode: concurrent streams. Prefill: prompts of short answers; the time until the first token beyond their steps is that
-of an answer outside the engine. All points are measured in rounds (`moe_engine.tuning.rounds`). On a machine where
-front end and client share cores with the steps, the steps contain this slowdown.
+Decode: concurrent streams. Prefill: prompts of short answers while others decode, as under load: the step of a prompt
+alone is longer, because caches and threads are cold. The time until the first token of such a lone prompt beyond its
+step is that of an answer outside the engine. All points are measured in rounds (`moe_engine.tuning.rounds`). On a
+machine where front end and client share cores with the steps, the steps contain this slowdown.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +29,10 @@ from moe_engine.tuning.measured_points import (
     CACHED,
     DECODE,
     DECODE_TOKENS,
+    LONE,
+    LONE_TOKENS,
     LONG,
+    LONG_TAILS,
     OUTSIDE,
     PAUSED,
     PREFILL,
@@ -42,18 +47,20 @@ from moe_engine.tuning.step_records import StepRecords
 
 ROUNDS = 4
 REPEATS = 5
-ROUND_SECONDS, MOST_REPEATS = 0.25, 40
-"""Time of the repeats of a point in a round, and their max number."""
+ROUND_SECONDS, LEAST_REPEATS, MOST_REPEATS = 0.25, 3, 40
+"""Time of the repeats of a point in a round, their least and max number."""
 FIRST_TOKENS = 4
 """Tokens of an answer of which only the first is measured."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
 """Requests that arrive at once, and tokens of the answers meanwhile."""
-LONE_TOKENS, LONE_REPEATS, LONE_PAUSE = 64, 8, 0.03
-"""Prompt tokens, number in a round and mean pause of requests that find the server idle for a while."""
-BURST = 5
+LEAST_PREFIX = 64
+"""Tokens of a cached prefix that is worth a measurement."""
+LONE_REPEATS, LONE_PAUSE = 8, 0.03
+"""Number in a round and mean pause of requests that find the server idle for a while."""
+BURSTS = 5, 13
 """Prompts at once."""
-SHORT_PROMPT = 256
-"""Max prompt tokens of the answers whose time outside the steps is measured."""
+BESIDE_TOKENS = 256
+"""Tokens of the answers that decode beside measured prompts."""
 Span = tuple[float, float, float]
 """Unix times, and the seconds of a step as the client saw it."""
 
@@ -95,19 +102,22 @@ class Probes:
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
         short, order = self._points.short, slice(None, None, -1 if self._points.rounds.number % 2 else 1)
-        for length in self._points.prompt_lengths()[order]:
-            progress(f"{name}prefill, {length} tokens")
-            await self._first_token((PREFILL, length), length)
+        async with self._decodes():
+            for length in self._points.prompt_lengths()[order]:
+                progress(f"{name}prefill, {length} tokens")
+                await self._first_token((PREFILL, length), length)
+        await self._read_steps()
+        async with self._decodes():
+            progress(f"{name}prefill behind a cached prefix")
+            await self._behind_a_prefix()
+            progress(f"{name}several prompts in a step")
+            await self._several_prompts()
         for count in self._points.row_counts()[order]:
             progress(f"{name}decode, {count} requests")
             await self._decode((DECODE, count), count, short)
         await self._read_steps()
         progress(f"{name}decode, long contexts")
         await self._long_contexts()
-        progress(f"{name}prefill behind a cached prefix")
-        await self._behind_a_prefix()
-        progress(f"{name}several prompts in a step")
-        await self._several_prompts()
         progress(f"{name}requests after a pause")
         await self._after_pauses()
         progress(f"{name}new requests during a decode")
@@ -116,6 +126,24 @@ class Probes:
         await self._read_steps()
         progress(f"{name}requests beside each other")
         await self._beside_each_other()
+
+    @asynccontextmanager
+    async def _decodes(self) -> AsyncIterator[None]:
+        """Answers that decode meanwhile."""
+        limits, short, goes_on = self._limits, self._points.short, True
+        tokens = min(BESIDE_TOKENS * (1 + limits.drafts), limits.max_input - short, limits.pool // 16 - short)
+
+        async def repeat() -> None:
+            while goes_on:
+                await self._ask(self._prompt(short), tokens)
+
+        tasks = [asyncio.ensure_future(repeat()) for _ in range(limits.beside if tokens > FIRST_TOKENS else 0)]
+        try:
+            await self._ask(self._prompt(1), FIRST_TOKENS)  # the others decode when it has ended
+            yield
+        finally:
+            goes_on = False
+            await asyncio.gather(*tasks)
 
     async def _beside_each_other(self) -> None:
         """A part of the measurement by `mixed_probe`. Not with several schedulers, which step together: these have the
@@ -155,7 +183,7 @@ class Probes:
                 seconds = records.prompt(count, began, began + what.chunks[-1])
                 if seconds is not None:
                     self._points.rounds.add(point, seconds)
-                    if point == (PREFILL, count) and count <= SHORT_PROMPT:
+                    if point == (LONE, count):
                         self._points.rounds.add(OUTSIDE, max(what.chunks[0] - seconds, 1e-6))
             else:
                 begin, end, seen = what
@@ -191,23 +219,26 @@ class Probes:
             self._points.long = (count, length, found.context)
 
     async def _behind_a_prefix(self) -> None:
-        """A short and a long tail after a cached prefix."""
+        """Tails of several lengths behind a short cached prefix, some also behind a long one."""
         limits = self._limits
         if not self._points.prefix:
             length = min(limits.max_input // 2, limits.pool // 2, self._points.quick_length(), 4096)
             self._points.prefix = self._prompt(length)
-        tails, wanted = self._points.tails(), self._points.rounds.wants
-        if len(self._points.prefix) < 256 or tails[1] < 2 * tails[0] or not wanted((CACHED, tails[0])):
+        prefix, short, tails = self._points.prefix, self._points.short_prefix, self._points.tails()
+        if short < LEAST_PREFIX or len(tails) < 3:
             return
-        await self._ask(self._points.prefix, 1)
+        await self._ask(prefix, 1)
         for tail in tails:
-            await self._first_token((CACHED, tail), tail, self._points.prefix)
+            await self._first_token((CACHED, tail, short), tail, prefix[:short])
+        for tail in {tails[place] for place in LONG_TAILS}:
+            await self._first_token((CACHED, tail, len(prefix)), tail, prefix)
 
     async def _several_prompts(self) -> None:
         """Prompts at once: behind the step of the first one, the others share a step."""
-        count = min(BURST, self._limits.max_running)
-        length = min(LONE_TOKENS, self._limits.chunk // BURST, self._limits.max_input // 2)
-        for _ in range(LONE_REPEATS if length > 1 and self._points.rounds.wants(SPLIT) else 0):
+        most = min(LONE_TOKENS, self._limits.max_input // 2)
+        for repeat in range(LONE_REPEATS if self._points.rounds.wants(SPLIT) else 0):
+            count = min(BURSTS[repeat % len(BURSTS)], self._limits.max_running)
+            length = min(most, self._limits.chunk // count)
             began = time.time()
             with self._points.rounds.timed(SPLIT):
                 await asyncio.gather(*(self._ask(self._prompt(length), FIRST_TOKENS) for _ in range(count)))
@@ -216,7 +247,7 @@ class Probes:
     async def _after_pauses(self) -> None:
         """First tokens if the server was idle for a while (its processes sleep, its caches are cold), and without a
         pause, in turn."""
-        length = min(LONE_TOKENS, self._limits.chunk, self._limits.max_input // 2)
+        length = self._points.lone_tokens
         if not self._points.rounds.wants(PAUSED):
             return
         before = self._cpu()
@@ -225,6 +256,7 @@ class Probes:
                 stream = await self._ask(self._prompt(length), FIRST_TOKENS)
                 self._points.rounds.add(AT_ONCE, stream.chunks[0])
                 self._points.entries[False].append(stream.entry)
+                self._unread.append(((LONE, length), length, stream))
                 await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
                 self._points.rounds.add(PAUSED, (await self._ask(self._prompt(length), FIRST_TOKENS)).chunks[0])
         self._lone_cpu += self._cpu() - before
@@ -295,7 +327,7 @@ class Probes:
         began = time.perf_counter()
         with self._points.rounds.timed(point):
             for repeat in range(MOST_REPEATS):
-                if repeat >= 2 and time.perf_counter() - began >= ROUND_SECONDS:
+                if repeat >= LEAST_REPEATS and time.perf_counter() - began >= ROUND_SECONDS:
                     break
                 stream = await self._ask([*prefix, *self._prompt(length)], FIRST_TOKENS)
                 self._unread.append((point, length, stream))
@@ -303,7 +335,8 @@ class Probes:
     async def _streams(self, count: int, length: int) -> Decode:
         """A step of `count` concurrent answers, from the chunks that arrived while all of them ran."""
         tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
-        tokens = max(min(tokens, self._limits.max_input - length, self._limits.pool // count - length), 2 * SKIPPED)
+        room = self._limits.pool * self._limits.num_groups // count
+        tokens = max(min(tokens, self._limits.max_input - length, room - length), 2 * SKIPPED)
         for _ in range(REPEATS):
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             if common := common_steps(answers):

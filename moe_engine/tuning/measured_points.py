@@ -20,8 +20,12 @@ DECODE_TOKENS = 96
 STAGGER_TOKENS = 6
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
-OUTSIDE, SPLIT = "outside the steps", "several prompts"
+TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
+"""New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""
+OUTSIDE, SPLIT, LONE = "outside the steps", "several prompts", "alone"
 """Points of the rounds."""
+LONE_TOKENS = 64
+"""Prompt tokens of requests that find the server idle."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Limits:
     vocab: Sequence[int]
     drafts: int = 0
     num_groups: int = 1
+    beside: int = 0
+    """Answers that decode while prompts are measured."""
 
 
 class MeasuredPoints:
@@ -44,7 +50,7 @@ class MeasuredPoints:
     Attributes:
         rounds: values of the points. decodes: answers that decoded beside each other, by their number.
         long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
-        prefix: tokens of the cached prefix.
+        prefix: tokens of the long cached prefix.
         entries: seconds until the server had read a request: idle, and beside decodes.
         delays: of steps by requests that arrive at once. between: seconds from one of them to the next, in the front
         end.
@@ -85,8 +91,9 @@ class MeasuredPoints:
             ]
         )
         answer = rounds.value(OUTSIDE)
-        per_cached, per_pair = self.cached_seconds()
-        idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE), 0.0)
+        per_cached, per_pair, behind = self.cached_costs()
+        lone = rounds.value((LONE, self.lone_tokens)) - self.prefill_seconds(self.lone_tokens)
+        idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE) + lone, 0.0)
         between = median([decode.token_seconds for decode in self.decodes[counts[-1]]])
         return CostFile(
             {drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
@@ -95,6 +102,7 @@ class MeasuredPoints:
             context_base=base,
             cached_second=per_cached,
             pair_second=per_pair,
+            behind=behind,
             split_second=self.split_second(),
             answer_seconds=answer,
             arrival_seconds=max(median(self.delays), 0.0) if self.delays else 0.0,
@@ -104,6 +112,10 @@ class MeasuredPoints:
             token_seconds=min(between, answer),
             acceptance=self.acceptance(),
         )
+
+    @property
+    def lone_tokens(self) -> int:
+        return min(LONE_TOKENS, self.limits.chunk, self.limits.max_input // 2)
 
     @property
     def short(self) -> int:
@@ -124,13 +136,19 @@ class MeasuredPoints:
         lengths = [length for length in (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096) if length < most]
         return [*lengths, most]
 
-    def tails(self) -> tuple[int, int]:
+    def tails(self) -> list[int]:
         """New tokens behind a cached prefix."""
-        return 32, min(256, self.prompt_lengths()[-1], self.limits.max_input - len(self.prefix) - 8)
+        most = min(self.prompt_lengths()[-1], self.limits.max_input - len(self.prefix) - 8)
+        return [tail for tail in TAILS if tail <= most]
+
+    @property
+    def short_prefix(self) -> int:
+        """Tokens of the short cached prefix, a part of the long one."""
+        return min(SHORT_PREFIX, len(self.prefix) // 2)
 
     def quick_length(self) -> int:
         """Prompt tokens computed in `PREFIX_SECONDS`."""
-        lengths = self.prompt_lengths()
+        lengths = [n for n in self.prompt_lengths() if self.rounds.has((PREFILL, n))]
         return max((n for n in lengths if self.rounds.value((PREFILL, n)) <= PREFIX_SECONDS), default=0)
 
     def context(self, count: int) -> float:
@@ -151,25 +169,37 @@ class MeasuredPoints:
         more = self.rounds.value(LONG) - self.rounds.value((DECODE, count))
         return max(more, 0.0) / (max(count // self.limits.num_groups, 1) * (context - self.context(count)))
 
-    def cached_seconds(self) -> tuple[float, float]:
-        """Seconds of a cached token before a prompt's new tokens, and of a pair of a new and a cached token."""
-        tails, prefix = self.tails(), len(self.prefix)
-        try:
-            found = [self.rounds.value((CACHED, tail)) for tail in tails]
-        except KeyError:
-            return 0.0, 0.0
-        more = [(value - self.prefill_seconds(tail)) / prefix for tail, value in zip(tails, found)]
-        pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
-        return max(more[1] - pair * tails[1], 0.0), pair
+    def cached_costs(self) -> tuple[float, float, Curve | None]:
+        """Seconds of a cached token before a prompt's new tokens, and of a pair of a new and a cached token: a long
+        prefix against a short one. And step seconds over the new tokens, without those: another form of attention, or
+        compiled calls, may make them less than those of other prompts."""
+        tails, short, long = self.tails(), self.short_prefix, len(self.prefix)
+        ends = [
+            tail for tail in tails if self.rounds.has((CACHED, tail, long)) and self.rounds.has((CACHED, tail, short))
+        ]
+        if len(ends) < 2:
+            return 0.0, 0.0, None
+        few, many = (
+            (self.rounds.value((CACHED, tail, long)) - self.rounds.value((CACHED, tail, short))) / (long - short)
+            for tail in ends
+        )
+        pair = min(max((many - few) / (ends[1] - ends[0]), 0.0), max(many, 0.0) / ends[1])
+        token = max(many - pair * ends[1], 0.0)
+        tails = [tail for tail in tails if self.rounds.has((CACHED, tail, short))]
+        seconds = [self.rounds.value((CACHED, tail, short)) - short * (token + pair * tail) for tail in tails]
+        return token, pair, Curve(tuple(map(float, tails)), tuple(max(s, 1e-6) for s in ascending(seconds)))
 
     def split_second(self) -> float | None:
         """Seconds that a pair of tokens in different prompts saves; None: no step had several prompts."""
-        slowness, saved = self.rounds.slowness(), []
+        slowness, saved = self.rounds.slowness(), list[tuple[float, float]]()
         for number, (_, tokens, prompts, *_, seconds) in self.split:
             whole = self.prefill_seconds(int(tokens))
             pairs = mixed_probe.pairs_of(int(tokens), 1) - mixed_probe.pairs_of(int(tokens), int(prompts))
-            saved.append((whole - seconds / slowness[number]) / max(pairs, 1))
-        return max(median(saved), 0.0) if saved else None
+            saved.append((pairs, whole - seconds / slowness[number]))
+        if not saved:
+            return None
+        middle = median([pairs for pairs, _ in saved])  # a few pairs do not show what one saves
+        return max(median([seconds / max(pairs, 1) for pairs, seconds in saved if pairs >= middle]), 0.0)
 
     def acceptance(self) -> tuple[float, ...]:
         """The acceptance rate, assumed equal at all positions, that gives the measured number of accepted drafts a

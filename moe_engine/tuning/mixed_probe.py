@@ -38,7 +38,7 @@ and with arrivals or ends; iterations."""
 LEAST_STEPS = 8
 """Recorded steps of a part that can be used."""
 Step = Sequence[float]
-"""Requests that decode, prompt tokens, prompts, Unix time of the end, seconds."""
+"""Requests that decode, prompt tokens, prompts, their cached tokens, Unix time of the end, seconds."""
 Reply = TypeVar("Reply")
 
 

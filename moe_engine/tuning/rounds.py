@@ -57,6 +57,10 @@ class Rounds:
         slowness = self.slowness()
         return median([value / slowness[number] for number, value in self._of_rounds(point).items()])
 
+    def has(self, point: Hashable) -> bool:
+        """Whether a point has a value."""
+        return point in self._values
+
     def slowness(self) -> list[float]:
         """For each round: how much longer everything took than in the median round."""
         found = [1.0] * (self.number + 1)

@@ -18,15 +18,15 @@ INTERRUPTED = 3.0
 KNOWN_TOKENS = 0.8
 """A prompt may begin as an earlier one does; its steps then have this share of its tokens, or more."""
 Step = Sequence[float]
-"""Requests that decode, prompt tokens, prompts, Unix time of the end, seconds."""
+"""Requests that decode, prompt tokens, prompts, their cached tokens, Unix time of the end, seconds."""
 
 
 class StepRecords:
     """Steps of all schedulers of a server, in order of time."""
 
     def __init__(self, steps: Iterable[Step]) -> None:
-        self.steps = sorted(steps, key=lambda step: step[3])
-        self._ends = [step[3] for step in self.steps]
+        self.steps = sorted(steps, key=lambda step: step[-2])
+        self._ends = [step[-2] for step in self.steps]
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> StepRecords:
@@ -45,10 +45,13 @@ class StepRecords:
         return steady([step[-1] for step in self.between(begin, end) if step[0] == rows and not step[1]])
 
     def prompt(self, tokens: int, begin: float, end: float) -> float | None:
-        """Seconds of the steps of the only prompt of a time span; None: these are not all of its steps."""
+        """Seconds of the steps of a prompt in a time span; None: they cannot be distinguished from those of others."""
         steps = [step for step in self.between(begin, end) if step[1]]
-        whole = KNOWN_TOKENS * tokens <= sum(step[1] for step in steps) <= tokens
-        return sum(step[-1] for step in steps) if whole else None
+        least = KNOWN_TOKENS * tokens
+        if least <= sum(step[1] for step in steps) <= tokens:
+            return sum(step[-1] for step in steps)
+        own = [step for step in steps if step[2] == 1 and least <= step[1] <= tokens]
+        return own[0][-1] if len(own) == 1 else None
 
 
 def steady(values: Sequence[float]) -> float | None:

@@ -51,10 +51,11 @@ from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.compile_setup import finish_regions, start_regions
 from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
+from moe_engine.worker.startup.file_reads import file_reads
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.offload_setup import NOT_REPLACED, note_offload
-from moe_engine.worker.startup.speculation_setup import add_speculation, mtp_layers, num_mtp_layers
+from moe_engine.worker.startup.speculation_setup import add_speculation, draft_bytes, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 from moe_engine.worker.weight_update import WeightUpdate
 
@@ -69,6 +70,7 @@ class WorkerInfo:
 
     choices: tuple[Choice, ...] = ()
     weight_bytes: int = 0
+    """The drafter's included."""
     kv_bytes: int = 0
     num_graphs: int = 0
     """Captured decode steps."""
@@ -284,7 +286,8 @@ def _prepare(
     if speculation is not None:
         drafts = options.kernels.draft
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
-        add_speculation(runner, speculation, options, draft_backends, progress)
+        reads = file_reads(options, parallel)
+        add_speculation(runner, speculation, options, draft_backends, progress, **reads)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index
@@ -292,11 +295,13 @@ def _prepare(
         planner = decode_planner(backends.attention, backends.indexer, index)  # type: ignore[arg-type]
     num_graphs = capture_graphs(runner, options.graphs, planner, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
+    if isinstance(model, Decoder):
+        weight_bytes = model.weight_bytes
+    else:
+        weight_bytes = sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology)
     info = WorkerInfo(
         choices=backends.choices,
-        weight_bytes=model.weight_bytes
-        if isinstance(model, Decoder)
-        else sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology),
+        weight_bytes=weight_bytes + draft_bytes(runner),
         kv_bytes=pool.num_bytes,
         num_graphs=num_graphs,
         load_seconds=loaded - began,
@@ -315,12 +320,10 @@ def _load(
 ) -> Model:
     """The model with its weights."""
     from moe_engine.models.loader import load_model
-    from moe_engine.models.read_ahead import Prefetch
 
-    prefetch = None
-    if options.weight_loader_prefetch_checkpoints:
-        prefetch = Prefetch(options.weight_loader_prefetch_num_threads, parallel.node.rank, parallel.node.size)
-    images = {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
+    more: dict[str, Any] = file_reads(options, parallel)
+    if options.model.vision is not None:
+        more["max_image_tokens"] = options.shapes.tokens or rows.width
     return load_model(
         options.model_path,
         options.model,
@@ -331,10 +334,8 @@ def _load(
         load_format=options.load_format,
         progress=progress,
         seed=options.dummy_seed,
-        prefetch=prefetch,
-        drop_cache=options.weight_loader_drop_cache_after_load,
         max_positions=rows.width,
-        **images,
+        **more,
     )
 
 

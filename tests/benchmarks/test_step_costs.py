@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.step_costs import libraries, mega_moe, roofline, triton_costs
+from benchmarks.step_costs import blackwell, libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
-from benchmarks.step_costs.recorder import Line, operator_cost
+from benchmarks.step_costs.recorder import Line, Recorder, operator_cost
 from benchmarks.step_costs.session import Case
 from benchmarks.step_costs.summary import Section, Summary, time_of
 from tests.fork_server import ForkServer
 from tests.simulated_cuda.install import require
 
-H200 = Hardware.named("H200x8")
+H200, B200 = Hardware.named("H200x8"), Hardware.named("B200x8")
 aten = torch.ops.aten
 UPDATE = "python -m benchmarks.step_costs --update-expected"
 
@@ -125,7 +125,7 @@ def test_programs_without_a_tile_take_time() -> None:
     down = SimpleNamespace(
         x=meta(4096, 2048, dtype=torch.float8_e4m3fn), weight=meta(32, 7168, 2048, dtype=torch.float8_e4m3fn),
         weight_scales=meta(32, 56, 16, dtype=torch.float32), out=meta(4096, 7168), NUM_EXPERTS=32, K=2048, WIDTH=7168,
-        BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, FP8=True, MXFP4=False, PAIRS=False, num_stages=5, num_warps=4,
+        BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, FP8=True, FORM="", PAIRS=False, num_stages=5, num_warps=4,
     )  # fmt: skip
     setting = Setting(2048, Routing(tokens=128, top_k=8, num_experts=256, local=32), H200)
     tiles = setting.routing.touched * 56
@@ -232,11 +232,73 @@ def test_an_all_reduce_reads_the_rows_of_all_ranks() -> None:
 def test_time_of_a_launch() -> None:
     gap, floor = H200["graph_node_us"], H200["kernel_floor_us"]
     assert H200.microseconds("stream", Cost(), True) == gap + floor
-    assert H200.microseconds("stream", Cost(read=4.3e6), True) == pytest.approx(gap + 1)
+    assert H200.microseconds("stream", Cost(read=4.32e6), True) == pytest.approx(gap + 1)
     assert H200.microseconds("product", Cost(flops={"fp8": 1350e7}), True) == pytest.approx(gap + 10)
     assert H200.microseconds("stream", Cost(link_us=20), False) == H200["eager_gap_us"] + 20
     with pytest.raises(ValueError, match="H200x8"):
         Hardware.named("A100x8")
+
+
+def test_a_dependent_launch_has_a_shorter_gap() -> None:
+    plain, early = (H200.microseconds("stream", Cost(), True, early) for early in (False, True))
+    assert plain - early == pytest.approx(H200["graph_node_us"] - H200["dependent_node_us"]) and early > 1
+    assert H200.microseconds("stream", Cost(), False, True) == H200.microseconds("stream", Cost(), False)
+    lines = [Line("", "", "", 1, True, Cost(), tick, {}, early=tick > 1) for tick in (1, 2, 3)]
+    assert time_of(lines, H200) == pytest.approx(plain + 2 * early)
+
+
+def test_a_launch_is_early_behind_one_of_its_stream_that_announces_it() -> None:
+    """A kernel that waits for another stream in between, or follows a library, is not."""
+    recorder, graph = Recorder({}), object()
+
+    def launch(stream: int, dependent: bool, announces: bool, **others: int) -> bool:
+        clock = {int(name.removeprefix("s")): tick for name, tick in others.items()} | {stream: launch.ticks}
+        launch.ticks += 1
+        given = SimpleNamespace(graph=graph, tick=1, stream=SimpleNamespace(number=stream, clock=clock))
+        recorder._add(given, "", Cost(), dependent, announces)
+        return recorder._graphs[id(graph)][-1].early
+
+    launch.ticks = 1
+    assert not launch(1, True, True)
+    assert launch(1, True, True) and not launch(2, True, True) and launch(1, True, False)
+    assert not launch(1, True, True) and not launch(1, False, False) and not launch(1, True, True)
+    assert not launch(1, True, True, s2=3) and launch(1, True, True, s2=3)
+
+
+def test_the_data_sheet_has_one_owner() -> None:
+    facts = B200.facts
+    assert (B200["memory_bytes"], B200["peak_bytes_per_s"]) == (facts.memory_bytes, 8e12)
+    assert B200["peak_flops"] == {"bf16": 2.25e15, "fp8": 4.5e15, "fp4": 9e15}
+    assert B200["nvlink_bytes_per_s"] == pytest.approx(0.9 * 9e11) and B200["multiprocessors"] == 148
+    assert B200["wait_us"] == H200["wait_us"] and str(B200) == "B200x8"
+
+
+@pytest.mark.parametrize("batch", [128, 256])
+def test_the_roofline_of_v3_on_blackwell(batch: int) -> None:
+    """The bytes of eight H200, at 8 TB/s, the best measured rate of attention, and 810 GB/s of NVLink."""
+    case = MODELS["v3"], roofline.FORMS["dp8ep8"]
+    hopper, found = (roofline.decode(*case, hardware, batch, 2048) for hardware in (H200, B200))
+    assert found.weight_bytes == hopper.weight_bytes and found.kv_bytes == hopper.kv_bytes
+    assert found.weights_us == pytest.approx(found.weight_bytes / 8e12 * 1e6)
+    read = found.kv_bytes / 8e12
+    assert found.attention_us == pytest.approx(max(read, found.attention_flops / 1.46e15) * 1e6)
+    assert found.links_us == pytest.approx(hopper.links_us / 2)
+
+
+def test_fused_experts_of_blackwell_read_experts_with_tokens() -> None:
+    fp8 = torch.float8_e4m3fn
+    first = meta(32, 56, 4096, 128, dtype=fp8), meta(32, 32, 56, dtype=torch.float32)
+    second = meta(32, 16, 7168, 128, dtype=fp8), meta(32, 56, 16, dtype=torch.float32)
+    x, ids = meta(128, 7168, dtype=fp8), meta(128, 8, dtype=torch.int32)
+    found = dict(blackwell.experts_costs(SETTING.routing, x, ids, (first, second), meta(128, 7168)))
+    share = 1 - (248 / 256) ** 128
+    weights = share * (size(*first) + size(*second))
+    products = found["trtllm_gate_up"], found["trtllm_down"]
+    assert sum(cost.read for cost in products) == pytest.approx(weights, rel=0.01)
+    computed = 32 * share * blackwell.TILE
+    assert products[0].flops["fp8"] == pytest.approx(2 * computed * 4096 * 7168)
+    assert products[1].flops["fp8"] == pytest.approx(2 * computed * 2048 * 7168)
+    assert len(found) == 5 and found["trtllm_finalize"].written == 128 * 7168 * 2
 
 
 def test_streams_overlap_between_the_events_that_they_wait_for() -> None:
@@ -269,7 +331,13 @@ def test_layers_that_run_stand_for_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("name", "active", "total"),
-    [("v2-lite", 2.4e9, 15.7e9), ("v3", 37e9, 671e9), ("gpt-oss-120b", 5.1e9, 117e9), ("qwen3-next", 3e9, 80e9)],
+    [
+        ("v2-lite", 2.4e9, 15.7e9),
+        ("v3", 37e9, 671e9),
+        ("gpt-oss-120b", 5.1e9, 117e9),
+        ("qwen3-next", 3e9, 80e9),
+        ("kimi-k2", 32e9, 1.03e12),
+    ],
 )
 def test_layers_have_the_published_numbers_of_parameters(name: str, active: float, total: float) -> None:
     """Of the model cards, which round; one of the two tables of embeddings is active."""

@@ -132,6 +132,12 @@ def test_one_line_and_exit_code_2(case, files, capsys, monkeypatch):
     assert code == 2 and len(lines) == 1 and "error: " in lines[0], (code, lines)
 
 
+def test_a_prompt_that_is_no_text(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    code, lines = run(capsys, ["generate"])
+    assert code == 2 and len(lines) == 1 and "not UTF-8" in lines[0]
+
+
 @pytest.mark.parametrize("output", ["text", "text/x"])
 def test_compile_into_a_file(output, files, capsys):
     pytest.importorskip("triton")

@@ -229,3 +229,29 @@ def test_the_connector_of_the_host_tier_has_a_name(resolved):
     assert set(METHODS) < set(vars(KVConnector))
     with pytest.raises(ConfigError, match="HostTier has no method start"):
         kv_connectors._check(connector_class("host"), kv_connectors.WORKER_METHODS)
+
+
+def test_the_host_tier_beside_a_gpu_fits_into_host_memory(resolved):
+    roomy = dataclasses.replace(machine(140, 141, "cuda"), capability=(9, 0), host_bytes=1 << 50)
+    small = dataclasses.replace(roomy, host_bytes=40 * GB)
+    tier = {"enable_hierarchical_cache": True, "linear_backend": "torch", "moe_runner_backend": "torch"}
+    tier |= {"attention_backend": "torch"}
+
+    def tier_of(on, **more) -> tuple[int, str]:
+        found = resolved(V2_LITE, on=on, **tier, **more)
+        (note,) = (decision for decision in found.decisions if decision.name == "hicache_ratio")
+        return sum(row.num_bytes for row in found.ledger.host_rows), note.reason
+
+    whole, reason = tier_of(roomy)
+    assert whole > 40 * GB and reason == "the default"
+    for share in (0.8, 0.25):
+        used, reason = tier_of(small, hicache_host_memory_fraction=share)
+        assert share * 39.5 * GB < used <= share * 40 * GB
+        assert f"{share:g} of the available host memory: 40.00 GB" in reason
+    for name, value in (("hicache_ratio", 2.0), ("hicache_size", 60)):
+        message = refusal(resolved, V2_LITE, on=small, **tier, **{name: value})
+        assert re.search(
+            rf"--{name.replace('_', '-')}: the host-RAM tier needs .* and 40.00 GB of host memory", message
+        )
+    wrong = tier | {"hicache_host_memory_fraction": 1.5}
+    assert "--hicache-host-memory-fraction 1.5" in refusal(resolved, V2_LITE, on=small, **wrong)

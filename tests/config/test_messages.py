@@ -34,6 +34,7 @@ ANOTHER: dict[str, Any] = {
     "eplb_min_rebalancing_utilization_threshold": 0.9,
     "expert_distribution_recorder_buffer_size": 7,
     "hicache_ratio": 3.0,
+    "hicache_host_memory_fraction": 0.5,
     "kv_connector": "a:B",
     "hicache_size": 2,
     "hicache_write_policy": "write_through",

@@ -89,7 +89,7 @@ def test_a_model_without_attention(with_states) -> None:
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*rejected drafts.*leave it out"),
         ({"speculative_algorithm": "NEXTN"}, "--speculative-algorithm NEXTN"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: .*no prefix is cached.*leave it out"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill: .*not transferred.*leave it out"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill: .*no prefix is cached.*leave it out"),
         ({"enable_two_batch_overlap": True, "tp_size": 2, "moe_a2a_backend": "all_to_all", "ep_size": 2},
          "--enable-two-batch-overlap: .*leave it out"),
         ({"enable_torch_compile": True}, "--enable-torch-compile: .*leave it out"),

@@ -12,10 +12,13 @@ import httpx
 import pytest
 
 from moe_engine.media.image_process import load_processor
+from moe_engine.processes.addresses import free_port
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
+from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
 from tests.models.parity_families import address
 from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
@@ -88,6 +91,44 @@ def test_images(tmp_path: Path) -> None:
             meta = answer["meta_info"]
             assert meta["prompt_tokens"] == len(whole) and meta["cached_tokens"] >= len(whole) - 2
         idle_and_free(pair)
+
+
+def test_states_of_layers_without_kv(tmp_path: Path) -> None:
+    """Qwen3-Next: the state after the prompt is transferred behind its KV."""
+    path = make_text_checkpoint("qwen3_next", tmp_path / "model", random.randrange(2**31))
+    flags = ("--model-path", str(path), "--page-size", "4")
+    asked = [[random.randrange(250) for _ in range(150 + i)] for i in range(2)]
+    with ServerProcess(tmp_path, *FLAGS, *flags) as one:
+        expected = [httpx.post(one.url + "/generate", json=body(ids), timeout=60).json() for ids in asked]
+    with Pair(tmp_path, *flags) as pair:
+        for ids, single in zip(asked, expected):
+            got = pair.post("/generate", body(ids)).json()
+            assert got["output_ids"] == single["output_ids"]
+            assert got["meta_info"]["cached_tokens"] >= len(ids) - 4, got["meta_info"]
+        turn = [*asked[0], *expected[0]["output_ids"], *range(20, 90)]
+        assert pair.post("/generate", body(turn)).json()["meta_info"]["cached_tokens"] >= len(turn) - 4
+        idle_and_free(pair)
+        assert "its prompt is computed here" not in pair.decode.log
+
+
+def test_answers_of_a_decode_server_are_stored_for_the_next_turn(tmp_path: Path) -> None:
+    """Another prefill server reads prompt and answer from the storage."""
+    storage = (
+        *("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--page-size", "16"),
+        *("--hicache-storage-dir", str(tmp_path / "pages")),
+        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+    )
+    (ids,) = prompts(1)
+    with Pair(tmp_path, *storage) as pair:
+        longer = body(ids) | {"sampling_params": {**GREEDY, "max_new_tokens": 40}}
+        answer = pair.post("/generate", longer).json()["output_ids"]
+        until(lambda: len(list((tmp_path / "pages").rglob("*.kvpage"))) >= 11, "eleven pages")  # of 189 tokens
+        idle_and_free(pair)
+    mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(free_port()))
+    with ServerProcess(tmp_path, *FLAGS, *storage, *mode) as later:
+        turn = [*ids, *answer, *range(20, 60)]
+        meta = httpx.post(later.url + "/generate", json=body(turn), timeout=60).json()["meta_info"]
+        assert meta["cached_tokens_details"]["storage"] == 176, meta
 
 
 def test_prompt_logprobs_and_streams(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.transports import shm
 from moe_engine.core.kv_transfer.transports.protocol import Transport, TransportError, Write
 from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.parallel import host_support
 from tests.disaggregation.transport_names import each_transport
 
 PEER = b"decode"
@@ -108,7 +108,9 @@ def test_a_peer_that_connects_again_has_new_memory(both: Both) -> None:
 
 
 def test_shared_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "FOLDER", tmp_path)
+    monkeypatch.setattr(host_support, "FOLDER", str(tmp_path))
+    killed = tmp_path / f"{host_support.PREFIX}kv-killed"
+    killed.touch()  # no process locks it
     both = Both("shm")
     first, second = both.target.register(SIZE), both.target.register(SIZE)
     assert len(list(tmp_path.iterdir())) == 2

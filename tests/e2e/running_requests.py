@@ -11,12 +11,15 @@ LENGTH = 2000  # a second or more of a tiny model: all requests run before the f
 LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 
-def in_background(server: ServerProcess, count: int) -> tuple[list[threading.Thread], list[object]]:
+def in_background(
+    server: ServerProcess, count: int, length: int = LENGTH
+) -> tuple[list[threading.Thread], list[object]]:
     answers: list[object] = []
 
     def ask(i: int) -> None:
         with server.client() as client:
-            answers.append(client.post("/generate", json={"text": f"hello {i}", "sampling_params": LONG}))
+            sampling = LONG | {"max_new_tokens": length}
+            answers.append(client.post("/generate", json={"text": f"hello {i}", "sampling_params": sampling}))
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(count)]
     for thread in threads:

@@ -39,12 +39,12 @@ def lives(process: psutil.Process) -> bool:
 def test_second_interrupt_ends_the_drain(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """The requests would run for longer. Exit code 0 means a drain, others an interruption."""
+    """The requests would run for several seconds. Exit code 0 means a drain, others an interruption."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), *flags) as server:
-        threads, _ = in_background(server, 2)
-        wait_running(server, 2)
         processes = server.children()
+        threads, _ = in_background(server, 2, 8000)
+        wait_running(server, 2)
         server.process.send_signal(signal.SIGINT)
         until(lambda: "Waiting for " in server.log, "the drain does not begin")
         assert server.process.poll() is None

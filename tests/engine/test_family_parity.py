@@ -25,6 +25,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("qwen3_5", "chunked"),
         ("qwen3_5_moe", "MTP drafts"),
         ("qwen3_vl_moe", "chunked"),
+        ("hunyuan_v1_moe", "chunked"),
+        ("mistral4", "chunked"),
     ],
 )
 def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ def test_equal_to_transformers(
 
 
 SECTIONS = (2, 3, 3)
+THETA = 3.0
+"""All pairs turn fast, so that each axis matters."""
 AXES = [axis for axis, count in enumerate(SECTIONS) for _ in range(count)] * 2
 DOUBT = 1e-3
 """Best two draft logits that are closer than this: rounding decides between them."""
@@ -168,8 +170,9 @@ def test_a_head_sees_the_embeddings_of_images(tmp_path: Path, axes: bool, chunk:
     and without three axes in the head, in chunks that end inside an image, and behind a cached image."""
     path = make_checkpoint("qwen2_5_vl", tmp_path / "model", random.randrange(1000), num_hidden_layers=LAYERS)
     oracle = Oracle(path)
-    head = ReferenceHead(Form(), target_of(oracle), random.randrange(1000))
+    head = ReferenceHead(Form(theta=THETA), target_of(oracle), random.randrange(1000))
     scaling = {"rope_scaling": {"type": "mrope", "mrope_section": list(SECTIONS)}, "rope_parameters": None}
+    scaling |= {"rope_theta": THETA}
     flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head.write(tmp_path / "head", **(
         scaling if axes else {}
     )))}  # fmt: skip

@@ -48,7 +48,7 @@ NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "
 NO_TIE = ("qwen3_next",)
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
-    "topk_method", "scoring_func", "n_group", "topk_group", "rope_scaling", "rope_interleave", "moe_layer_freq",
+    "topk_method", "scoring_func", "rope_scaling", "rope_interleave", "moe_layer_freq",
     "use_sliding_window", "max_window_layers", "sliding_window", "decoder_sparse_step", "mlp_only_layers",
     "partial_rotary_factor", "rotary_dim", "pad_token_id", "use_cache", "layer_types", "mlp_layer_types",
     "router_scaling_factor", "use_qk_norm", "tie_word_embeddings", "swiglu_limit", "moe_layer_end_index", "use_bias",

@@ -13,6 +13,7 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_header
 from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig, activation_dtype
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
@@ -412,7 +413,7 @@ def test_contradictions_name_file_and_field(tmp_path: Path, fields: dict[str, An
         assert word in str(caught.value)
 
 
-def test_missing_and_broken_files(tmp_path: Path) -> None:
+def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -421,6 +422,16 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         load_model_config(tmp_path / "weights")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("read_text", "open"):
+        monkeypatch.setattr(Path, name, denied)
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read \(Permission denied\)$"):
+        load_model_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"weights: cannot be read .*; give the user of this process the permission"):
+        read_header(tmp_path / "weights")
 
 
 def test_activation_dtype(tmp_path: Path) -> None:

@@ -94,10 +94,12 @@ def test_experts_stay_in_four_bits_on_a_gpu(tmp_path: Path) -> None:
     config = load_model_config(tmp_path)
     need = need_of_model(config, "bfloat16")
     plan = plan_kernels(Device("cuda", "H100", (9, 0), compiler="c++"), need)
-    assert plan.row("experts").name == "triton" and plan.mxfp4 == {"experts"} and not plan.codes
+    assert plan.row("experts").name == "triton" and plan.four_bits == {"experts"} and not plan.codes
     triton, library = (next(row for row in tables.EXPERTS if row.name == name) for name in ("triton", "deep_gemm"))
     assert triton.score(plan.device, need) > library.score(plan.device, need)
-    formats = [kept_format(config.weight_format, "cuda", mxfp4=families) for families in (frozenset[str](), plan.mxfp4)]
+    formats = [
+        kept_format(config.weight_format, "cuda", four_bits=families) for families in (frozenset[str](), plan.four_bits)
+    ]
     for ranks, width in ((1, 2880), (2, 1440), (4, 736)):  # of four ranks, 90 groups of 32: 23, 22, 23 and 22
         dense, kept = (sizes.weight_bytes(config, 2, topology=Topology(ranks), format=format) for format in formats)
         experts = 24 * 32 * 3 * 2880 * width

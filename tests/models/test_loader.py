@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
-from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
@@ -97,8 +97,8 @@ def test_file_truncated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     file = path / "model.safetensors"
     size, opened = file.stat().st_size, SafetensorsFile.__init__
 
-    def open_and_truncate(self: SafetensorsFile, found: WeightFile, reads: PartReads) -> None:
-        opened(self, found, reads)
+    def open_and_truncate(self: SafetensorsFile, found: WeightFile, *more: Any) -> None:
+        opened(self, found, *more)
         os.truncate(file, size // 3)
 
     monkeypatch.setattr(SafetensorsFile, "__init__", open_and_truncate)

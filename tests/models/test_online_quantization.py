@@ -11,15 +11,18 @@ import torch
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models import sizes
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
+from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import kept_format, parse_format
+from moe_engine.models.layers.linear import Projection, format_for
 from moe_engine.models.loader import load_model
+from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import step_logits
@@ -102,3 +105,32 @@ def test_names_of_kernels_serve_the_checkpoints_that_they_multiply(plain: Path, 
     assert with_quantization(config, EngineArgs.from_kwargs(quantization=asked)) is config
     with pytest.raises(ConfigError, match=rf"--quantization mxfp4: .* declares {method}"):
         with_quantization(config, EngineArgs.from_kwargs(quantization="mxfp4"))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+def test_other_matrices_keep_their_values(plain: Path, name: str) -> None:
+    """The head and kv_b, which layers quantize in layouts of their own or not at all."""
+    format = online_format(name)
+    assert format is not None
+    reader, exact = (WeightReader(plain, torch.float32, format=own) for own in (format, PLAIN))
+    for prefix in ("lm_head", "model.layers.0.self_attn.kv_b_proj", "model.layers.0.mlp.down_proj"):
+        (stored,) = exact.format.tensors(prefix, (), exact.names)
+        shape = exact._files[stored.name].entries[stored.name].shape
+        same = torch.equal(reader.linear(prefix, shape), exact.linear(prefix, shape))  # type: ignore[arg-type]
+        assert same == ("mlp" not in prefix)
+
+
+def test_kernels_that_quantize_no_weights_get_codes(plain: Path) -> None:
+    """As the rows of a GPU that multiply codes."""
+    name, shape = "model.layers.0.mlp.down_proj", (128, 128)
+    format = online_format("int4")
+    assert format is not None
+    reader = WeightReader(plain, torch.float32, format=format)
+    parts = [Projection(name, shape)]
+    own = format_for({GroupCodes: None, PlainCodes: None}, reader, parts)
+    codes = format_for({GroupCodes: None}, reader, parts)
+    assert isinstance(own, PlainCodes) and type(codes) is GroupCodes and codes == own.codes
+    assert format_for({}, reader, parts) is None
+    found, want = reader.linear(name, shape, out=codes.empty(*shape, "cpu")), CodedWeight.empty(codes, *shape, "cpu")
+    quantize_codes(WeightReader(plain, torch.float32).linear(name, shape), want)
+    assert torch.equal(found.codes, want.codes) and torch.equal(found.scales, want.scales)

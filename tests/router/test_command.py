@@ -14,9 +14,11 @@ import httpx
 import psutil
 import pytest
 
+from moe_engine.cli.router import processes
 from moe_engine.cli.router.fleet import parse
 from moe_engine.errors import ConfigError
 from moe_engine.processes.addresses import free_port
+from moe_engine.server.listen import bind
 from tests.router.router_process import needs_router
 
 PROGRAM = ("--router-program", "python -m sglang_router.launch_router")
@@ -39,7 +41,7 @@ def test_flags_go_to_their_side() -> None:
             "k",
         ]
     )
-    assert fleet.worker_ports == [8001, 8002, 8003] and fleet.url == "http://127.0.0.1:8000"
+    assert fleet.worker_ports == [8001, 8002, 8003] and fleet.url == "http://localhost:8000"
     router = " ".join(fleet.router)
     assert "--policy cache_aware" in router and router.endswith("--cache-threshold 0.5 --api-key k")
     assert "http://127.0.0.1:8001 http://127.0.0.1:8002 http://127.0.0.1:8003" in router
@@ -57,6 +59,7 @@ def test_flags_go_to_their_side() -> None:
         ("-- --no-such-flag", "--no-such-flag"),
         ("-- --ssl-certfile f", "--ssl-certfile"),
         ("--policy best --", "--policy"),
+        ("--worker-urls http://a:1 --", "--worker-urls"),
     ],
 )
 def test_wrong_flags_are_named(words: str, message: str) -> None:
@@ -68,6 +71,22 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[router\]'"):
         parse(["--"])
+
+
+def test_hosts_of_the_router() -> None:
+    for host, given, url in (
+        ("::1", "[::1]", "http://[::1]:9"), ("[::1]", "[::1]", "http://[::1]:9"), ("::", "[::]", "http://localhost:9"),
+        ("localhost", "127.0.0.1", "http://localhost:9"), ("10.1.2.3", "10.1.2.3", "http://10.1.2.3:9"),
+    ):  # fmt: skip
+        fleet = parse([*PROGRAM, "--host", host, "--port", "9", "--", *TINY.split()])
+        assert fleet.router[fleet.router.index("--host") + 1] == given and fleet.url == url
+
+
+def test_a_port_in_use_is_refused_before_the_servers_start() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            processes.run(parse([*PROGRAM, "--port", str(taken.getsockname()[1]), "--", *TINY.split()]))
 
 
 @needs_router

@@ -88,3 +88,17 @@ def test_shares_depend_on_the_length() -> None:
     assert min(shares[:2]) > 0.95 and shares[2] < 0.05 and 0.6 < shares[9] < 0.72
     seen.doubted[9] = 30.0
     assert seen.shares()[9] < 0.05
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(seen=st.lists(st.tuples(st.integers(0, MAX_TURNS - 1), st.booleans()), max_size=30), growth=st.floats(1, 500))
+def test_demands_are_those_of_all_later_turns(seen: list[tuple[int, bool]], growth: float) -> None:
+    known = ReturnShares()
+    for turn, returned in seen:
+        known.observe(turn, returned)
+    shares = known.shares()
+    turns, tokens = known.demands(growth)
+    for turn in range(MAX_TURNS):
+        alive = [math.prod(shares[turn + 1 : turn + k]) for k in range(1, MAX_TURNS - turn + 1)]
+        assert math.isclose(turns[turn], sum(alive), rel_tol=1e-6)
+        assert math.isclose(tokens[turn], sum(growth * k * each for k, each in enumerate(alive, 1)), rel_tol=1e-6)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig, admission
 from moe_engine.scheduler.radix_cache import RadixCache
-from moe_engine.scheduler.session_hold import ROTATION, SessionHold
+from moe_engine.scheduler.session_hold import ROTATION, SessionHold, _Session
 from moe_engine.scheduler.waiting_queue import Waiting
 from tests.examples import examples
 from tests.scheduler.session_load import Load, Shape
@@ -132,7 +132,8 @@ def test_beside_a_host_tier_of_twice_the_pool(name: str) -> None:
     changes = {"host_tier_tokens": 2 * shape.pool}
     seconds, share = (25, 0.85) if name == "short pauses" else (150, 0.95)
     held = [throughput(shape, times, seconds, **changes) for times in (1, 2, 4)]
-    assert min(held[1:]) >= share * max(held), held
+    peak = max(held[:2])  # with long pauses more sessions are served than fit: the throughput rises with the load
+    assert held[1] >= share * held[0] and held[2] >= share * peak, held
     if shape.pause < 1:
         plain = throughput(shape, 2, 15, session_hold=0.0, **changes)
         assert plain < 0.85 * held[1], (plain, held)
@@ -257,3 +258,21 @@ def test_a_session_is_recognized_by_its_prefix() -> None:
     load.now += returns.patience + 1
     sessions.plan(available, 0)
     assert not sessions.must_wait(stranger, available - 300, available)
+
+
+def test_sessions_near_their_end_are_held_first() -> None:
+    """A young session costs little to recompute, and would grow in the place of those that are nearly complete."""
+    tree = RadixCache(1, lambda slots, step: None)
+    hold = SessionHold(None, tree, lambda: 0.0, 1000)
+    hold._prompt, hold._output = 90.0, 10.0
+    for turn in [*range(1, 8)] * 20:
+        hold._by_length.observe(turn, True)
+    for _ in range(20):
+        hold._by_length.observe(8, False)
+    demands = hold._by_length.demands(hold.growth)
+
+    def worth(length: int, returns: float) -> float:
+        return hold._worth(_Session(tree._root(None), length, 0.0, None, (), returns=returns), *demands)
+
+    assert worth(700, 0.7) > worth(400, 0.95) > worth(100, 0.95)
+    assert worth(700, 0.05) < worth(400, 0.95)  # it has probably ended

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_engine.scheduler import SchedulerConfig
+from moe_engine.scheduler import SchedulerConfig, state_transfers
 from moe_engine.types import Request
 from tests.examples import examples
 from tests.scheduler.simulator import make_request
@@ -22,12 +22,14 @@ BASE = SchedulerConfig(num_slots=400, context_len=300, max_rows=4, chunked_prefi
 def play(
     seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
     places: int = 300, late: float = 0.3, fast: int = 0, limits: Mapping[str, float | None] = {},
+    states: tuple[int, int] = (0, 0),
 ) -> tuple[ServerSimulation, ServerSimulation, Network]:  # fmt: skip
     """A trace of sessions; both servers get each request, as from the router. `fast`: the prefill server and the
-    network run during a step of the decode server, with a small pool."""
+    network run during a step of the decode server, with a small pool. `states`: snapshots, and states in the tier."""
     rng = random.Random(seed)
     config = replace(BASE, **limits, page_size=page_size, host_tier_tokens=places - places % page_size)
     config = replace(config, num_slots=400 - 400 % page_size, chunked_prefill_size=32 - 32 % page_size)
+    config = replace(config, num_snapshots=states[0], host_snapshots=states[1], mamba_track_interval=8)
     small = replace(config, num_slots=144, context_len=140) if fast else config
     if fast:
         config = replace(config, host_tier_tokens=2000)
@@ -196,3 +198,48 @@ def test_servers_with_other_weights_refuse_each_other() -> None:
         named = f"weights: prefill server {ours}, decode server {theirs or 'those of its start'}"
         assert state is not None and state.reason == (named if ours != theirs else "")
     assert decode.tier.num_transferred_tokens == 59 and decode.tier.num_failed_transfers == 2
+
+
+def test_states_travel_with_their_prompts() -> None:
+    """The simulation checks states: each row must have seen exactly the tokens before its step."""
+    rng = random.Random(2)
+    config = replace(BASE, num_slots=2000, context_len=500, page_size=4, host_tier_tokens=2000)
+    config = replace(config, num_snapshots=40, host_snapshots=80, mamba_track_interval=8)
+    prefill, decode = (ServerSimulation(config, mode, rng, 0.3) for mode in ("prefill", "decode"))
+    network = Network(prefill, decode, rng, 0.0)
+    text, moved = [rng.randrange(50) for _ in range(100)], []
+    for room in range(4):
+        for server, new in ((prefill, 1), (decode, 4)):
+            request = make_request(str(room), list(text), new, ignore_eos=True)
+            request.bootstrap = ("host", 1, room)
+            server.add(request)
+        before = decode.tier.num_transferred_tokens
+        while prefill.turn() | decode.turn() | network.step():
+            pass
+        moved.append(decode.tier.num_transferred_tokens - before)
+        text += [rng.randrange(50) for _ in range(40)]
+    assert moved == [96, 40, 40, 40] and decode.tier.num_failed_transfers == 0
+    prefill.check_end()
+    decode.check_end()
+
+
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    page_size=st.sampled_from([1, 4]),
+    states=st.sampled_from([(5, 1), (5, 3), (40, 80)]),
+    faults=st.sampled_from([0.0, 0.1]),
+    aborts=st.sampled_from([0.0, 0.1]),
+    failures=st.sampled_from([0.0, 0.05]),
+    places=st.sampled_from([40, 300]),
+    late=st.sampled_from([0.0, 0.8]),
+    fast=st.sampled_from([0, 12]),
+)
+def test_random_faults_with_states(
+    seed: int, page_size: int, states: tuple[int, int], faults: float, aborts: float, failures: float, places: int,
+    late: float, fast: int,
+) -> None:  # fmt: skip
+    options = {"faults": faults, "aborts": aborts, "failures": failures, "late": late}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_transfers, "PIECE_TOKENS", 2)  # a state takes several pieces
+        play(seed, num=12, page_size=page_size, places=places, fast=fast, states=states, **options)

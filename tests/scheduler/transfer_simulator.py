@@ -12,11 +12,28 @@ from moe_engine.scheduler.decode_tier import DecodeTier
 from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.transfer_state import Message, Receiving, Sending, State
 from moe_engine.types import StepPlan
-from tests.scheduler.tier_simulator import CopyingWorker, TierSimulation
+from tests.scheduler.drafting_worker import RUBBISH
+from tests.scheduler.tier_simulator import CopyingStateWorker, CopyingWorker, TierSimulation
+
+STATE_ROWS = 3
 
 
 class TransferWorker(CopyingWorker):
     stored = 0
+
+    def read(self, place: int) -> Any:
+        """A row of the host pool; of a state: the state, and the number of the row."""
+        entry, row = divmod(place - self.config.host_tier_tokens, STATE_ROWS)
+        return self.host[place] if entry < 0 else (self.host_states[entry], row)
+
+    def write(self, place: int, value: Any) -> None:
+        """The inverse of `read`; a state is valid once all of its rows are there."""
+        entry, row = divmod(place - self.config.host_tier_tokens, STATE_ROWS)
+        self.host[place] = value
+        if entry >= 0:
+            rows = [self.host.get(place - row + i) for i in range(STATE_ROWS)]
+            is_whole = rows == [(value[0], i) for i in range(STATE_ROWS)]
+            self.host_states[entry] = value[0] if is_whole else RUBBISH
 
     def copy(self, plan: StepPlan) -> None:
         super().copy(plan)
@@ -24,13 +41,18 @@ class TransferWorker(CopyingWorker):
             self.stored = plan.kv_ops.serial
 
 
+class StateTransferWorker(TransferWorker, CopyingStateWorker):
+    """A transferring worker of a model with states."""
+
+
 class ServerSimulation(TierSimulation):
     """One of the two cores. `network`: advances the network; False if no event is possible."""
 
     def __init__(self, config: SchedulerConfig, mode: str, rng: random.Random, late: float) -> None:
         super().__init__(replace(config, kv_connector=mode), rng, overlap=True, late=late)
-        self.worker = TransferWorker(self.config, rng, late)
+        self.worker = (StateTransferWorker if config.num_snapshots else TransferWorker)(self.config, rng, late)
         self.tier: Any = self.scheduler.kv_cache.transfers
+        self.tier.state_rows = STATE_ROWS
         self.network: Any = None
 
     def turn(self) -> bool:
@@ -168,7 +190,8 @@ class Network:
             if receiving.accepts(*message[1:]):
                 assert not room.closed
                 places = room.places[message[1] - receiving.begin : message[2] - receiving.begin]
-                self.decode.worker.host.update(zip(places, rows))
+                for place, row in zip(places, rows):
+                    self.decode.worker.write(place, row)
         self.to_prefill.extend((number, answer) for answer in receiving.handle(message))
 
     def _advance(self, number: int, room: Room) -> bool:
@@ -179,7 +202,7 @@ class Network:
             reports.append(("granted", number, sending.sent, sending.limit))
         while room.pieces and sending.may_send and room.pieces[0][2] <= self.prefill.worker.stored:
             end, places, _ = room.pieces.popleft()
-            rows = [self.prefill.worker.host[place] for place in places]
+            rows = [self.prefill.worker.read(place) for place in places]
             self._answer(number, sending.data(end), rows)
             reports.append(("sent", number, end))
             busy = True

@@ -25,6 +25,7 @@ from moe_engine.server import (
     embeddings_api,
     http_io,
     native_api,
+    ollama_api,
     openai_chat,
     openai_completions,
     parse_api,
@@ -65,6 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "hi", "max_output_tokens": 5}),
     ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 5, "store": False}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 5}}),
+    ("/api/generate", {"prompt": "hi", "raw": True, "options": {"num_predict": 5}, "stream": False}),
 ]
 VECTORS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": ["Hello", "a b"], "encoding_format": "base64"}),
@@ -81,6 +84,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "stranger", "content": "hi"}]}),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}),
     ("/v1/responses", {"input": [{"type": "computer_call"}]}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "hi"}], "options": {"top_p": 2}}),
     ("/tokenize", {}),
     ("/detokenize", {"tokens": [10**9]}),
     ("/separate_reasoning", {"text": 5}),
@@ -93,7 +97,7 @@ CONTROL = {
     "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name",
     "/set_internal_state", "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session", "/configure_logging", "/freeze_gc", "/clear_hicache_storage_backend",
-    "/hicache/storage-backend/clear",
+    "/hicache/storage-backend/clear", "/api/show",
     "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
 }  # fmt: skip
 
@@ -117,6 +121,7 @@ def shown(response: httpx.Response) -> tuple[int, str]:
     text = response.text
     text = __import__("re").sub(r',"decode_throughput":[-+.e\d]+', "", text)  # absent if all tokens came at once
     times = ("request_received_ts", "request_finished_ts", "forward_entry_time", "prefill_finished_time")
+    times += ("total_duration", "prompt_eval_duration", "eval_duration")
     for name in ("e2e_latency", "first_token_latency", *times, "created", "created_at", "id"):
         value = '[-+.e\\d]+|"[^"]*"'
         text = __import__("re").sub(f'"{name}":({value})', f'"{name}":0', text)
@@ -141,7 +146,9 @@ def places(monkeypatch):
 
         return run
 
-    for module in (anthropic_api, embeddings_api, native_api, openai_chat, openai_completions, parse_api, scoring_api):
+    for module in (
+        anthropic_api, embeddings_api, native_api, ollama_api, openai_chat, openai_completions, parse_api, scoring_api
+    ):  # fmt: skip
         for name in ("decode_body", "decode_body_and_rest"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, watched(getattr(http_io, name)))

@@ -253,12 +253,9 @@ def test_addresses():
             assert sock.family == socket.AF_INET
     with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid --port 0: no address of that name"):
         bind("no.such.host.invalid", 0)
-    assert [url_host(host) for host in ("0.0.0.0", "::", "::1", "10.1.2.3")] == [
-        "localhost",
-        "localhost",
-        "[::1]",
-        "10.1.2.3",
-    ]
+    bind("[127.0.0.1]", 0).close()
+    hosts = {"0.0.0.0": "localhost", "::": "localhost", "::1": "[::1]", "[::1]": "[::1]", "10.1.2.3": "10.1.2.3"}
+    assert {host: url_host(host) for host in hosts} == hosts
 
 
 def test_an_ipv6_address_serves():

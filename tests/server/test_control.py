@@ -369,8 +369,10 @@ def test_endpoints_that_are_not_offered():
     for path, reason in REFUSED_PATHS.items():
         for response in (get(FakeClient(), path), post(FakeClient(), path, {})):
             error = response.json()["error"]
-            assert (response.status_code, error["type"]) == (501, "NotImplementedError")
-            assert error["message"] == f"{path}: not offered by moe-engine: {reason}"
+            if not path.startswith("/api/"):  # whose errors are texts
+                assert error["type"] == "NotImplementedError"
+                error = error["message"]
+            assert (response.status_code, error) == (501, f"{path}: not offered by moe-engine: {reason}")
             assert response.headers["x-should-retry"] == "false", "or OpenAI's client sends it three times"
     assert get(FakeClient(), "/nowhere").status_code == 404
     assert get(FakeClient(), "/generate").status_code == 405

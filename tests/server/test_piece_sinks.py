@@ -26,7 +26,7 @@ CALL = f'think</think>{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEPARATOR}{{"city": "
 PARSERS = {"tool_call_parser": "deepseekv3", "reasoning_parser": "deepseek-r1"}
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 VARYING = re.compile(
-    rb'"(id|created|created_at|item_id|call_id|e2e_latency|[a-z_]*(time|latency|ts|throughput))":[^,}]+'
+    rb'"(id|created|created_at|item_id|call_id|e2e_latency|[a-z_]*(time|latency|ts|throughput|duration))":[^,}]+'
 )
 
 
@@ -63,6 +63,8 @@ def plain(data: bytes) -> bytes:
         ("/v1/chat/completions", {**CHAT, "tools": TOOLS}, CALL, PARSERS),
         ("/v1/messages", {**CHAT, "max_tokens": 99}, CALL, PARSERS),
         ("/v1/responses", {"input": "x"}, CALL, PARSERS),
+        ("/api/chat", CHAT, CALL, PARSERS),
+        ("/api/generate", {"prompt": "x"}, 'a "quoted"\n\\ 🙂é', {}),
     ],
 )
 def test_streams_are_the_same_with_a_lane(path, body, text, settings):

@@ -23,6 +23,7 @@ from openai.types.responses import Response
 from moe_engine.models.config import PoolingConfig
 from moe_engine.server.anthropic_types import AnthropicError
 from moe_engine.server.native_types import ServerInfo
+from moe_engine.server.ollama_types import OllamaError
 from moe_engine.server.openai_answers import Error, OpenAIError
 from moe_engine.server.openapi import JSON
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
@@ -32,6 +33,7 @@ from tests.server.harness import CHAT, events, get, make_app, named_events, post
 ENDPOINTS = [endpoint for endpoint in make_app(FakeClient()).state.endpoints if endpoint.available]
 BY_PATH = {path: endpoint for endpoint in reversed(ENDPOINTS) for path in endpoint.shown_paths}
 ANTHROPIC = {"/v1/messages", "/v1/messages/count_tokens"}
+OLLAMA = {"/api/chat", "/api/generate"}
 UNTYPED_BODY = {
     "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/stop_profile", "/freeze_gc", "/clear_hicache_storage_backend",
@@ -146,15 +148,19 @@ def answers_of(path: str, response: httpx.Response, kind: str = JSON) -> None:
         assert content[JSON]["schema"] == schema_of(endpoint.answer)
         conforms(response.json(), endpoint.answer)
     else:
-        error = AnthropicError if path in ANTHROPIC else Error
-        data = content["text/event-stream"]["itemSchema"]["properties"]["data"]
-        json_data = data if path in ANTHROPIC | {"/v1/responses"} else data["anyOf"][0]
-        assert json_data["contentSchema"]["anyOf"] == [schema_of(endpoint.event), schema_of(error)]
+        error = AnthropicError if path in ANTHROPIC else OllamaError if path in OLLAMA else Error
+        item = content[endpoint.stream]["itemSchema"]
+        if path not in OLLAMA:
+            data = item["properties"]["data"]
+            item = (data if path in ANTHROPIC | {"/v1/responses"} else data["anyOf"][0])["contentSchema"]
+        assert item["anyOf"] == [schema_of(endpoint.event), schema_of(error)]
         for event in streamed(path, response):
             conforms(event, endpoint.event)
 
 
 def streamed(path: str, response: httpx.Response) -> list[Any]:
+    if path in OLLAMA:
+        return [json.loads(line) for line in response.text.splitlines()]
     return named_events(response) if path in ANTHROPIC | {"/v1/responses"} else events(response)
 
 
@@ -174,6 +180,10 @@ POSTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "hi", "tools": [FUNCTION]}),
     ("/v1/responses", {"input": "hi", "tools": [FUNCTION], "stream": True}),
     ("/v1/messages/count_tokens", CHAT),
+    ("/api/chat", CHAT | {"tools": [TOOL]}),
+    ("/api/chat", CHAT | {"tools": [TOOL], "stream": False}),
+    ("/api/generate", {"prompt": "hi"}),
+    ("/api/show", {}),
     ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]}),
     ("/tokenize", {"prompt": ["Hello", "a"]}),
     ("/v1/tokenize", {**CHAT}),
@@ -214,10 +224,10 @@ OFFICIAL = {
 @pytest.mark.parametrize(("path", "body"), POSTS)
 @pytest.mark.parametrize("text", ["Hello world, how are you today?", CALLS], ids=["text", "calls"])
 def test_answers_to_posts_conform(path, body, text):
-    in_stream = body.get("stream", False)
+    in_stream = body.get("stream", path in OLLAMA)
     assert "requestBody" in next(iter(description()["paths"][path].values()))
     response = post(FakeClient(text), path, body, enable_cache_report=True, **PARSERS)
-    answers_of(path, response, "text/event-stream" if in_stream else JSON)
+    answers_of(path, response, BY_PATH[path].stream if in_stream else JSON)
     official = OFFICIAL.get((path, in_stream))
     if official is not None and not body.get("echo"):
         for answer in streamed(path, response) if in_stream else [response.json()]:
@@ -255,9 +265,10 @@ def test_answers_of_control_endpoints_have_the_described_type():
 
 @pytest.mark.parametrize("path", sorted(BY_PATH))
 def test_errors_conform(path):
-    """OpenAI's form of an error under /v1, Anthropic's under /v1/messages, SGLang's elsewhere, from every part of the
-    server."""
+    """OpenAI's form of an error under /v1, Anthropic's under /v1/messages, Ollama's under /api, SGLang's elsewhere,
+    from every part of the server."""
     kind = AnthropicError if path in ANTHROPIC else OpenAIError if path.startswith("/v1") else Error
+    kind = OllamaError if path.startswith("/api/") else kind
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
 
     async def session(http: httpx.AsyncClient) -> list[httpx.Response]:

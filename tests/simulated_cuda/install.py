@@ -23,6 +23,7 @@ SKIP = "MOE_SKIP_SIMULATED_CUDA"
 """Environment variable: skips the tests that need them."""
 MULTIPROCESSORS = 8
 """A small number, because persistent kernels start this number of programs."""
+CAPABILITY = (9, 0)
 
 _kept: list[Any] = []
 
@@ -116,7 +117,7 @@ def _runtime(torch: Any) -> None:
     cuda = torch.cuda
     count = streams.count_devices = int(os.environ.get(COUNT, "1"))
     properties = SimpleNamespace(
-        name="NVIDIA H200 (simulated)", major=9, minor=0, total_memory=MEMORY.total,
+        name="NVIDIA H200 (simulated)", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY.total,
         multi_processor_count=MULTIPROCESSORS,
         max_threads_per_multi_processor=2048, shared_memory_per_block_optin=232448, warp_size=32,
         L2_cache_size=50 << 20,
@@ -132,7 +133,7 @@ def _runtime(torch: Any) -> None:
         "is_available": lambda: True, "is_initialized": lambda: True, "init": nothing, "_lazy_init": nothing,
         "device_count": lambda: count, "current_device": streams.index_of, "set_device": streams.set_device,
         "device": streams.on_device, "get_device_properties": lambda device=None: properties,
-        "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: CAPABILITY,
         "mem_get_info": lambda device=None: (MEMORY.total - used(device), MEMORY.total), "memory_allocated": used,
         "max_memory_allocated": used, "memory_reserved": used, "reset_peak_memory_stats": nothing,
         "empty_cache": failures.raise_broken, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,

@@ -72,6 +72,7 @@ class Form:
     norms_output: bool = False
     own_head: bool = True
     num_layers: int = 1
+    theta: float = 10000.0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -102,7 +103,7 @@ class ReferenceHead(nn.Module):
 
     def _build(self, of: Any) -> None:
         form, size = self.form, of.hidden_size
-        self.config = config = _layer_config(form.layer, of)
+        self.config = config = _layer_config(form.layer, of, form.theta)
         self.layer, self._rotary = _layer(form.layer, config)
         self.further = nn.ModuleList(_layer(form.layer, config)[0] for _ in range(form.num_layers - 1))
         width = len(TAPS) * size if form.eagle3 else 2 * size
@@ -248,7 +249,7 @@ def _architecture(form: Form) -> str:
     return "LlamaForCausalLMEagle3" if form.eagle3 else "LlamaForCausalLM"
 
 
-def _layer_config(kind: str, of: Any) -> Any:
+def _layer_config(kind: str, of: Any, theta: float) -> Any:
     import transformers
 
     common = {
@@ -257,7 +258,7 @@ def _layer_config(kind: str, of: Any) -> Any:
         "bos_token_id": of.bos_token_id, "eos_token_id": of.eos_token_id, "tie_word_embeddings": False,
     }  # fmt: skip
     if kind == "llama":
-        return transformers.LlamaConfig(**common, rope_theta=10000.0)
+        return transformers.LlamaConfig(**common, rope_theta=theta)
     mla = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 24}
     return transformers.DeepseekV3Config(**common | mla | {"num_key_value_heads": 4, "first_k_dense_replace": 1})
 

@@ -51,6 +51,7 @@ def test_reasoning_is_gathered():
 def test_other_tags():
     form = REASONING_FORMATS["kimi"]
     assert reason("◁think▷a◁/think▷b", 3, inside=False, form=form) == ("a", "b")
+    assert reason("[THINK]a[/THINK]b", 3, inside=False, form=REASONING_FORMATS["mistral"]) == ("a", "b")
     assert not starts_inside("qwen3", "<|im_start|>assistant\n", {})
 
 

@@ -41,6 +41,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "MiniMax-M2": ("<minimax:tool_call>" + BACK + ASK + "<think>", "minimax", "minimax-m2"),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss", "gpt-oss"),
     "Mistral": ("[AVAILABLE_TOOLS][TOOL_CALLS]", None, "mistral"),
+    "Ministral 3 Reasoning": ("[AVAILABLE_TOOLS][THINK]{{ block }}[/THINK][TOOL_CALLS]", "mistral", "mistral"),
     "Llama 3.1": ("<|start_header_id|><|python_tag|>", None, "llama3"),
     "Llama 3.2": ('<|start_header_id|>{"name": function, "parameters": {}}', None, "llama3"),
     "plain": ("{{ messages }}", None, None),

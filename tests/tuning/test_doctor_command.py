@@ -75,6 +75,7 @@ def test_standard_input(monkeypatch, capsys):
         (["--log", "/"], "cannot be read"),
         (["--log", "FILE", "--url", "x"], "give one of the two"),
         (["--log", "FILE", "--window", "-1"], "--window -1: must be seconds"),
+        (["--log", "FILE", "--window", "nan"], "--window nan: must be seconds"),
         (["--log", "-", "--follow"], "--follow belongs to --log FILE"),
         (["--follow"], "--follow needs --log FILE"),
         (["--log", "FILE", "--api-key", "k"], "--api-key belongs to --url"),

@@ -144,6 +144,9 @@ WRONG = [
     ([*BASE, "--interconnect", "none.toml"], r"none.toml: cannot be read as TOML"),
     ([*BASE, "--like", "ollama"], r"--like ollama: must be one of"),
     ([*BASE, "--concurrency", "0"], r"--concurrency 0: give a whole number above 0"),
+    (["--autopilot", "--slo", "itl=5"], r"itl=5: give a time above 0 with its unit"),  # a flag of serve there
+    (["--hardware", "7xH200", *BASE[2:]], r"nothing fits 7xh200.*try 4xh200 or 8xh200"),
+    (["--hardware", "H200x8", *BASE[2:]], r"write the number first, 8xH200"),
     ([*BASE, "--top", "many"], r"--top many: give a whole number"),
     ([*BASE, "--plot", "front.gif"], r"must end in .svg or .png"),
     ([*BASE, "--plot", "no/such/front.svg"], r"no such folder"),
@@ -169,6 +172,9 @@ def test_a_model_without_experts(capsys, tmp_path: Path):
     folder = write(tmp_path / "dense", DENSE)
     code, _, err = run(capsys, "--model-path", folder, *ONE, "--ep-size", "8")
     assert code == 2 and "the model has no experts; drop --ep-size" in err
+    few = ["--hardware", "1xH200", "--workload", "in=2000,out=200", "--concurrency", "10000000"]
+    code, _, err = run(capsys, "--model-path", folder, *few)
+    assert code == 2 and re.search(r"1xh200 has memory for \d+ requests of this length at once; lower it", err), err
     assert predicted(capsys, "--model-path", folder, *ONE)["predicted"]["tpot_ms"] > 0
 
 

@@ -123,6 +123,8 @@ def test_dispatch_and_combine_are_those_measured(nodes: int, tokens: int, measur
     ranks = 8 * nodes
     exchange = AllToAll(model_facts(V3), Form(ranks, ranks, ranks, True), parse_cluster(f"{ranks}xh200"))
     assert exchange.seconds(tokens, 1.0) / 58 * 1e6 == pytest.approx(measured, rel=0.3)
+    times = [exchange.seconds(count, 1.0) for count in range(1, 4 * LOW_LATENCY_TOKENS, 7)]
+    assert times == sorted(times)  # also where the mode changes
 
 
 # aiconfigurator-core 0.12.0, allreduce_h200_sglang in a graph: GPUs, elements of 2 bytes, us

@@ -17,7 +17,7 @@ from moe_engine.tuning import mixed_probe, phases
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts, own_and_cached_pairs
 from moe_engine.tuning.costs.step_cost import StepShape
-from moe_engine.tuning.measured_points import PREFILL, Limits, MeasuredPoints
+from moe_engine.tuning.measured_points import CACHED, LONG_TAILS, PREFILL, Limits, MeasuredPoints
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica import ReplicaSpec
@@ -83,8 +83,8 @@ def test_steps_that_a_server_records():
         reporter.finished(result)
     assert StepReporter().state().keys() == reporter.state().keys() - {"step_times"}
     state = reporter.state()
-    assert [step[:3] for step in state["step_times"]] == [(0, 40, 2), (2, 0, 0), (2, 0, 0)]
-    assert all(0 < step[-1] < 60 and abs(step[3] - time.time()) < 60 for step in state["step_times"])
+    assert [step[:4] for step in state["step_times"]] == [(0, 40, 2, 0), (2, 0, 0, 0), (2, 0, 0, 0)]
+    assert all(0 < step[-1] < 60 and abs(step[4] - time.time()) < 60 for step in state["step_times"])
     info = {"internal_states": [state]}
     assert len(simulation_phases.step_times(info, [1])) == 2 and not simulation_phases.step_times(info, [3])
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
@@ -118,7 +118,7 @@ def recorded_parts(rng, arrival, end, prefill_factor):
                 arrivals.append((calls[0], calls.pop(0) + 0.0005))
                 waiting.append(mixed_probe.request_lengths(rng, 999))
             moment += seconds
-            steps.append((rows, tokens, prompts, moment, seconds))
+            steps.append((rows, tokens, prompts, 0, moment, seconds))
         parts.append(mixed_probe.Part(steps, arrivals, ends))
         now = moment + 5
     return parts
@@ -142,7 +142,7 @@ def test_a_part_beside_other_programs_counts_less():
     found = []
     for _ in range(3):
         parts = recorded_parts(rng, 0.002, 0.0005, 1.0)
-        steps = [(*step[:4], step[4] * rng.uniform(1, 6)) for step in parts[0].steps]
+        steps = [(*step[:-1], step[-1] * rng.uniform(1, 6)) for step in parts[0].steps]
         found.append(mixed_probe.effects([replace(parts[0], steps=steps), *parts[1:]], COSTS, 0))
     assert median([one.arrival for one in found]) == pytest.approx(0.002, rel=0.25)
 
@@ -179,13 +179,14 @@ def test_points_of_rounds_on_a_machine_that_drifts():
 
 
 def test_steps_of_a_measurement():
-    info = {"internal_states": [{"step_times": [(4, 0, 0, 10.0 + i, 0.002 + (i == 3)) for i in range(8)]}]}
+    info = {"internal_states": [{"step_times": [(4, 0, 0, 0, 10.0 + i, 0.002 + (i == 3)) for i in range(8)]}]}
     info["internal_states"].append(
-        {"step_times": [(0, 20, 1, 20.5, 0.01), (0, 12, 1, 20.9, 0.02), (1, 0, 0, 21.0, 1.0)]}
+        {"step_times": [(0, 20, 1, 8, 20.5, 0.01), (0, 12, 1, 0, 20.9, 0.02), (1, 0, 0, 0, 21.0, 1.0)]}
     )
     records = StepRecords.of(info)
     assert records.decode(4, 10.5, 20.0) == pytest.approx(0.002) and records.decode(3, 0, 99) is None
     assert records.prompt(32, 20.1, 21.0) == pytest.approx(0.03) and records.prompt(64, 20.1, 21.0) is None
+    assert records.prompt(20, 20.1, 21.0) == pytest.approx(0.01)  # beside one of 12 tokens
     with pytest.raises(MoeEngineError, match="--record-step-times"):
         StepRecords.of({"internal_states": [{}]})
 
@@ -212,7 +213,40 @@ def test_what_several_prompts_in_a_step_save():
     assert points.split_second() is None
     with pytest.raises(MoeEngineError, match="no step of the point"):
         points.file()
-    points.split = [(0, (0, 256, 4, 0.0, 0.002 + 0.0256 - (256 * 257 // 2 - 4 * 64 * 65 // 2) * 3e-8))] * 3
+    points.split = [(0, (0, 256, 4, 0, 0.0, 0.002 + 0.0256 - (256 * 257 // 2 - 4 * 64 * 65 // 2) * 3e-8))] * 3
     assert points.split_second() == pytest.approx(3e-8)
-    points.split = [(0, (0, 256, 4, 0.0, 0.05))]
+    points.split = [(0, (0, 256, 4, 0, 0.0, 0.05))]
     assert points.split_second() == 0
+
+
+def test_prompts_behind_cached_prefixes():
+    """Steps whose prompts all have a cached prefix have a curve of their own, here with a step behind 64 tokens."""
+    rng = random.Random(random.getrandbits(32))
+    token, pair = rng.choice([0.0, rng.uniform(1e-7, 2e-6)]), rng.choice([0.0, rng.uniform(1e-9, 5e-8)])
+    points = MeasuredPoints(Limits(64, 2000, 9999, 512, range(9)))
+    points.rounds.begin()
+    points.prefix = [0] * rng.choice([150, 600, 1000])
+    tails, short, long = points.tails(), points.short_prefix, len(points.prefix)
+    assert points.cached_costs() == (0.0, 0.0, None)
+    truth = {tail: 0.001 + tail * 3e-5 + 0.001 * (tail > 64) for tail in tails}
+    places = [(tail, short) for tail in tails] + [(tails[place], long) for place in LONG_TAILS]
+    for tail, prefix in places:
+        points.rounds.add((CACHED, tail, prefix), truth[tail] + prefix * (token + pair * tail))
+    found = points.cached_costs()
+    assert found[:2] == pytest.approx((token, pair), abs=1e-12)
+    assert dict(zip(found[2].counts, found[2].seconds)) == pytest.approx(truth)
+
+    prefill = Curve((1, 1001), (0.002, 0.042))
+    file = CostFile({0: Curve((1,), (0.002,))}, prefill, 0, 0, token, pair, split_second=0.0, behind=found[2])
+    without = replace(file, behind=None)
+
+    def seconds(costs, tail, prefix, fresh=0):
+        pairs = tail * prefix + tail * (tail + 1) // 2
+        return MeasuredCosts(costs).step(StepShape(0, 0, 0, tail, pairs, tail, 0.0, prefix, fresh)).seconds
+
+    for tail in tails:
+        assert seconds(file, tail, 300) == pytest.approx(truth[tail] + 300 * (token + pair * tail))
+        assert seconds(file, tail, 300, tail) == seconds(without, tail, 300)
+        assert seconds(file, tail, 0) == pytest.approx(prefill.at(tail))
+    beyond = truth[tails[-1]] - prefill.at(tails[-1])
+    assert seconds(file, 900, 300) == pytest.approx(prefill.at(900) + beyond + 300 * (token + pair * 900))

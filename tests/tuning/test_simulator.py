@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, repeat
 
@@ -11,6 +12,7 @@ import pytest
 
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.placement.layout import ExpertLayout
+from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
@@ -38,6 +40,7 @@ class Linear:
     def step(self, shape: StepShape) -> StepCost:
         seconds = self.fixed + shape.decode_rows * self.row + shape.decode_context * 1e-8
         seconds += shape.prefill_tokens * self.token + shape.prefill_pairs * 1e-10
+        seconds += shape.prefill_cached * 1e-7 + shape.prefill_fresh * self.token / 3
         return StepCost(seconds * (1 + shape.expert_skew / 10))
 
 
@@ -236,6 +239,36 @@ def test_long_prompts_are_chunked_and_attention_groups_wait_for_each_other():
     outcome = simulate(FleetSpec(ReplicaSpec(limits, costs, num_groups=2)), Fixed(short, 2))[1]
     first = min(outcome.recorder.answers, key=lambda answer: answer.prompt_len)
     assert first.ttft == pytest.approx(0.001 + 128e-4, rel=1e-3)  # its step is as long as the other group's
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_prefill_delayer_waits_for_prompts_of_all_groups(lost):
+    """A prompt of one group waits for its limit beside decodes of another group; prompts of both groups do not wait.
+    Without the delayer half of the groups suffice."""
+    passes = 8
+    prompt = iter(range(1, 10**6, 1000)).__next__
+    arrivals = [(0.0, 400), (1.003, 2), (2.003, 3), (2.003, 4)]
+    replica = ReplicaSpec(config(), Linear(0.01, 0, 0), num_groups=3 if lost else 2)
+    spec = FleetSpec(replica, method="round_robin", elastic=True)
+    if lost:  # the first of three groups: the others form the pair
+        spec = replace(spec, faults=(Fault.parse("rank=2@t=1ms", 3),), recovery_seconds=0.0)
+    waits = []
+    for delayer in (None, DelayerSettings(max_delay_passes=passes)):
+        one = replace(spec, replica=replace(spec.replica, scheduler=config(delayer=delayer)))
+        workload = Fixed([Arrival(at, [prompt()], new) for at, new in arrivals], len(arrivals))
+        fleet, outcome = simulate(one, workload)
+        waits.append({answer.output_len: answer.ttft for answer in outcome.recorder.answers})
+    plain, delayed = waits
+    assert delayed[2] - plain[2] == pytest.approx(0.01 * (passes - 1), abs=1e-4)
+    assert [delayed[n] for n in (400, 3, 4)] == pytest.approx([plain[n] for n in (400, 3, 4)], abs=1e-4)
+    groups = [group for i, group in enumerate(fleet.replicas[0].groups) if i not in fleet.replicas[0].lost]
+    decided = []
+    for group in groups:
+        counts: Counter[tuple[str, bool, str]] = Counter()
+        for (*decision, _), count in group.scheduler.delays.delayer.outcomes.items():
+            counts[tuple(decision)] += count
+        decided.append(counts)
+    assert decided[0] == decided[1] and decided[0]["mixed", False, "delay"] == passes - 1
 
 
 def test_turns_of_agents_find_their_history_in_the_cache():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -82,6 +83,31 @@ def test_traces(tmp_path):
     assert c.prompt_ids[:60] == d.prompt_ids[:60] and not set(c.prompt_ids[60:]) & set(d.prompt_ids[60:])
     assert (c.output_len, c.max_tokens, d.max_tokens) == (5, 50, 5)
     assert len(read_trace(str(path), limit=2)) == 2
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(("\ufeff" + path.read_text().replace("\n", "\r\n")).encode()))
+    assert read_trace(str(packed)) == [a, b, c, d]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Timestamp,Model,Request tokens,Response tokens,Log Type\n5,GPT,472,18,API\n7.5,GPT,90,0,API\n8,GPT,80,9,API\n",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.6805900,472,18\n2023-11-17 00:00:01.68059,80,9\n",
+    ],
+)
+def test_published_tables(tmp_path, text):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    assert [(round(x.seconds, 4), len(x.prompt_ids), x.output_len) for x in read_trace(str(path))] == [
+        (0, 472, 18), (3, 80, 9),
+    ]  # fmt: skip
+    for broken, words in (("seven", "line 2: .* is 'seven'"), ("-1", "line 2"), ("", "line 2")):
+        path.write_text(text.replace("472", broken))
+        with pytest.raises(ConfigError, match=words):
+            read_trace(str(path))
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="must have the columns"):
+        read_trace(str(path))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +216,8 @@ def test_simulate_command(tmp_path, capsys):
     path.write_text(costs().to_json())
     flags = ["--cost-file", str(path), "--num-prompts", "30", "--request-rate", "20", "--random-output-len", "20"]
     assert main(["simulate", *flags, "--random-input-len", "50", "--output-file", str(out)]) == 0
-    shown = capsys.readouterr().out
+    shown, notes = capsys.readouterr()
+    assert "measured with --tp-size 2 (here not given); calibrate this launch" in notes  # as the file says
     values = json.loads(out.read_text())
     assert "Serving Benchmark Result" in shown and values["completed"] == 30 and values["times_real_time"] > 0
     assert values["median_ttft_ms"] > 12 and values["total_output_tokens"] <= 30 * 20
@@ -207,6 +234,10 @@ def test_simulate_command(tmp_path, capsys):
         (["--cost-file", "COSTS", "--fail", "rank=3@t=1s"], "ranks 0 to 0"),
         (["--cost-file", "COSTS", "--dataset-name", "trace", "--dataset-path", "nowhere"], "nowhere"),
         (["--cost-file", "COSTS", "--dataset-name", "sharegpt"], "--dataset-path"),
+        (
+            ["--cost-file", "COSTS", "--dataset-name", "trace", "--dataset-path", "x", "--request-rate", "4"],
+            "leave it out",
+        ),
         (["--cost-file", "COSTS", "--arrivals", "gamma"], "--request-rate"),
         (["--cost-file", "COSTS", "--goodput", "x:1"], "--goodput"),
         (["--cost-file", "COSTS", "--output-details"], "--output-file FILE.json"),

@@ -42,6 +42,7 @@ from moe_engine.kernels.kv_format.latent_records import (
 )
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _RECORD = tl.constexpr(RECORD)
@@ -144,7 +145,7 @@ def _store(
             tl.store(place, values, (row < left)[:, None] & (column < LATENT)[None, :])
 
 
-@triton.jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
+@dependent_jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
 def latent_kernel(
     q, cache, out, partial, lse, segments, rows, table, visible, lens,
     q_stride, cache_stride, table_stride, scale, query_len,
@@ -157,6 +158,7 @@ def latent_kernel(
     `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
     in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request.
     """
+    wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
     if left > 0:
@@ -186,8 +188,7 @@ def latent_kernel(
         if TREE:
             word = tl.load(visible + token + inner)
         before = first - 1
-        best = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
         slots = next_slots(table_row, begin + inside, stop)

@@ -14,6 +14,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.tiles import LOG2_E
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _ROWS = 4
@@ -23,7 +24,7 @@ _RECORD = tl.constexpr(RECORD)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
-@triton.jit
+@dependent_jit
 def merge_partials_kernel(
     partial, lse, merges, out, sinks,
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
@@ -31,6 +32,7 @@ def merge_partials_kernel(
 ):  # fmt: skip
     """partial [P, G, B, WIDTH] and lse [P, G, B] (base 2) -> out [T, G * PER_GROUP, WIDTH], by `merges`; `sinks` [H]
     are logits without a value."""
+    wait_for_inputs()
     record = merges + tl.program_id(0) * _RECORD
     group, groups = tl.program_id(2), tl.num_programs(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -60,9 +62,10 @@ def merge_partials_kernel(
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), live)
 
 
-@triton.jit
+@dependent_jit
 def merge_chunk_kernel(out, lse, other, other_lse, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Merges (other, other_lse) into (out, lse) of row n; log-sum-exps are natural, -inf for an empty chunk."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH

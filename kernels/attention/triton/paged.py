@@ -33,6 +33,7 @@ from moe_engine.kernels.kv_format.formats import FP8_RANGE, FP8_TOKEN, PLAIN, he
 from moe_engine.kernels.kv_format.head_records import form_of
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _RECORD = tl.constexpr(RECORD)
@@ -69,7 +70,7 @@ def _head_scales(cache, offset, SCALE: tl.constexpr):
     return tl.load((cache + offset + SCALE).to(tl.pointer_type(tl.float32)))
 
 
-@triton.jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
+@dependent_jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
 def paged_kernel(
     q, keys, values, out, partial, lse, segments, rows, table, visible, sinks, lens,
     q_token_stride, q_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride, scale,
@@ -86,6 +87,7 @@ def paged_kernel(
     without a value; those of partial results are added by the merge. BOUNDS: as `Schedule.query_len`, with the context
     tokens `lens` of each request.
     """
+    wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
     if left > 0:

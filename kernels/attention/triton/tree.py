@@ -17,6 +17,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.attention.triton.tiles import LOG2_E, columns
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _PART = 64
@@ -24,7 +25,7 @@ _PART = 64
 _STRIDES = [f"{x}_{y}" for x in ("q", "key", "value", "out") for y in ("stride", "head_stride")]
 
 
-@triton.jit(
+@dependent_jit(
     do_not_specialize=["lse_stride", "lse_head_stride"],
     do_not_specialize_on_alignment=["rows", "starts", "lens", "visible", "lse"],
 )
@@ -40,6 +41,7 @@ def tree_kernel(
     `scale` is the score scale times log2(e), `lse_scale` converts `lse` to base 2. Without context before the query
     tokens `out` and `lse` are not used.
     """
+    wait_for_inputs()
     request, group = tl.program_id(0), tl.program_id(2)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start

@@ -26,7 +26,7 @@ from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TENSOR, PLAIN, as_queries, form_of, unpack
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.vendors import limits
-from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
+from moe_engine.kernels.vendors.probe import FLASH_MLA, FLASH_MLA_FP8, accepts, needs_no_arguments
 
 PAGE = 64
 LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
@@ -95,7 +95,8 @@ class FlashMLA(MergesChunks):
         self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None,
         index: IndexWidths | None = None, kv_dtype: str = "auto",
     ) -> None:  # fmt: skip
-        self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
+        library = FLASH_MLA_FP8 if kv_dtype == E4M3_TENSOR else FLASH_MLA
+        self._lib = library.load() if module is None else library.check(module)
         if index is not None and not hasattr(self._lib, "flash_mla_sparse_fwd"):
             raise ImportError(f"{self._lib.__name__} lacks flash_mla_sparse_fwd: too old ({FLASH_MLA.install})")
         if kv_dtype == E4M3_TENSOR and not accepts(self._lib.flash_mla_with_kvcache, "descale_q"):

@@ -233,23 +233,38 @@ template void coded_product<float>(const Coding&, const void*, int64_t, int64_t,
 template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t,
                                   const char*, float*, int64_t);
 
-// Codes [N, K], a byte each, of one group of one panel.
-static void pack_codes(const Coding& form, const uint8_t* const* rows, int64_t first, uint8_t* out) {
-  const int64_t bytes = OCTET * form.bits / 8;  // of a column
-  for (int64_t j = 0; j < form.group; j += OCTET, out += LANES * bytes)
-    for (int column = 0; column < LANES; column++) {
-      const uint8_t* from = rows[column] ? rows[column] + first + j : nullptr;
-      for (int n = 0; n < 4; n++) {
-        const uint8_t low = from ? from[n] : 0, high = from ? from[4 + n] : 0;
-        uint8_t* to = out + column * 4 + n;
-        if (form.bits == 4) {
-          *to = uint8_t((low & 15) | high << 4);
-        } else {
-          *to = low;
-          to[LANES * 4] = high;
-        }
-      }
+// Codes of 4 bits: 8 bytes of a row -> a word, `count` words.
+static INLINE void join_nibbles(const uint8_t* codes, int64_t count, uint32_t* words) {
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t low, high;
+    std::memcpy(&low, codes + i * OCTET, 4);
+    std::memcpy(&high, codes + i * OCTET + 4, 4);
+    words[i] = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+  }
+}
+
+// Codes of up to 16 rows, a byte each, to their places in a panel: words of four bytes, turned.
+static void pack_codes(const Coding& form, const uint8_t* const* rows, int64_t k, char* panel) {
+  alignas(64) uint32_t lines[LANES][LANES], block[LANES][LANES];
+  const uint32_t* from[LANES];
+  const int64_t bytes = 32 / form.bits, words = k / bytes, in_group = form.group / bytes;
+  for (int64_t done = 0; done < words; done += LANES) {
+    const int64_t here = std::min<int64_t>(LANES, words - done);
+    for (int i = 0; i < LANES; i++) {
+      from[i] = lines[i];
+      if (!rows[i])
+        std::memset(lines[i], 0, sizeof lines[i]);
+      else if (form.bits == 4)
+        join_nibbles(rows[i] + done * bytes, here, lines[i]);
+      else
+        std::memcpy(lines[i], rows[i] + done * bytes, size_t(here) * 4);
     }
+    transpose(block[0], LANES, from);
+    for (int64_t i = 0; i < here; i++) {
+      const int64_t word = done + i;
+      std::memcpy(panel + word / in_group * form.group_bytes() + word % in_group * LANES * 4, block[i], LANES * 4);
+    }
+  }
 }
 
 }  // namespace moe
@@ -275,15 +290,16 @@ static void pack_factors(const uint8_t* factors, const char* pair, int64_t colum
 API void moe_coded_pack(const Coding* form, const uint8_t* codes, int64_t ldc, const char* scales, const uint8_t* zeros,
                         int64_t n, int64_t k, char* out) {
   const int64_t groups = k / form->group, size = form->scale_bytes();
-  parallel_ranges(panels_of(n), double(k) * 20, [&](int64_t from, int64_t to) {
-    for (int64_t p = from; p < to; p++)
+  parallel_ranges(panels_of(n), double(k) * 4, [&](int64_t from, int64_t to) {
+    for (int64_t p = from; p < to; p++) {
+      const uint8_t* rows[LANES];
+      for (int64_t i = 0; i < LANES; i++) rows[i] = p * LANES + i < n ? codes + (p * LANES + i) * ldc : nullptr;
+      pack_codes(*form, rows, k, out + p * form->panel_bytes(k));
       for (int64_t g = 0; g < groups; g++) {
-        const uint8_t* rows[LANES];
         char* at = out + p * form->panel_bytes(k) + g * form->group_bytes();
         char* of_scales = at + form->code_bytes();
         for (int64_t i = 0; i < LANES; i++) {
           const int64_t row = p * LANES + i;
-          rows[i] = row < n ? codes + row * ldc : nullptr;
           if (form->factors) {
             const int64_t pair = g / form->factors;
             char* pairs = out + p * form->panel_bytes(k) + form->pairs_at(k) + pair * PAIR_BYTES;
@@ -298,7 +314,7 @@ API void moe_coded_pack(const Coding* form, const uint8_t* codes, int64_t ldc, c
           if (form->has_zeros)
             of_scales[LANES * size + i] = row < n ? char(zeros[row * groups + g]) : 0;
         }
-        pack_codes(*form, rows, g * form->group, reinterpret_cast<uint8_t*>(at));
       }
+    }
   });
 }

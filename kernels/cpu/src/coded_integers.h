@@ -50,8 +50,14 @@ static const char* integer_rows(const Coding& form, const void* x, int64_t* ldx,
                                 Purpose purpose) {
   const int64_t block = block_of(form), stride = row_bytes(k, block), from = *ldx;
   char* out = scratch<char>(purpose, m * stride);
-  for (int64_t i = 0; i < m; i++)
-    integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, out + i * stride);
+  auto convert = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++)
+      integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, out + i * stride);
+  };
+  if (purpose == SHARED_ROWS)
+    parallel_ranges(m, double(k) * 0.5, convert);
+  else  // in a task
+    convert(0, m);
   *ldx = stride;
   return out;
 }

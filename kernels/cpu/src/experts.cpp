@@ -142,15 +142,9 @@ template <class T>
 static INLINE const void* own_rows(const T* x, int64_t ldx, const int32_t* index, int64_t rows, int64_t k,
                                    int64_t* stride, const Coding* form) {
   const int64_t padded = padded_k<T>(k);
-  if (form && index && rows > 1) {  // gathered, then in the form's format
-    T* copy = scratch<T>(VALUES, rows * k);
-    for (int64_t i = 0; i < rows; i++) std::memcpy(copy + i * k, x + index[i] * ldx, size_t(k) * sizeof(T));
-    *stride = k * int64_t(sizeof(T));
-    return coded_rows<T>(*form, copy, stride, rows, k, ROWS);
-  }
   if (form) {
     *stride = ldx * int64_t(sizeof(T));
-    return coded_rows<T>(*form, x + (index ? index[0] : 0) * ldx, stride, rows, k, ROWS);
+    return coded_rows<T>(*form, x, stride, rows, k, ROWS);
   }
   if (padded == k && (!index || rows == 1)) {
     *stride = ldx * int64_t(sizeof(T));
@@ -163,6 +157,17 @@ static INLINE const void* own_rows(const T* x, int64_t ldx, const int32_t* index
     std::memset(copy + i * apart + k, 0, size_t(padded - k) * sizeof(T));
   }
   *stride = apart * int64_t(sizeof(T));
+  return copy;
+}
+
+// Rows `index` of tokens in a form, of coded_rows; `bytes` of a row.
+static INLINE const void* coded_tokens(const char* x, int64_t apart, const int32_t* index, int64_t rows, int64_t bytes,
+                                       int64_t* stride) {
+  *stride = apart;
+  if (rows == 1) return x + index[0] * apart;
+  *stride = bytes;
+  char* copy = scratch<char>(ROWS, rows * bytes);
+  for (int64_t i = 0; i < rows; i++) std::memcpy(copy + i * bytes, x + index[i] * apart, size_t(bytes));
   return copy;
 }
 
@@ -206,10 +211,17 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   const int64_t stride = padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
   T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
   T* partial = scratch<T>(SHARED_OUT, rows * s.hidden);
+  // A token has several experts, and the same integers for each.
+  int64_t distance = ldx * int64_t(sizeof(T));
+  const char* coded = reinterpret_cast<const char*>(x);
+  if (s.up_form) coded = coded_rows<T>(*s.up_form, x, &distance, tokens, s.hidden, SHARED_ROWS);
+  const int64_t bytes = static_cast<const void*>(coded) == x ? s.hidden * int64_t(sizeof(T)) : distance;
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart, s.up_form);
+        const int32_t* index = token_of + unit.begin;
+        if (s.up_form) return coded_tokens(coded, distance, index, unit.rows, bytes, apart);
+        return own_rows<T>(x, ldx, index, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
   combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, sum, lds, out, tokens, s.hidden);

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
+from moe_engine.server.listen import find_address, url_host
 
 MODULE = "sglang_router.launch_router"
 EPILOG = """\
@@ -40,7 +41,7 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{url_host(self.host)}:{self.port}"
 
 
 def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
@@ -51,6 +52,8 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
         own, serve = own[:cut], own[cut + 1 :]
     parser = _parser(prog)
     given, passed = parser.parse_known_args(own)
+    if "--worker-urls" in (word.partition("=")[0] for word in passed):
+        raise ConfigError(f"--worker-urls: this command starts its servers; for others use python -m {MODULE}")
     if given.workers < 1:
         raise ConfigError(f"--workers {given.workers}: at least 1")
     first_port = given.worker_port if given.worker_port is not None else given.port + 1
@@ -61,7 +64,7 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     _check_serve_flags(serve, args)
     worker_flags = [[*serve, *_share_of(args, i, given.workers)] for i in range(given.workers)]
     router = [
-        *_program(given.router_program), "--host", given.host, "--port", str(given.port),
+        *_program(given.router_program), "--host", _address(given.host, given.port), "--port", str(given.port),
         "--policy", given.policy, "--health-check-interval-secs", str(given.health_check_interval_secs),
         "--worker-startup-check-interval", "1",
         "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports), *passed,
@@ -69,6 +72,12 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     if args.server.api_key is not None:
         router += ["--api-key", args.server.api_key]
     return Fleet(worker_flags, ports, router, given.host, given.port)
+
+
+def _address(host: str, port: int) -> str:
+    """The router takes no names, and IPv6 addresses in brackets."""
+    address = find_address(host, port)[1][0]
+    return f"[{address}]" if ":" in address else address
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from types import FrameType
 from moe_engine.cli.router.fleet import Fleet
 from moe_engine.errors import ConfigError
 from moe_engine.processes.child import describe_exit
+from moe_engine.server.listen import bind
 
 POLL_SECONDS = 0.2
 RESTART_SECONDS = 1.0
@@ -49,7 +50,7 @@ class Worker:
         """
         code = self.process.poll()
         if code is None:
-            if not self.is_healthy and _is_healthy(self.port):
+            if not self.is_healthy and _is_healthy(f"http://127.0.0.1:{self.port}"):
                 self.is_healthy = self.was_healthy = True
                 print(f"server on port {self.port} is ready", flush=True)
             return
@@ -67,9 +68,10 @@ class Worker:
 
 
 def run(fleet: Fleet) -> int:
-    """Runs until SIGTERM, SIGINT or the router's end; the exit code."""
+    """Runs until SIGTERM, SIGINT or the router's end; the exit code. Raises ConfigError: wrong flags, a port in use."""
     workers: list[Worker] = []
     router: subprocess.Popen[bytes] | None = None
+    bind(fleet.host, fleet.port).close()  # a port in use is an error now, not after the servers' start
     with _stop_signal() as stopped:
         try:
             for port, flags in zip(fleet.worker_ports, fleet.worker_flags):
@@ -82,7 +84,7 @@ def run(fleet: Fleet) -> int:
                     router = subprocess.Popen(fleet.router, start_new_session=True)
                 if router is not None and (code := router.poll()) is not None:
                     raise ChildProcessError(f"the router {describe_exit(code)}")
-                if not shown and all(worker.was_healthy for worker in workers) and _is_healthy(fleet.port):
+                if not shown and all(worker.was_healthy for worker in workers) and _is_healthy(fleet.url):
                     shown = True
                     print(f"READY: {len(workers)} servers behind {fleet.url}", flush=True)
                 time.sleep(POLL_SECONDS)
@@ -95,9 +97,9 @@ def run(fleet: Fleet) -> int:
     return 0
 
 
-def _is_healthy(port: int) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False

@@ -50,6 +50,7 @@ def open_transfers(
     """
     tier = scheduler.kv_cache.transfers
     assert tier is not None
+    tier.state_rows = cast("TransferCopies", worker.runner.kv_copies).state_rows
     layout = layout_of(config)
     if layout.num_ranks == 1:
         _start(config, worker, tier.link, wake, group, 0)

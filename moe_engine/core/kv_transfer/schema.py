@@ -24,6 +24,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "architecture": model.architecture,
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "states": _of_states(config),
         "EAGLE head": "none" if head is None else _of_head(head, config),
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
@@ -32,6 +33,15 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "--disaggregation-transfer-backend": config.args.disaggregation.disaggregation_transfer_backend,
         "--quantization": str(model.quantization) if hasattr(model, "quantization") else "",
     }
+
+
+def _of_states(config: ResolvedConfig) -> str:
+    """States of prefixes. A rank receives them from the rank with its own number, at the end of a page."""
+    parts = [(part.shape, part.dtype) for group in config.model.state_groups for part in group.parts]
+    if not parts:
+        return "none"
+    ranks = config.parallel.topology.attn_tp_size
+    return f"{parts} on {ranks} rank{'s' * (ranks > 1)}, --page-size {config.page_size}"
 
 
 def _of_head(head: HeadConfig, config: ResolvedConfig) -> str:

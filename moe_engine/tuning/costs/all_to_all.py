@@ -44,7 +44,7 @@ class AllToAll:
         """tokens: number that this rank sends."""
         if not self.active:
             return 0.0
-        low = tokens * self.low_s
-        if tokens > LOW_LATENCY_TOKENS:
-            low = self.normal_latency_s + tokens * self.normal_s
-        return self.layers * (self.latency_s + low * skew)
+        messages = min(tokens, LOW_LATENCY_TOKENS) * self.low_s
+        if tokens > LOW_LATENCY_TOKENS:  # more tokens take no less time, also where the mode changes
+            messages = max(messages, self.normal_latency_s + tokens * self.normal_s)
+        return self.layers * (self.latency_s + messages * skew)

@@ -38,6 +38,9 @@ class CostFile:
         decode: step seconds over the number of requests, by drafts each; short contexts.
         context_second: seconds of each context token of a decoding request, beyond `context_base` a request.
         prefill: step seconds over the number of prompt tokens, without a cached prefix.
+        behind: step seconds over the number of prompt tokens if all prompts have a longer cached prefix, without the
+            seconds of the cached tokens; None: those of `prefill`. Beyond the last count as much more or less than
+            `prefill` as there.
         cached_second: seconds of each cached token before the new tokens of a prompt.
         pair_second: seconds of each pair of a new token with a cached one.
         split_second: seconds that each pair of tokens saves which are in different prompts of a step, against one
@@ -61,6 +64,7 @@ class CostFile:
     cached_second: float = 0.0
     pair_second: float = 0.0
     split_second: float | None = None
+    behind: Curve | None = None
     answer_seconds: float = 0.0
     arrival_seconds: float = 0.0
     request_seconds: float = 0.0
@@ -89,6 +93,7 @@ class CostFile:
         try:
             values["decode"] = {int(drafts): _curve(curve) for drafts, curve in values["decode"].items()}
             values["prefill"] = _curve(values["prefill"])
+            values["behind"] = _curve(values["behind"]) if values.get("behind") else None
             values["acceptance"] = tuple(map(float, values.get("acceptance", ())))
             return cls(**values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -108,7 +113,8 @@ class MeasuredCosts:
     def __init__(self, file: CostFile) -> None:
         self._file = file
         self._depths = sorted(file.decode)
-        self._least = min(file.prefill.seconds[0], file.decode[self._depths[0]].seconds[0])
+        curves = [file.prefill, file.decode[self._depths[0]], *([file.behind] if file.behind is not None else [])]
+        self._least = min(curve.seconds[0] for curve in curves)
 
     def step(self, shape: StepShape) -> StepCost:
         """A step with prompts and decodes costs both, without the fixed part of one of them."""
@@ -126,9 +132,17 @@ class MeasuredCosts:
         file, count = self._file, shape.prefill_tokens
         own, cached = own_and_cached_pairs(count, shape.prefill_cached, shape.prefill_pairs)
         split = file.pair_second if file.split_second is None else file.split_second
-        seconds = file.prefill.at(count) - (count * (count + 1) / 2 - own) * split
+        seconds = self._of_tokens(shape) - (count * (count + 1) / 2 - own) * split
         seconds += shape.prefill_cached * file.cached_second + cached * file.pair_second
-        return max(seconds, file.prefill.seconds[0])
+        return max(seconds, self._least)
+
+    def _of_tokens(self, shape: StepShape) -> float:
+        """Seconds without those of cached tokens."""
+        prefill, behind, count = self._file.prefill, self._file.behind, shape.prefill_tokens
+        if behind is None or not shape.prefill_cached or shape.prefill_fresh:
+            return prefill.at(count)
+        last = behind.counts[-1]
+        return behind.at(count) if count <= last else prefill.at(count) + behind.seconds[-1] - prefill.at(last)
 
     def _decode(self, shape: StepShape) -> float:
         file, rows = self._file, shape.decode_rows

@@ -19,6 +19,7 @@ class StepShape:
         global_tokens: tokens of all ranks of the expert-parallel group in the step, at least the rank's own.
         expert_skew: load of the busiest rank's experts over the mean, at least 1; 0: the model's expectation.
         prefill_cached: context tokens before the prompt tokens of the step, which it does not compute.
+        prefill_fresh: prompt tokens of prompts with less such context than new tokens.
     """
 
     decode_rows: int
@@ -29,6 +30,7 @@ class StepShape:
     global_tokens: int
     expert_skew: float = 0.0
     prefill_cached: int = 0
+    prefill_fresh: int = 0
 
 
 @dataclass(frozen=True, slots=True)

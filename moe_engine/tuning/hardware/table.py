@@ -104,7 +104,7 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
     Raises:
         ConfigError: an unknown name, a file that cannot be read, no number of GPUs.
     """
-    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\S+)", hardware.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\S+)", hardware.strip(), re.IGNORECASE)
     if found is None or found[1] == "0":
         raise ConfigError(f"--hardware {hardware!r}: give a number of GPUs and their name, as in 16xH200")
     name = found[2]
@@ -114,6 +114,8 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
         name = name.lower()
         gpu = _built_in("gpus", name, GpuFacts)
     else:
+        if turned := re.fullmatch(r"(\S+?)\s*[x*]\s*(\d+)", name):
+            raise ConfigError(f"--hardware {hardware}: write the number first, {turned[2]}x{turned[1]}")
         raise ConfigError(
             f"--hardware {hardware}: unknown GPU {name}; use one of {', '.join(gpu_names())}, or a TOML file with "
             "the fields of those in moe_engine/tuning/hardware/gpus"

@@ -65,7 +65,7 @@ class Search:
 
     def run(self, gpus: int, model_path: str, top: int) -> Found:
         """Raises ConfigError: nothing fits, or nothing meets the objective."""
-        facts, refused, tried = self.predictor.facts, dict[str, str](), 0
+        facts, refused, tried, most = self.predictor.facts, dict[str, str](), 0, 0
         points: list[Point] = []
         all_forms = list(forms(facts, gpus, self.kept))
         for done, (form, replicas) in enumerate(all_forms):
@@ -75,6 +75,7 @@ class Search:
                 if room.refusal:
                     refused.setdefault(_name(candidate), room.refusal)
                     break
+                most = max(most, int(room.tokens // self.load.held) * candidate.form.attn_dp * candidate.replicas)
                 for rows in self._rows(candidate, room):
                     tried += 1
                     chosen = candidate.with_rows(rows)
@@ -86,6 +87,11 @@ class Search:
             tried = len(points)
         if not (points or refused or all_forms):
             raise ConfigError(f"no form of parallelism on {gpus} GPUs has these sizes; change or drop the given flags")
+        if not points and self.concurrency is not None and most:
+            raise ConfigError(
+                f"--concurrency {self.concurrency}: {gpus}x{self.predictor.cluster.gpu_key} has memory for {most} "
+                "requests of this length at once; lower it, or use more GPUs or shorter requests"
+            )
         if not points:
             raise ConfigError(_nothing_fits(refused, gpus, self.predictor.cluster.gpu_key))
         met = [(c, p) for c, p in points if self._ratio(p) <= 1]
@@ -165,4 +171,6 @@ def _nothing_fits(refused: dict[str, str], gpus: int, gpu: str) -> str:
     if not refused:
         return f"--workload: no number of requests fits {gpus}x{gpu}; use more GPUs, or shorter requests"
     name, why = list(refused.items())[-1]
-    return f"nothing fits {gpus}x{gpu}; the last of {len(refused)} forms, {name}: {why}"
+    power = 1 << (gpus.bit_length() - 1)
+    other = "" if power == gpus else f"; an engine has a power of two of GPUs: try {power}x{gpu} or {2 * power}x{gpu}"
+    return f"nothing fits {gpus}x{gpu}; the last of {len(refused)} forms, {name}: {why}{other}"

@@ -231,14 +231,14 @@ def shape_of(plan: StepPlan) -> StepShape:
     counts, starts = plan.counts, plan.starts
     decode_tokens = sum(counts[:num])
     drafts = max(counts[:num], default=1) - 1 if plan.speculation is not None else 0
-    tokens = pairs = cached = 0
+    tokens = pairs = cached = fresh = 0
     for start, count in zip(starts[num:], counts[num:]):
         tokens += count
         pairs += count * start + count * (count + 1) // 2
         cached += start
-    return StepShape(
-        num, sum(starts[:num]) + decode_tokens, drafts, tokens, pairs, decode_tokens + tokens, prefill_cached=cached
-    )
+        fresh += count if start < count else 0
+    context = sum(starts[:num]) + decode_tokens
+    return StepShape(num, context, drafts, tokens, pairs, decode_tokens + tokens, 0.0, cached, fresh)
 
 
 def _renumbered(plan: StepPlan, steps: int) -> StepPlan:

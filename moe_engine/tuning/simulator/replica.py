@@ -2,7 +2,7 @@
 
 The order of events is that of `moe_engine.core.loop`: the next step is planned while the step before it runs, then the
 result of that step is applied. With attention DP the groups step in lockstep, and prompts wait for their turn. Empty
-steps, by which idle groups join the others, change no scheduler and are left out.
+steps, by which idle groups join the others, change no scheduler and are left out; a prefill delayer counts them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_engine.tuning.simulator.group import Group, shape_of
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
 from moe_engine.tuning.simulator.runs import NEVER, Runs
-from moe_engine.types import StepPlan
+from moe_engine.types import StepFacts, StepPlan
 
 MAX_JUMP = 64
 """Max steps without any event that are taken at once."""
@@ -71,7 +71,12 @@ class Replica:
         self.lost: set[int] = set()
         self.balancer = Balancer(spec.experts) if spec.experts is not None else None
         delays = spec.scheduler.delays_prefills and spec.num_groups > 1
+        self._has_delayer = spec.scheduler.delayer is not None and spec.num_groups > 1
+        self._exact = spec.exact or self._has_delayer
         self._turns = PrefillTurns(delays=PrefillDelays(spec.scheduler, lambda: self.now) if delays else None)
+        self._turns_of: dict[int, PrefillTurns] = {}
+        """With a prefill delayer: of each group, as in production; all come to the same decisions."""
+        self._begin_turns()
         self._runs, self._counts = Runs(spec.num_groups), RunCounts(recorder, front)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
@@ -91,6 +96,16 @@ class Replica:
         if group.scheduler.delays is not None:
             group.scheduler.delays.shared = self.spec.num_groups > 1
         return group
+
+    def _begin_turns(self) -> None:
+        """At the start, and after a loss: no prompt has waited."""
+        if self._has_delayer:
+            delays = {i: group.scheduler.delays for i, group in enumerate(self.groups) if i not in self.lost}
+            for own in delays.values():
+                assert own is not None
+                own.forget()
+            self._turns_of = {i: PrefillTurns(delays=own) for i, own in delays.items()}
+            self._turns = next(iter(self._turns_of.values()))
 
     @property
     def is_active(self) -> bool:
@@ -147,7 +162,7 @@ class Replica:
     def step(self, until: float) -> None:
         """Plans a step and applies the result of the one before; several steps if nothing happens in them before
         `until`."""
-        if not self.spec.exact and self._jump(until):
+        if not self._exact and self._jump(until):
             return
         hold = len(self.groups) > 1 and not self._turns.open
         runs, launched, drained = self._runs, self.now, NEVER
@@ -165,7 +180,7 @@ class Replica:
             if group.is_idle:
                 self._awake.discard(index)
                 continue
-            if hold and not self.spec.exact and group.only_waits:
+            if hold and not self._exact and group.only_waits:
                 self._awake.discard(index)
                 self._held.add(index)
                 continue
@@ -178,7 +193,7 @@ class Replica:
                 shapes.append(shape_of(plan))
                 pending.add(index)
                 prefilled |= plan.num_decodes < len(plan.rows)
-            elif hold and not self.spec.exact and group.scheduler.num_waiting:
+            elif hold and not self._exact and group.scheduler.num_waiting:
                 self._awake.discard(index)
                 self._held.add(index)
         of_runs = runs.planned(hold) if runs.members else None
@@ -188,10 +203,15 @@ class Replica:
         if not shapes:
             if self._flight is None and not hold and self._num_live:
                 self._wait_for_sessions(until)
-            self._take_turns(False)
+            if self._has_delayer and hold:
+                self._agree(pending, prefilled)
+            elif not self._has_delayer:
+                self._take_turns(False)
             self._collect(None)
             return
-        if len(self.groups) > 1:
+        if self._has_delayer:
+            self._agree(pending, prefilled)
+        elif len(self.groups) > 1:
             self._take_turns(prefilled)
         flight = self._launch(shapes, pending, of_runs)
         flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, drained
@@ -212,6 +232,22 @@ class Replica:
             running = max(running, len(scheduler.table.decodes))
         for _ in range(steps):
             self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, running)
+
+    def _agree(self, planned: set[int], prefilled: bool) -> None:
+        """The schedulers exchange their facts for a prefill delayer; those that planned nothing join with an idle
+        batch."""
+        facts: list[StepFacts] = []
+        for index in self._turns_of:
+            scheduler = self.groups[index].scheduler
+            assert scheduler.delays is not None
+            if index not in planned:
+                scheduler.delays.planned(0)
+            own, running = scheduler.delays.facts(scheduler.table), len(scheduler.table.decodes)
+            facts.append(
+                StepFacts(prefills=prefilled, num_running=running, num_waiting=scheduler.num_waiting, delay=own)
+            )
+        for turns, of_group in zip(self._turns_of.values(), facts):
+            turns.after(tuple(facts), of_group.delay)
 
     def _launch(self, shapes: list[StepShape], pending: set[int], of_runs: tuple[StepShape, int, int] | None) -> Flight:
         """`of_runs`: as of `Runs.planned`."""
@@ -247,6 +283,7 @@ class Replica:
             sum(shape.global_tokens for shape in shapes),
             skew,
             max(shape.prefill_cached for shape in shapes),
+            max(shape.prefill_fresh for shape in shapes),
         )
 
     def _collect(self, behind: Flight | None) -> None:
@@ -264,7 +301,7 @@ class Replica:
             return
         if not self.spec.overlap:
             self._collect(None)
-        elif not self.spec.exact:
+        elif not self._exact:
             for index in sorted(behind.pending):
                 self._begin_run(index, behind)
 
@@ -416,6 +453,7 @@ class Replica:
         self._runs, self._num_live = Runs(self.spec.num_groups), 0
         for groups in (self._awake, self._held, self.lost):
             groups.clear()
+        self._begin_turns()
         self._changed = set(range(len(self.groups)))
         self._flight = None
         self.now = max(self.now, moment) + seconds
@@ -435,6 +473,7 @@ class Replica:
         self.groups[index] = self._new_group(index)
         self._changed.add(index)
         self.lost.add(index)
+        self._begin_turns()
         if self._flight is not None:
             self._flight.pending.discard(index)
             self._flight.end = max(self._flight.end, moment) + seconds

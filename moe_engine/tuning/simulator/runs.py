@@ -138,7 +138,8 @@ class Runs:
         context = self._context + self._rows * self.step
         context *= ~chunks.mask
         decodes, tokens = self.total_rows - chunks.num_rows, chunks.num_tokens
-        shape = StepShape(int(rows.max()), int(context.max()), 0, *chunks.shape(), decodes + tokens, 0.0, chunks.cached)
+        counts = int(rows.max()), int(context.max()), 0, *chunks.shape(), decodes + tokens
+        shape = StepShape(*counts, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)
         chunks.computed()
         self._context -= self._rows - rows
         self._ends += chunks.mask
@@ -189,6 +190,11 @@ class _Chunks:
     def cached(self) -> int:
         """Most context tokens before a chunk."""
         return int(self._starts.max())
+
+    @property
+    def fresh(self) -> int:
+        """Tokens of the largest chunk with less context before it."""
+        return int((self._sizes * (self._starts < self._sizes)).max())
 
     def shape(self) -> tuple[int, int]:
         """Tokens, and pairs of tokens, of the largest chunk."""

@@ -1,18 +1,25 @@
-"""Recorded arrivals: a JSONL file of requests, or a trace in Mooncake's format.
+"""Recorded arrivals: a JSONL file of requests, a trace in Mooncake's format, or the CSV files of BurstGPT and of
+Azure's LLM inference traces; each also compressed (``.gz``).
 
 A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for
 each 512 tokens of the prompt: equal ids are equal text; optionally ``session_id`` and, in place of ``timestamp`` after
 its first turn, ``delay`` (milliseconds after the previous answer). A line of the other format has ``arrival``
 (seconds), ``input_len``, ``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests
-with the same id share this many tokens.
+with the same id share this many tokens. Rows of CSV files without answer tokens are requests that failed, and are left
+out.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.simulator.workload import Arrival, Numbers
@@ -22,7 +29,10 @@ MOONCAKE_BLOCK = 512
 MOST_TOKENS = 1 << 24
 """Max length of a prompt or an answer: longer ones are errors of the trace."""
 BLOCKS_FROM = 1 << 50
+CSV_COLUMNS = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+"""Time, prompt and answer tokens in the published files."""
 PREFIXES_FROM = 1 << 55
+T = TypeVar("T")
 
 
 def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
@@ -32,15 +42,11 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
         ConfigError: no such file, or a line that is not a request, with its number.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            numbers, sessions = Numbers(), _Sessions()
-            found = [
-                _arrival(path, number, line, numbers, sessions)
-                for number, line in _lines(file, limit)
-                if line and line != "[]"
-            ]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        with _open(path) as file:
+            is_table = path.removesuffix(".gz").endswith(".csv")
+            found = list(_of_table(path, file, limit) if is_table else _of_lines(path, file, limit))
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not a text file"
         raise ConfigError(f"--dataset-path {path}: cannot read it: {reason}") from None
     if not found:
         raise ConfigError(f"--dataset-path {path}: has no request")
@@ -50,7 +56,51 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
     return found
 
 
-def _lines(file: Any, limit: int | None) -> Iterator[tuple[int, str]]:
+def _open(path: str) -> TextIO:
+    if path.endswith(".gz"):
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return Path(path).open(encoding="utf-8-sig")
+
+
+def _of_lines(path: str, file: TextIO, limit: int | None) -> Iterator[Arrival]:
+    numbers, sessions = Numbers(), _Sessions()
+    for number, line in _lines(file, limit):
+        if line and line != "[]":
+            yield _arrival(path, number, line, numbers, sessions)
+
+
+def _of_table(path: str, file: TextIO, limit: int | None) -> Iterator[Arrival]:
+    rows, numbers = csv.DictReader(file), Numbers()
+    columns = next((names for names in CSV_COLUMNS if set(names) <= set(rows.fieldnames or ())), None)
+    if columns is None:
+        known = ", or ".join(", ".join(names) for names in CSV_COLUMNS)
+        raise ConfigError(f"--dataset-path {path}: must have the columns {known}")
+    for number, row in enumerate(rows, 2):
+        if limit is not None and number > limit + 1:
+            return
+        arrival = _checked(f"--dataset-path {path}, line {number}", partial(_of_row, row, columns, numbers))
+        if arrival is not None:
+            yield arrival
+
+
+def _of_row(row: dict[str, str], columns: tuple[str, str, str], numbers: Numbers) -> Arrival | None:
+    """None: the request failed."""
+    counts = [row[name] or "" for name in columns[1:]]
+    for name, count in zip(columns[1:], counts):
+        if not count.isdecimal():
+            raise ValueError(f"{name} is {count[:40]!r}; it must be a whole number")
+    prompt, answer = map(int, counts)
+    if not answer:
+        return None
+    moment = row[columns[0]] or ""
+    try:
+        seconds = float(moment)
+    except ValueError:
+        seconds = datetime.fromisoformat(moment).replace(tzinfo=UTC).timestamp()
+    return _own({"arrival": seconds, "input_len": prompt, "output_len": answer}, numbers)
+
+
+def _lines(file: TextIO, limit: int | None) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(file, 1):
         if limit is not None and number > limit:
             return
@@ -90,10 +140,15 @@ def _arrival(path: str, number: int, line: str, numbers: Numbers, sessions: _Ses
         raise ConfigError(f"{where}: not JSON: {line[:60]}") from None
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be an object with timestamp, input_length and output_length")
+    if "timestamp" in entry or "session_id" in entry:
+        return _checked(where, lambda: sessions.place(entry, _mooncake(entry, numbers)))
+    return _checked(where, lambda: _own(entry, numbers))
+
+
+def _checked(where: str, read: Callable[[], T]) -> T:
+    """What `read` returns. Raises ConfigError for its errors."""
     try:
-        if "timestamp" in entry or "session_id" in entry:
-            return sessions.place(entry, _mooncake(entry, numbers))
-        return _own(entry, numbers)
+        return read()
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]} is missing") from None
     except (TypeError, ValueError) as error:
@@ -102,6 +157,8 @@ def _arrival(path: str, number: int, line: str, numbers: Numbers, sessions: _Ses
 
 def _count(entry: dict[str, Any], name: str, least: int = 1, most: int = MOST_TOKENS) -> int:
     value = entry[name]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {repr(value)[:40]}; it must be an integer of at least {least}")
     if value > most:

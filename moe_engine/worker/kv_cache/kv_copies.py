@@ -59,7 +59,7 @@ class KVCopies:
         num_window_slots: int = 0,
     ) -> None:
         self._pool = pool
-        self._stream = stream
+        self._stream, self._num_places = stream, num_places
         widths = pool.row_widths
         self.host = HostPool(num_places, widths, layout, stream)
         self._windows = HostPool(num_window_slots, pool.window_widths, layout, stream) if num_window_slots else None

@@ -33,22 +33,44 @@ class TransferCopies(KVCopies):
     def num_tensors(self) -> int:
         return sum(width > 0 for width in self._pool.row_widths)
 
+    @property
+    def state_rows(self) -> int:
+        """Rows of a state, whose places are behind those of the host pool; 0 without states."""
+        return 0 if self._states is None else -(-self._states.each_bytes // self.row_bytes)
+
+    def _state_part(self, places: list[int]) -> np.ndarray | None:
+        """The bytes of a state in these places, which are neighbours; the last row may be shorter. None: the places are
+        of tokens."""
+        if self._states is None or places[0] < self._num_places:
+            return None
+        entry, first = divmod(places[0] - self._num_places, self.state_rows)
+        begin = first * self.row_bytes
+        return np.frombuffer(self._states.page(entry), np.uint8)[begin : begin + len(places) * self.row_bytes]
+
     def read_into(self, places: list[int], out: np.ndarray) -> None:
         """Copies the rows to out [n, row_bytes]."""
+        if (part := self._state_part(places)) is not None:
+            flat = out.reshape(-1)
+            flat[: len(part)], flat[len(part) :] = part, 0
+            return
         self.host.take_into(torch.tensor(places), torch.from_numpy(out))
 
     def write(self, places: list[int], rows: np.ndarray) -> None:
-        """The inverse of `read`."""
+        """The inverse of `read_into`."""
+        if (part := self._state_part(places)) is not None:
+            part[:] = rows.reshape(-1)[: len(part)]
+            return
         self.host.put(torch.tensor(places), torch.from_numpy(rows))
 
     def start(self, ops: KVOps) -> None:
         super().start(ops)
         if not ops.serial:
             return
-        if self._storing is None:
+        last = (self._storing_states if ops.state_stores else None) or self._storing
+        if last is None:
             self.stored = ops.serial
         else:  # in plan order, so numbers arrive in order
-            self._storing.add_done_callback(partial(self._note, ops.serial))
+            last.add_done_callback(partial(self._note, ops.serial))
 
     def _note(self, serial: int, done: Future[None]) -> None:
         if done.exception() is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,11 +42,13 @@ def add_speculation(
     options: WorkerOptions,
     draft_backends: Backends | None = None,
     progress: bool = False,
+    **reads: Any,
 ) -> None:
     """Sets a runner's speculative step.
 
     Args:
         draft_backends: kernels of a separate draft model or EAGLE head; MTP layers use the target's.
+        reads: `file_reads`.
     """
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
     assert rows.history is not None, "RequestRows was created without num_drafts"
@@ -56,14 +58,14 @@ def add_speculation(
         layers = load_mtp(
             config.draft_model_path or options.model_path, options.model, runner.model, getattr(torch, options.dtype),
             stream.device, options.load_format, progress, options.dummy_seed,
-            exported=config.draft_model_path is not None,
+            exported=config.draft_model_path is not None, **reads,
         )  # fmt: skip
         images = _draft_images(runner)
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size, images)
     elif config.method == "standalone":
-        drafter = _standalone(runner, config, options, draft_backends, progress)
+        drafter = _standalone(runner, config, options, draft_backends, progress, **reads)
     elif config.method == "eagle":
-        drafter = _eagle(runner, options, draft_backends, progress)
+        drafter = _eagle(runner, options, draft_backends, progress, **reads)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
@@ -82,13 +84,25 @@ def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
     return layers if isinstance(layers, MTPLayers) else None
 
 
-def _eagle(runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool) -> MTPDrafter:
+def draft_bytes(runner: ModelRunner) -> int:
+    """Bytes of the drafter's weights, without those that it shares with the model."""
+    drafter = runner.speculation.drafter if runner.speculation is not None else None
+    if isinstance(drafter, MTPDrafter):
+        return drafter.layers.weight_bytes
+    if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, Decoder):
+        return drafter.model.weight_bytes
+    return 0
+
+
+def _eagle(
+    runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool, **reads: Any
+) -> MTPDrafter:
     """The drafter of an EAGLE head, whose KV is the last layer of the target's pool."""
     head, rows, stream, pool = options.draft_head, runner.rows, runner.stream, runner.kv_pool
     assert head is not None and backends is not None
     layers = load_head(
         head, runner.model, (options.model_path, options.model), options.dtype, stream.device, backends, rows.width,
-        options.load_format, progress, options.dummy_seed,
+        options.load_format, progress, options.dummy_seed, **reads,
     )  # fmt: skip
     if head.tapped:
         assert isinstance(runner.model, Decoder)
@@ -109,7 +123,12 @@ def _draft_images(runner: ModelRunner) -> DraftImages | None:
 
 
 def _standalone(
-    runner: ModelRunner, config: SpeculationConfig, options: WorkerOptions, backends: Backends | None, progress: bool
+    runner: ModelRunner,
+    config: SpeculationConfig,
+    options: WorkerOptions,
+    backends: Backends | None,
+    progress: bool,
+    **reads: Any,
 ) -> StandaloneDrafter:
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
     draft, dtype = options.draft_model, getattr(torch, options.dtype)
@@ -118,7 +137,7 @@ def _standalone(
     load_format = "dummy" if options.load_format == "dummy" else "auto"
     model: Model = load_model(
         config.draft_model_path, draft, dtype, stream.device, backends, load_format=load_format, progress=progress,
-        seed=options.dummy_seed, max_positions=rows.width,
+        seed=options.dummy_seed, max_positions=rows.width, **reads,
     )  # fmt: skip
     pool = KVPool(kv_spec(draft, options.kv_dtype), runner.kv_pool.num_slots, page_size, stream)
     form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_engine.parallel import shared_segment
+from moe_engine.parallel import host_support, shared_segment
 from moe_engine.parallel.context import join
 from moe_engine.parallel.topology import Topology
 from tests.distributed.dispatch.host_worlds import fall_back, run_at_random, sum_until_alone
@@ -32,9 +32,13 @@ def test_without_memory_to_share_ranks_use_the_plain_group() -> None:
 
 def test_a_folder_without_room_is_refused_with_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank would be killed when it first touches a page that has no memory."""
-    monkeypatch.setattr(shared_segment, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(host_support, "FOLDER", str(tmp_path))
+    killed = tmp_path / f"{host_support.PREFIX}killed"
+    killed.touch()  # no process locks it
     monkeypatch.setattr(shared_segment.os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=512, f_frsize=4096))
     file, path = shared_segment._new_file(2**21, False)
+    assert not killed.exists() and os.listdir(tmp_path) == [os.path.basename(path)]
+    host_support.remove_abandoned()
     assert os.fstat(file).st_size == 2**21
     os.close(file)
     os.unlink(path)

@@ -55,7 +55,9 @@ class FakeCore:
 
     def expect_exit(self) -> None: ...
 
-    def stop(self, grace: float) -> None:
+    def stop(self, grace: float) -> None: ...
+
+    def end(self, grace: float) -> None:
         """Returns after the message arrived, as a process that then ends. The client then drops unsent messages."""
         self.stopped = grace
         if self.dead is None:

@@ -22,9 +22,9 @@ from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import MODES, RecorderConfig, recorder_directory
 from moe_engine.parallel.recording.dump_file import RecordingError
+from moe_engine.parallel.recording.joined_replies import sum_snapshots
 from moe_engine.parallel.recording.merge import sum_parts, write_parts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
-from moe_engine.parallel.recording.snapshots import sum_snapshots
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 2
 MOE_LAYERS = (1, 3)

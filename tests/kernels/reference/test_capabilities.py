@@ -42,7 +42,7 @@ def test_the_page_lists_what_a_row_can_do(family: str, name: str) -> None:
         pytest.skip(f"no CPU library here: {error}")
     record = built.capabilities
     if family in ("linear", "experts"):
-        coded = row.codes or row.mxfp4
+        coded = row.codes or row.four_bits
         assert (GroupCodes in record.quantized, BlockFP8 in record.quantized) == (coded, row.blocks)
     able = {field.name for field in fields(record) if getattr(record, field.name)}
     found = list(listed())

@@ -1,10 +1,10 @@
 """Triton's interpreter with the number formats of the GPU: torch computes the formats that numpy lacks.
 
 The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
-carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
-numbers, and so must kernels that are compared with float64 here. GPUs also have a clock and can pause, which is the
-only assembly in the kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no longer
-accepts.
+carry out of the mantissa, and sums and products of bf16 are those of the integers. GPUs round to nearest even and
+multiply numbers, and so must kernels that are compared with float64 here. GPUs also have a clock and can pause, which
+is the only assembly in the kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no
+longer accepts.
 
 The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
 cached, and integer sums are checked for overflow only by `make test-exhaustive`.
@@ -17,6 +17,7 @@ import functools
 import math
 import os
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,9 @@ _TORCH = {
 _convert = interpreter._convert_float
 _init_block_type = tl.block_type.__init__
 _dot = interpreter.InterpreterBuilder.create_dot
+_ARITHMETIC = {
+    name: getattr(interpreter.InterpreterBuilder, name) for name in ("create_fadd", "create_fsub", "create_fmul")
+}
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
@@ -67,6 +71,18 @@ def _widen(x: Any) -> Any:
         return interpreter.TensorHandle(x.data.astype(np.float32), tl.float32)
     bits = convert_float(x.data, x.dtype.scalar, tl.float32, None)
     return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def rounded(operation: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """A sum or product of float32 numbers, also of bf16 numbers: rounded once, as instructions of GPUs round it."""
+
+    def run(builder: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar is not tl.bfloat16:
+            return operation(builder, a, b)
+        wide = operation(builder, _widen(a), _widen(b)).data
+        return interpreter.TensorHandle(convert_float(wide, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
+    return run
 
 
 def inline_asm(builder: Any, text: str, *rest: Any) -> Any:
@@ -166,3 +182,5 @@ def install() -> None:
     interpreter._patch_lang_tensor = patch_tensor
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = dot
+    for name, operation in _ARITHMETIC.items():
+        setattr(interpreter.InterpreterBuilder, name, rounded(operation))

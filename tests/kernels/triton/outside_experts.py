@@ -8,9 +8,16 @@ import json
 
 import torch
 
-from moe_engine.kernels.experts import triton_grouped_gemm
+from moe_engine.kernels.experts import triton_expert_cases
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases
-from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B_MXFP4
+from moe_engine.kernels.experts.shapes import (
+    AWQ,
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    FOUR_BIT_MODELS,
+    GPT_OSS_20B_MXFP4,
+    ExpertModel,
+)
 from moe_engine.kernels.experts.triton_experts import PAIRS, TritonExperts
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.linear.triton_block_gemm import cases_of
@@ -18,17 +25,16 @@ from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.permutation import triton_permute
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import triton_groups, triton_rows
-from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, GroupCodes
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.triton.aot import AotCase
 from tests.kernels.triton.cache_keys import difference
 
 ARCH = 90
-MODULES = triton_rows, triton_groups, triton_permute, triton_grouped_gemm
+MODULES = triton_rows, triton_groups, triton_permute, triton_expert_cases
 HIDDEN, WIDTH, RANK = 7168, 2048, 16  # DeepSeek V3's, and the experts of one of 16 ranks
+SOME = 48
 FEW = 16
-"""Rows of an expert for which MXFP4 is launched too: gpt-oss-20b's experts."""
-FORM = GroupCodes(4, MXFP4_GROUP, values=FP4)
+"""Rows of an expert for which experts in 4 bits are launched too."""
 
 
 def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -47,21 +53,27 @@ def launch(tokens: int, capacity: int) -> None:
     counts = there(RANK + 1, dtype=torch.int32)[1:]  # aligned or not, the kernel is the same
     experts.run(ExpertBatch("padded", there(RANK, capacity, HIDDEN), counts=counts), weights)
     if capacity <= FEW:
-        launch_mxfp4(experts, capacity)
+        launch_four_bits(experts, capacity)
     lite = DEEPSEEK_V2_LITE
     weights = experts.allocate(lite.num_experts, lite.hidden, lite.width, torch.bfloat16, "meta")
     ids, choices = there(tokens, 6, dtype=torch.int32), there(tokens, 6, dtype=torch.float32)
     experts.run_routed(there(tokens, lite.hidden), choices, ids, weights, there(tokens, lite.hidden))
 
 
-def launch_mxfp4(experts: TritonExperts, capacity: int) -> None:
-    """gpt-oss-20b's experts on a padded batch."""
-    oss = GPT_OSS_20B_MXFP4
-    count, shapes = oss.num_experts, (2 * oss.width, oss.hidden)
-    weights = experts.allocate_mxfp4(count, oss.hidden, oss.width, "meta", FORM)
-    weights.bias = ExpertBiases(*(there(count, width, dtype=torch.float32) for width in shapes), 1.702, 7.0)
-    counts = there(count, dtype=torch.int32)
-    experts.run(ExpertBatch("padded", there(count, capacity, oss.hidden), counts=counts), weights)
+def launch_four_bits(experts: TritonExperts, capacity: int) -> None:
+    """gpt-oss-20b's experts on a padded batch, and some of each other form of 4 bits."""
+    for model in (GPT_OSS_20B_MXFP4, *FOUR_BIT_MODELS):
+        assert model.format is not None
+        count, shapes = min(model.num_experts, SOME), (2 * model.width, model.hidden)
+        weights = experts.allocate_codes(count, model.hidden, model.width, "meta", model.format)
+        if model.biased:
+            weights.bias = ExpertBiases(*(there(count, width, dtype=torch.float32) for width in shapes), 1.702, 7.0)
+        counts, dtype = there(count, dtype=torch.int32), dtype_of(model)
+        experts.run(ExpertBatch("padded", there(count, capacity, model.hidden, dtype=dtype), counts=counts), weights)
+
+
+def dtype_of(model: ExpertModel) -> torch.dtype:
+    return torch.float16 if model.format == AWQ else torch.bfloat16
 
 
 def expected(tokens: int, capacity: int) -> list[AotCase]:
@@ -70,10 +82,12 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     pairs = tokens * 6 <= PAIRS
     mean = 1 if pairs else -(-tokens * 6 // 64)
     found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
-    found += triton_grouped_gemm.cases_of(DEEPSEEK_V3, RANK, capacity, True)
-    found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
+    found += triton_expert_cases.cases_of(DEEPSEEK_V3, RANK, capacity, True)
+    found += triton_expert_cases.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
     if capacity <= FEW:
-        found += triton_grouped_gemm.cases_of(GPT_OSS_20B_MXFP4, 32, capacity, True)
+        for model in (GPT_OSS_20B_MXFP4, *FOUR_BIT_MODELS):
+            count = min(model.num_experts, SOME)
+            found += triton_expert_cases.cases_of(model, count, capacity, True, dtype_of(model))
     names = [f"fp8_quantize_{HIDDEN}", f"groups_quantize_padded_{HIDDEN}", f"expert_permute_{HIDDEN}"]
     if tokens > 100:
         names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}", "expert_count_and_place_64"]

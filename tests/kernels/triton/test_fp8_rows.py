@@ -120,6 +120,28 @@ def test_rms_norm_quantize(rows: int, width: int, dtype: torch.dtype, power_of_t
             agree(got, want)
 
 
+def test_scales_as_exponents() -> None:
+    """The bytes of power-of-two scales, by every kernel that quantizes rows; zeros after the last block."""
+    for rows, width in ((1, 128), (5, 640), (18, 1100)):
+        x, weight = normal(rows, 2 * width, dtype=torch.bfloat16, scale=3.0), torch.rand(width) + 0.5
+        half = x[:, :width].contiguous()
+        norm = (half, weight, 1e-6, None, True, False, None)
+        pairs = (
+            [triton_rows.quantize_rows(half, True, form) for form in (False, True)],
+            [triton_rows.silu_mul_quantize(x, True, form) for form in (False, True)],
+            [triton_rows.rms_norm_quantize(*norm, form)[1] for form in (False, True)],
+            [reference.quantize_rows(half, True, form) for form in (False, True)],
+        )
+        for plain, got in pairs:
+            assert got.exponents and not plain.exponents and torch.equal(got.data.float(), plain.data.float())
+            blocks = -(-width // BLOCK)
+            assert got.scales.shape == (rows, -(-blocks // 4)) and got.scales.stride(0) == 1
+            bytes_ = got.scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            assert torch.equal(torch.exp2(bytes_[:, :blocks].double() - 127), plain.scales.double())
+            assert not bytes_[:, blocks:].any()
+            assert torch.equal(reference.dequantize_rows(got), reference.dequantize_rows(plain))
+
+
 def test_what_is_no_number_shows() -> None:
     x = torch.randn(3, 256)
     x[0, 5], x[1, 200] = torch.nan, torch.inf

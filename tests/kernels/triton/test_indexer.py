@@ -1,5 +1,5 @@
 """The indexer in Triton, under the interpreter: against the formula in float64, ties, FP8 keys, parts of the scores;
-with selections that do not depend on the batch."""
+with selections that do not depend on the batch; keys and queries in one launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer.protocol import KeyNorm
 from moe_engine.kernels.indexer.reference import TorchIndexer, best
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.reference import TorchOps
 from tests.kernels.cpu.formulas import close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
 from tests.kernels.row_checks import check_choices_alone, check_ties
@@ -92,6 +95,70 @@ def test_fp8_keys(width: int, dtype: torch.dtype) -> None:
         wanted = scores_of(rounded[part].float(), folded[part], stored[own])
         check_choices(got[part], wanted, own, causal(count, context), TOP_K)
         start += count
+
+
+class Products:
+    """Linear layers of an indexer as results that are already there."""
+
+    def __init__(self, tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        self.keys = normal(tokens, 3 * width, dtype=dtype, scale=3.0)[:, width : 2 * width] + 0.5  # rows are strided
+        self.q, self.gates = normal(tokens, heads, width, dtype=dtype), torch.randn(tokens, heads)
+        self.norm = KeyNorm(1 + torch.rand(width), torch.randn(width) / 4, 1e-6)
+
+
+def expected(
+    made: Products, table: RotaryTable, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The separate operations of torch's rows."""
+    ops, keys, q = TorchOps(), made.keys, made.q.clone()
+    keys = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], made.norm.weight, made.norm.bias, made.norm.eps)
+    keys = keys.to(made.keys.dtype)
+    ops.rotate_leading(keys.unsqueeze(1), positions, table)
+    TorchIndexer().write(keys, slots, cache, 1)
+    ops.rotate_leading(q, positions, table)
+    return q, made.gates * 0.3
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "rotary", "dtype"),
+    [(1, 64, 128, 64, torch.bfloat16), (19, 5, 16, 8, torch.float32), (33, 2, 32, 8, torch.bfloat16)],
+)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_one_launch_equals_the_separate_operations(
+    tokens: int, heads: int, width: int, rotary: int, dtype: torch.dtype, interleaved: bool, fp8: bool
+) -> None:
+    """Numbers differ by a rounding step where sums are ordered differently. Without queries only keys are written."""
+    made = Products(tokens, heads, width, dtype)
+    table = RotaryTable(torch.randn(50, rotary), interleaved)
+    positions, slots = torch.randint(50, (tokens,)), torch.randperm(tokens + 9)[:tokens]
+    record = (width + 4, torch.uint8) if fp8 else (width, dtype)
+    cache, other, third = (torch.zeros(tokens + 9, 1, record[0], dtype=record[1]) for _ in range(3))
+    prepare = triton_indexer.TritonIndexer().prepare
+    got = prepare(made.keys, made.norm, made.q, made.gates, 0.3, positions, table, slots, cache)
+    assert prepare(made.keys, made.norm, None, None, 0.3, positions, table, slots, third) is None
+    assert torch.equal(cache, third)
+    q, weights = expected(made, table, positions, slots, other)
+    assert got is not None
+    step = {torch.bfloat16: 2.0**-7, torch.float32: 1e-5}[dtype]
+    if fp8:
+        (keys, scales), (want, want_scales) = (index_keys.unpack(c[:, 0], width) for c in (cache, other))
+        near(keys * scales[:, None], want * want_scales[:, None])
+        wanted, folded = index_keys.quantize_queries(q, weights)
+        near(got[0].float() * got[1][..., None], wanted.float() * folded[..., None])
+    else:
+        largest = float(other.abs().max())
+        torch.testing.assert_close(cache, other, rtol=step, atol=step * largest)
+        torch.testing.assert_close(got[0], q, rtol=step, atol=step)
+        torch.testing.assert_close(got[1], weights)
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Quantized numbers: within a step of e4m3, nearly all equal."""
+    assert ((got - want).abs() <= want.abs() / 8 + want.abs().amax(-1, keepdim=True) / 128).all()
+    assert float((got != want).float().mean()) < 0.15
+    assert float((got - want).norm() / want.norm()) < 0.01
 
 
 def test_draft_trees_are_refused() -> None:

@@ -519,3 +519,20 @@ def test_grouped_rows_refuse_other_caches() -> None:
         triton_ops.TritonOps().capabilities.grouped_rows(
             rows, rows, rows, None, slots, table, slots, *[torch.zeros(3, 4, 20)] * 2
         )
+
+
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 4, 256), (7, 3, 40), (0, 2, 8)])
+def test_gates_equal_the_separate_operations(ops, dtype, tokens: int, heads: int, width: int) -> None:
+    """Gates of heads lie beside the queries; rows are gated by the product of a strided input."""
+    gates = ops.capabilities.gates
+    assert gates is not None
+    both = normal(tokens, 2 * heads, width, dtype=dtype)
+    x, gate = normal(tokens, heads, width, dtype=dtype), both[:, 1::2]
+    want = x.double() * gate.sigmoid().double()
+    assert gates.heads(x, gate) is x
+    close(x, want)
+    hidden = normal(tokens, 2 * width, dtype=dtype)[:, width:]
+    rows, weight = normal(tokens, width, dtype=dtype), normal(1, width, dtype=dtype, scale=width**-0.5)
+    want = rows.double() * (hidden.double() @ weight.double().T).sigmoid()
+    assert gates.rows(rows, hidden, weight) is rows
+    close(rows, want, scale=2)

@@ -42,7 +42,7 @@ class DeepGemmEmulator:
 
     def __init__(self, arch: int = 9, takes_ends: bool = True) -> None:
         self.arch = arch
-        self.transposed = 0
+        self.transposed = self.packed = 0  # scales of activations, in calls
         self.compiled: set[tuple[Any, ...]] = set()
         self.sealed = self.pdl = False
         contiguous = self.contiguous_with_ends if takes_ends else self.contiguous
@@ -227,6 +227,7 @@ class DeepGemmEmulator:
         gran_b = 128 if sfb.dtype == torch.float32 else 1
         self._check_scales(sfa, m, k, 1, groups_a)
         self._check_scales(sfb, n, k, gran_b, groups_b)
+        self.packed += sfa.dtype == torch.float32
         return self._exponents(sfa, m, k, 1, read), self._exponents(sfb, n, k, gran_b, None)
 
     def _exponents(self, sf: Tensor, mn: int, k: int, gran: int, read: Tensor | None) -> Tensor:

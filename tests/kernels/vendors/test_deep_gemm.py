@@ -81,20 +81,22 @@ def test_linear_equals_float64(arch, power_of_two):
         close(got, block_product(rows, as_used(w, arch)) + bias.double(), scale=2)
         if tokens:
             near(got, x.double() @ fp8.dequantize_weight(w).double().T + bias.double())
-    assert emulator.transposed == 0  # activations have the kernel's layout
+    assert emulator.transposed == emulator.packed == 0  # activations have the kernel's layout
 
 
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
-    kernel = DeepGemmLinear(library(arch)[1])
+    emulator, gemm = library(arch)
+    kernel = DeepGemmLinear(gemm)
     gate_up, down = weight(384, 256), weight(128, 256)
     first = kernel.prepare_blocks(gate_up)
     x, norm = normal(tokens, 300, dtype=BF16)[:, :256], torch.rand(256) + 0.5
-    assert kernel.input_format(first) == ActivationFormat.fp8(arch == 10)
+    assert kernel.input_format(first) == ActivationFormat.fp8(arch == 10, arch == 10)
     assert kernel.input_format(kernel.prepare(normal(4, 8, dtype=BF16))) == UNQUANTIZED
-    normed = fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1]
-    want = block_product(normed, as_used(gate_up, arch))
+    values, plain = fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)
+    normed = fp8.quantize_rows(values, arch == 10, exponents=arch == 10)
+    want = block_product(plain, as_used(gate_up, arch))
     got = kernel.run(QuantizedActivation(normed, None, BF16), first)
     assert got.shape == (tokens, 384)
     inner = kernel.prepare_blocks(weight(512, 256)), kernel.prepare_blocks(down)
@@ -102,7 +104,7 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     mlp = kernel.fuse_mlp(*inner)
     assert mlp is not None
     out = mlp(x)
-    assert out.shape == (tokens, 128)
+    assert out.shape == (tokens, 128) and emulator.packed == 0
     if tokens:
         assert (got - want).abs().max() < 0.01 * want.abs().max()
         near(got, rms_norm(x, norm, 1e-5) @ fp8.dequantize_weight(gate_up).double().T)
@@ -337,7 +339,7 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     got = kernel.run_routed(x, topk_weights, ids, weights, add)
     assert got.shape == x.shape and got.dtype == BF16
     fp8_close(got, routed(x, topk_weights, ids, quantised_mlp(arch, parts), num) + add.double())
-    assert kernel.input_format(weights) == gemm.input_format(False) == ActivationFormat.fp8(arch == 10)
+    assert kernel.input_format(weights) == gemm.expert_format(False) == ActivationFormat.fp8(arch == 10)
     before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
     assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)
     assert emulator.transposed == 0

@@ -115,6 +115,7 @@ def test_the_emulators_refuse_what_the_libraries_refuse() -> None:
         (10, False, 128, ("flashinfer", "flash_mla"), "trtllm_mla"),
         (10, True, 128, ("flashinfer", "flash_mla"), "triton"),
         (9, True, 16, ("flashinfer", "sgl_kernel.flash_mla", "flash_attn_interface"), "flashmla"),
+        (9, False, 128, ("flash_mla", "sgl_kernel.flash_mla"), "flashmla"),  # both builds
         (9, False, 128, ("flashinfer", "flash_mla", "flash_attn_interface"), "flashinfer"),
         (9, False, 128, ("flash_attn_interface",), "triton"),
     ],

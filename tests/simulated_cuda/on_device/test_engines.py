@@ -182,8 +182,8 @@ def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
 def test_experts_stay_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss in this project's kernels: the tokens of the CPU, replayed decodes, no expert dequantized."""
     kept: list[int] = []
-    load = TritonExperts.load_mxfp4
-    monkeypatch.setattr(TritonExperts, "load_mxfp4", lambda *args: (kept.append(args[2]), load(*args)))
+    load = TritonExperts.load_codes
+    monkeypatch.setattr(TritonExperts, "load_codes", lambda *args: (kept.append(args[2]), load(*args)))
     monkeypatch.setattr(TritonExperts, "load_expert", None)
     fields = {"num_local_experts": 4, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
     source = agreeing_checkpoint("gpt_oss", tmp_path / "own", 5, **fields)

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from moe_engine.models.config import StateGroup, StatePart
 from moe_engine.types import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache import kv_copies
+from moe_engine.worker.kv_cache.host_states import HostStates
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.transfer_copies import TransferCopies
 from tests.waiting import until
 
@@ -49,4 +52,27 @@ def test_rows_that_another_server_gets(
     assert np.array_equal(found, arrived)
     until(lambda: done == [1])
     until(lambda: copies.stored == 2)
+    copies.close()
+
+
+def test_a_state_that_another_server_gets() -> None:
+    """The rows of a state have places behind those of tokens; the last one may be shorter."""
+    stream, spec = DeviceStream("cuda"), KVSpec.gqa(1, 1, 4, torch.float32)
+    states = StatePool((StateGroup((0,), (StatePart((7, 3)),)),), 2, torch.bfloat16, stream, num_snapshots=3)
+    copies = TransferCopies(KVPool(spec, 8, 1, stream), 4, stream, states=HostStates(5, states, stream))
+    size, row = states.snapshot_bytes, copies.row_bytes
+    assert size % row and copies.state_rows == size // row + 1
+    content = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    states.write_snapshot(1, stream.upload(content))
+    copies.start(KVOps(state_stores=[(1, 2)], serial=1))
+    until(lambda: copies.stored == 1)
+    places = [range(4 + entry * copies.state_rows, 4 + (entry + 1) * copies.state_rows) for entry in (2, 4)]
+    out = np.ones((copies.state_rows, row), np.uint8)
+    copies.read_into([*places[0]][:1], out[:1])  # in pieces
+    copies.read_into([*places[0]][1:], out[1:])
+    assert np.array_equal(out.reshape(-1)[:size], content.numpy()) and not out.reshape(-1)[size:].any()
+    copies.write([*places[1]], out)
+    copies.start(KVOps(loads=[KVLoad(1, [], [], [(4, 2)])]))
+    copies.start(KVOps(arrived=[1]))
+    assert np.array_equal(stream.read(states.read_snapshot(2)), content.numpy())
     copies.close()

@@ -1,4 +1,4 @@
-"""The live view of all ranks. Imports nothing heavy, since the front end sums the cores' replies."""
+"""Replies of the cores joined in the front end: the live view, and parts of a dump. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def sum_snapshots(snapshots: Sequence[Mapping[str, Any] | None]) -> dict[str, An
         "recording": any(snapshot["recording"] for snapshot in found),
         "pass": max(snapshot["pass"] for snapshot in found),
     }
+
+
+def align_passes(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The parts of all replicas (`merge.Part`) as parts of one: replicas number passes independently; the newest
+    pass of each gets the same id, so that a ring keeps equally much of each. Sums do not change.
+    """
+    newest = [max((n for part in parts for n in part.get("pass_ids", ())), default=0) for parts in replicas]
+    return [
+        {**part, "pass_ids": [n + max(newest) - own for n in part["pass_ids"]]} if "pass_ids" in part else dict(part)
+        for parts, own in zip(replicas, newest)
+        for part in parts
+    ]

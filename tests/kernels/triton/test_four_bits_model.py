@@ -1,0 +1,123 @@
+"""A tiny mixture whose experts stay in 4 bits on the Triton row, by every format of checkpoints that has such experts:
+logits are those of the values that the formats define, memory is that of the ledger, parts of uneven width add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_engine.kernels.backends import plan_kernels
+from moe_engine.kernels.device import Device
+from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.models import sizes
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.formats.online import online_format
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.table import experts_format, kept_format, width_group
+from moe_engine.models.layers.moe import StoredExperts
+from moe_engine.models.loader import load_model
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.tensors import expert_names
+from moe_engine.models.weights import WeightReader
+from moe_engine.parallel.share import Share
+from moe_engine.parallel.topology import Topology
+from tests.models.checkpoints import make_checkpoint
+from tests.models.format_checks import step_logits, write_pair
+from tests.models.quantised import quantise, section
+from tests.models.quantised_floats import FLOATS, quantise_floats
+from tests.models.stepper import Stepper, make_backends
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2,
+    "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0],
+}  # fmt: skip
+INTEGERS: dict[str, dict[str, Any]] = {
+    "compressed int4": {"layout": "pack-quantized"},
+    "compressed int4, zeros": {"layout": "pack-quantized", "symmetric": False, "group": 64},
+    "awq": {"layout": "awq", "symmetric": False, "group": 128},
+    "gptq": {"layout": "gptq", "group": 128},
+}
+pytestmark = pytest.mark.drawn(3)
+
+NAMES = [*INTEGERS, *(name for name in FLOATS if "fp4" in name)]
+KEPT = frozenset(("experts",))
+kernel = TritonExperts()
+
+
+def written(folder: Path, name: str, **fields: int) -> tuple[Path, Path]:
+    """A checkpoint of that name, and one with its values."""
+    path = make_checkpoint("qwen3_moe", folder / name, seed=4, tokenizer=False, **(SIZES | fields))
+    tensors = load_file(path / "model.safetensors")
+    if name in INTEGERS:
+        stored, plain = quantise(tensors, seed=3, **INTEGERS[name])
+        dtype = "float16" if name in ("awq", "gptq") else "bfloat16"
+        return write_pair(path, stored, plain, {"torch_dtype": dtype, "quantization_config": section(**INTEGERS[name])})
+    return write_pair(path, *quantise_floats(tensors, name), {"quantization_config": FLOATS[name][1]})
+
+
+def loaded(path: Path, experts: TritonExperts | None = None) -> Stepper:
+    config = load_model_config(path)
+    backends = make_backends(config)
+    backends = backends if experts is None else replace(backends, experts=experts)  # type: ignore[arg-type]
+    return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plain = written(tmp_path, name)
+    monkeypatch.setattr(TritonExperts, "load_expert", None)  # would be dequantized
+    stepper = loaded(path, kernel)
+    want = step_logits(loaded(plain))
+    torch.testing.assert_close(step_logits(stepper), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    format = kept_format(stepper.config.weight_format, "cuda", four_bits=KEPT)
+    counted, dense = (sizes.weight_bytes(stepper.config, 4, format=form) for form in (format, PLAIN))
+    assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
+    experts = 4 * 3 * 128 * 128
+    each = experts_format(stepper.config.weight_format)
+    assert each is not None and dense - counted == experts * (4 - each.bytes_on_gpu())
+
+
+@pytest.mark.parametrize("name", ["compressed int4", "nvfp4"])
+def test_parts_of_uneven_width_add_up(tmp_path: Path, name: str) -> None:
+    """Three groups of 32 columns on two ranks; with fewer groups than ranks the ledger counts dequantized experts."""
+    path, _ = written(tmp_path, name, moe_intermediate_size=96)
+    config = load_model_config(path)
+    assert config.moe is not None
+    reader = WeightReader(path, torch.float32, format=config.weight_format)
+    x, ids = torch.randn(3, 128), torch.tensor([[0, 1], [3, 2], [2, 0]], dtype=torch.int32)
+    group = width_group(config.weight_format)
+
+    def run(share: Share) -> tuple[Tensor, int]:
+        stored = StoredExperts(
+            kernel, "model.layers.1.mlp.experts", config.moe, 128, expert_names(config), share, group=group
+        )  # fmt: skip
+        weights = stored.load(reader, range(4))
+        assert weights.data.format is not None
+        return kernel.run_routed(x, torch.rand(3, 2, generator=torch.Generator().manual_seed(1)), ids, weights), (
+            weights.width
+        )
+
+    (whole, _), *parts = (run(share) for share in (Share(), Share(0, 2), Share(1, 2)))
+    assert [width for _, width in parts] == [64, 32]
+    torch.testing.assert_close(sum(part for part, _ in parts), whole, rtol=1e-4, atol=1e-5)
+    format = kept_format(config.weight_format, "cuda", four_bits=KEPT)
+    two, four = (sizes.weight_bytes(config, 2, topology=Topology(ranks), format=format) for ranks in (2, 4))
+    dense_two, dense_four = (sizes.weight_bytes(config, 2, topology=Topology(ranks)) for ranks in (2, 4))
+    assert four == dense_four and two < dense_two
+
+
+def test_the_triton_row_is_chosen_before_libraries(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, "compressed int4")
+    config = load_model_config(path)
+    plan = plan_kernels(Device("cuda", "H200", (9, 0), compiler="c++"), need_of_model(config, "bfloat16"))
+    assert plan.row("experts").name == "triton" and plan.four_bits == KEPT
+    online = online_format("int4")
+    assert online is not None and kept_format(online, "cuda", four_bits=KEPT) != PLAIN
+    assert kept_format(config.weight_format, "cuda") == PLAIN
