@@ -15,7 +15,7 @@ from hashlib import sha256
 import msgspec
 
 from moe_engine.errors import GenerationError, InputError
-from moe_engine.processes.background import yield_session_to_steps
+from moe_engine.processes.background import yield_to_steps
 from moe_engine.processes.frame_child import FrameChild, FrameChildren
 from moe_engine.structured_output.check_process import CheckSpec, Verdict
 from moe_engine.structured_output.constraint import Constraint
@@ -110,7 +110,7 @@ class CheckChild(FrameChild):
 
     def __init__(self, spec: CheckSpec) -> None:
         super().__init__("moe_engine.structured_output.check_process")
-        yield_session_to_steps(self.pid)
+        yield_to_steps(thread=self.pid)
         self._spec = spec
 
     def begin(self) -> None:

@@ -1,67 +1,101 @@
 """Background work that yields to the engine's steps: threads and processes that compile grammars or read large bodies.
 
-Niceness alone does not do it on Linux. It counts within a scheduling group, and every session of processes is a group
-of its own (`sched_autogroup_enabled`), with a niceness of its own. And since Linux 6.12 a thread that has a core keeps
-it for a slice of milliseconds, whatever its niceness, unless it asks for a shorter one.
+Niceness alone does not do it on Linux:
+
+- It counts within a scheduling group, and every session of processes is a group of its own
+  (`sched_autogroup_enabled`). A server's processes have process groups of their own (`process_group=0`), which keep a
+  Ctrl-C away from them, in one session.
+- A step's thread that wakes up takes the core of a thread that computes no earlier than at the kernel's next tick,
+  1 to 4 ms later, unless that thread enters the kernel: its share of the core may end within the tick, and since Linux
+  6.13 the kernel does not interrupt a thread for another one (lazy preemption). `yielding` makes it enter the kernel
+  every `PERIOD_SECONDS`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import struct
 import sys
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from signal import Signals
 from threading import get_native_id
+from time import CLOCK_MONOTONIC
 
 NICENESS = 15
 """About a thirtieth of a core beside a busy step; a whole core where one is free."""
-SLICE_SECONDS = 0.0001
-"""The kernel's least."""
-_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
-"""Number of the system call sched_setattr by machine; Python has no function for it."""
-_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
-"""Size, policy, flags, niceness, priority, runtime (the slice in ns), deadline, period: `man 2 sched_setattr`."""
+PERIOD_SECONDS = 0.0002
+"""A signal takes about 2 us."""
 
 
-def yield_to_steps(niceness: int = NICENESS) -> None:
-    """The calling thread, and threads that it starts, get a core when no step needs it, and release it at once when a
-    step does. No effect outside Linux, which alone has priorities of threads."""
+def yield_to_steps(niceness: int = NICENESS, thread: int | None = None) -> None:
+    """A thread (None: the calling one), and threads and processes that it starts, have a lower priority. No effect
+    outside Linux, which alone has priorities of threads.
+
+    Args:
+        thread: its native id; a process id: the main thread of a process. No error if it has ended.
+    """
     if sys.platform != "linux":
         return
-    thread = get_native_id()
-    niceness = _lower_priority(thread, niceness)
-    with suppress(OSError):
+    thread = get_native_id() if thread is None else thread
+    with suppress(OSError):  # niceness cannot be reduced again without a privilege
+        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-    _shorten_slice(thread, niceness)
 
 
-def yield_session_to_steps(pid: int, niceness: int = NICENESS) -> None:
-    """The same for a child process that was started with `start_new_session`, from its first instruction on; its main
-    thread calls `yield_to_steps`, too."""
-    if sys.platform != "linux":
-        return
-    with suppress(OSError):
-        _lower_priority(pid, niceness)
-    with suppress(OSError):  # without groups; or the group was changed within the last tenth of a second
-        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+@contextmanager
+def yielding() -> Iterator[None]:
+    """Within it the calling thread offers its core to other threads every `PERIOD_SECONDS`, also where it runs no
+    Python code. No effect where the system has no timers of threads."""
+    timer = _start_timer(get_native_id()) if sys.platform == "linux" else None
+    try:
+        yield
+    finally:
+        if timer is not None:
+            _libc().timer_delete(timer)
 
 
-def _lower_priority(thread: int, niceness: int) -> int:
-    """Raises the niceness, which cannot be reduced again without a privilege."""
-    niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, thread))
-    os.setpriority(os.PRIO_PROCESS, thread, niceness)
-    return niceness
+class _Event(ctypes.Structure):
+    """``struct sigevent``, whose union holds a thread's id: `man 3 sigevent`, `man 2 timer_create`."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("thread", ctypes.c_int),
+        ("rest", ctypes.c_byte * 44),
+    )
 
 
-def _shorten_slice(thread: int, niceness: int) -> None:
-    """Requests a short slice; older kernels ignore it."""
-    number = _SET_ATTRIBUTES.get(platform.machine())
-    if number is None:
-        return
-    size, slice_ns = _ATTRIBUTES.size, int(SLICE_SECONDS * 1e9)
-    packed = _ATTRIBUTES.pack(size, os.SCHED_BATCH, 0, niceness, 0, slice_ns, 0, 0)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_int(thread), packed, ctypes.c_uint(0))
+class _Times(ctypes.Structure):
+    """``struct itimerspec``: period and first expiry, each in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("period_s", "period_ns", "first_s", "first_ns"))
+
+
+_SIGNAL = Signals.SIGURG
+"""Ignored by default, and by interpreters and libraries that do not use urgent data of sockets."""
+_NOTIFY_THREAD = 4
+"""``SIGEV_THREAD_ID``."""
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """The C library, whose ``sched_yield`` becomes the signal's handler: it runs without the GIL."""
+    libc = ctypes.CDLL(None)
+    libc.timer_delete.argtypes = [ctypes.c_void_p]
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(_SIGNAL, ctypes.cast(libc.sched_yield, ctypes.c_void_p))
+    return libc
+
+
+def _start_timer(thread: int) -> ctypes.c_void_p | None:
+    """None: the system refuses it, or its C library is older than glibc 2.34."""
+    timer, period = ctypes.c_void_p(), int(PERIOD_SECONDS * 1e9)
+    event = _Event(None, _SIGNAL, _NOTIFY_THREAD, thread)
+    with suppress(AttributeError):
+        if _libc().timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+            _libc().timer_settime(timer, 0, ctypes.byref(_Times(0, period, 0, period)), None)
+            return timer
+    return None

@@ -69,7 +69,7 @@ class ChildProcess:
 
 def start_interpreter(module: str) -> subprocess.Popen[bytes]:
     """``python -m module`` with a pipe as its standard input. Tests replace it by forks of an imported engine."""
-    return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, process_group=0)
 
 
 def describe_exit(code: int) -> str:

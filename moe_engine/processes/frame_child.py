@@ -14,7 +14,7 @@ from moe_engine.processes.pipe_frames import read_frame, write_frame
 
 
 class FrameChild:
-    """A child process in a session of its own, in use by one thread at a time.
+    """A child process in a process group of its own, which Ctrl-C does not reach, in use by one thread at a time.
 
     Args:
         module: run with `python -m`; reads a frame from stdin and writes its answer to stdout, in turn.
@@ -22,7 +22,7 @@ class FrameChild:
 
     def __init__(self, module: str) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moe_engine import logs
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.processes.background import yield_session_to_steps, yield_to_steps
+from moe_engine.processes.background import yield_to_steps, yielding
 from moe_engine.server.bodies import Plan, Work
 from moe_engine.server.body_work import body_work
 from moe_engine.server.errors import Problem, problem_of
@@ -37,7 +37,6 @@ NICENESS = 5
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    yield_session_to_steps(os.getpid(), NICENESS)
     yield_to_steps(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     server = Server(socket.socket(fileno=os.dup(0)))
@@ -91,7 +90,8 @@ class Server:
             self.send(Kind.READY)
             body = self._body()
             try:
-                self._answer(work[name](body))
+                with yielding():
+                    self._answer(work[name](body))
             except MemoryError:
                 self.send(Kind.PROBLEM, pickle.dumps(_TOO_MUCH))
             except OSError:

@@ -92,9 +92,7 @@ class TextProcess:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "moe_engine.server.text_process"]
         with theirs:
-            popen = await asyncio.to_thread(
-                subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, start_new_session=True
-            )
+            popen = await asyncio.to_thread(subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, process_group=0)
         # Reaps the process. A process that cannot be waited for is killed.
         start_watched("request body process", partial(_wait, popen), lambda message: popen.kill())
         process = cls(popen, *await asyncio.open_unix_connection(sock=ours))

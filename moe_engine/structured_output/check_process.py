@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from moe_engine.errors import InputError
-from moe_engine.processes.background import yield_session_to_steps, yield_to_steps
+from moe_engine.processes.background import yielding
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
@@ -52,8 +52,6 @@ class Verdict:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    yield_session_to_steps(os.getpid())
-    yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
     work = partial(_work, sys.stdin.buffer, sys.stdout.buffer)
@@ -61,14 +59,15 @@ def main() -> None:
 
 
 def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
-    yield_to_steps()  # the slice is not inherited
     try:
         spec: CheckSpec = pickle.loads(read_frame(requests))
         backend = open_backend(spec.settings, spec.tokenizer.load(), spec.vocab_size, spec.eos_ids)
         write_frame(answers, msgspec.msgpack.encode(None))
         while True:
             constraint = msgspec.msgpack.decode(read_frame(requests), type=Constraint)
-            write_frame(answers, msgspec.msgpack.encode(verdict_of(backend, constraint)))
+            with yielding():
+                verdict = verdict_of(backend, constraint)
+            write_frame(answers, msgspec.msgpack.encode(verdict))
     except (EOFError, BrokenPipeError):
         pass
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
 
-from moe_engine.processes.background import yield_to_steps
+from moe_engine.processes.background import yield_to_steps, yielding
 from moe_engine.structured_output.backend import CompiledGrammar, GrammarBackend
 from moe_engine.structured_output.constraint import Constraint
 
@@ -52,7 +52,8 @@ class GrammarCompiler:
     def _compile(self, constraint: Constraint) -> CompiledGrammar:
         with self._opening:
             backend = self._backend
-        return backend.compile(constraint)
+        with yielding():
+            return backend.compile(constraint)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
