@@ -236,7 +236,7 @@ class DecodeAgent(TransferAgent):
         except zmq.ZMQError as error:
             reason = str(error)
             if error.errno == errno.EMFILE:
-                reason = f"connected to {len(self._peers)} prefill ranks, the most with ulimit -n {open_files.limit()}"
+                reason = f"connections to {len(self._peers)} prefill ranks are the most for ulimit -n {open_files.limit()}"
             self._fail(number, room, f"{address}: {reason}")
             return None
         for socket in (peer.socket, peer.monitor):
