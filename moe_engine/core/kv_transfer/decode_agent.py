@@ -156,7 +156,8 @@ class DecodeAgent(TransferAgent):
 
     def _receive(self) -> None:
         for peer in list(self._peers.values()):
-            self._serve(peer)
+            if peer.socket in self._ready or peer.monitor in self._ready:
+                self._serve(peer)
 
     def _advance(self) -> None:
         if self._late:

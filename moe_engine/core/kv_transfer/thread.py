@@ -34,6 +34,8 @@ class TransferThread:
         self._poller.register(self._inner, zmq.POLLIN)
         waker = self._new_waker()
         link.wake = self._wake = lambda: waker.send(b"")
+        self._ready: set[Any] = set()
+        """Sockets that had a message at the last poll."""
         self._closing = False
 
     def _new_waker(self) -> zmq.Socket[bytes]:
@@ -59,7 +61,7 @@ class TransferThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._poller.poll(BUSY_POLL_MS if self._is_busy() else POLL_MS)
+                self._ready = {socket for socket, _ in self._poller.poll(BUSY_POLL_MS if self._is_busy() else POLL_MS)}
                 while self._inner.poll(0):
                     self._inner.recv()
                 self._turn()
