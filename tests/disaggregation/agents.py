@@ -116,12 +116,24 @@ class AgentPair:
 
     def _new_sender(self, address: str) -> PrefillAgent:
         return PrefillAgent(
-            self.prefill.link, self.prefill_rows, self._schemas[0], address, None, lambda: None, transport=self._transport
+            self.prefill.link,
+            self.prefill_rows,
+            self._schemas[0],
+            address,
+            None,
+            lambda: None,
+            transport=self._transport,
         )
 
     def _new_receiver(self) -> DecodeAgent:
         return DecodeAgent(
-            self.decode.link, self.decode_rows, self._schemas[1], self.port, None, lambda: None, transport=self._transport
+            self.decode.link,
+            self.decode_rows,
+            self._schemas[1],
+            self.port,
+            None,
+            lambda: None,
+            transport=self._transport,
         )
 
     def kill_prefill(self) -> None:

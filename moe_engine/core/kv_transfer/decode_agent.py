@@ -235,9 +235,9 @@ class DecodeAgent(TransferAgent):
         try:
             peer = self._peers[address] = Peer(self._context, address, self._keys)
         except zmq.ZMQError as error:
-            reason = str(error)
+            count, reason = len(self._peers), str(error)
             if error.errno == errno.EMFILE:
-                reason = f"connections to {len(self._peers)} prefill ranks are the most for ulimit -n {open_files.limit()}"
+                reason = f"connections to {count} prefill ranks are the most for ulimit -n {open_files.limit()}"
             self._fail(number, room, f"{address}: {reason}")
             return None
         for socket in (peer.socket, peer.monitor):

@@ -123,9 +123,7 @@ class PrefillAgent(TransferAgent):
         home: Home | None = None,
     ) -> None:
         self._home = home or Home()
-        super().__init__(
-            link, rows, schema, wake_core, layout, self._home.rank, transport, host, deliver=self._deliver
-        )
+        super().__init__(link, rows, schema, wake_core, layout, self._home.rank, transport, host, deliver=self._deliver)
         self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}
