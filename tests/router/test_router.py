@@ -197,7 +197,8 @@ def test_prefill_and_decode_servers(tmp_path: Path, pairs: int) -> None:
 
 def test_a_killed_router_frees_its_requests_and_serves_again(tmp_path: Path) -> None:
     """Streams end at a prefill and a decode server with the router's connections."""
-    sizes = ("--context-length", "16384", "--max-total-tokens", "65536", "--enable-metrics")
+    sizes = ("--json-model-override-args", json.dumps({"max_position_embeddings": 16384}), "--enable-metrics")
+    sizes += ("--context-length", "16384", "--max-total-tokens", "65536")
     long = {"model": "demo", "prompt": "The capital of Japan is", "max_tokens": 15_000, "ignore_eos": True}
     short = {"text": " ".join(map(str, range(60))), "sampling_params": GREEDY}
     with ExitStack() as stack:
