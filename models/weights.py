@@ -7,7 +7,6 @@ were never requested are an error at the end (`finish`).
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.host_memory import host_memory
+from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
@@ -163,7 +163,7 @@ class WeightReader:
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
         total = sum(self._entry(name).num_bytes for name in self._unread)
         self._bar = tqdm(
-            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,
+            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=BarOutput(),
             disable=not progress,
         )  # fmt: skip
         self._ahead: ReadAhead | None = None

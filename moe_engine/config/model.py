@@ -62,6 +62,13 @@ class ModelArgs:
     weight_loader_prefetch_num_threads: int = flag(
         4, "Threads of each rank with --weight-loader-prefetch-checkpoints.", parse=parse_count, metavar="THREADS"
     )
+    model_loader_extra_config: str = flag(
+        "{}",
+        'JSON object. {"enable_multithread_load": true, "num_threads": N}, with 8 threads if left out, is served as '
+        "--weight-loader-prefetch-checkpoints with so many threads. Other settings are refused.",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
     weight_loader_drop_cache_after_load: bool = flag(
         False,
         "Remove the weight files of --model-path from the page cache when a rank has loaded them: their pages no "

@@ -101,7 +101,8 @@ class DecodeAgent(TransferThread):
     """
     Args:
         rows: the places of the tier.
-        transport: name of its row in `transports.table`; host: address of this rank for it.
+        transport: name of its row in `transports.table`; host: address of this rank for it; devices: see
+            `open_transport`.
         layout, rank: this rank among those of its attention group.
         wake_core: ends a wait of the core's loop.
 
@@ -120,6 +121,7 @@ class DecodeAgent(TransferThread):
         *,
         transport: str = "tcp",
         host: str = "127.0.0.1",
+        devices: str = "",
         layout: Layout | None = None,
         rank: int = 0,
     ) -> None:
@@ -133,7 +135,7 @@ class DecodeAgent(TransferThread):
         """Rooms that wait for copies."""
         self._settled = 0
         self._attempts = itertools.count(1)
-        self._transport: Transport = open_transport(transport, host, lambda peer, frames: None)
+        self._transport: Transport = open_transport(transport, host, lambda peer, frames: None, devices)
         self._beat_at = time.monotonic()
         self._start()
 

@@ -102,7 +102,8 @@ class PrefillAgent(TransferThread):
     """
     Args:
         rows: the places of the tier.
-        transport: name of its row in `transports.table`; host: address of this rank for it.
+        transport: name of its row in `transports.table`; host: address of this rank for it; devices: see
+            `open_transport`.
         layout: of its attention group; home: this rank among those of its server.
         wake_core: ends a wait of the core's loop.
 
@@ -122,6 +123,7 @@ class PrefillAgent(TransferThread):
         *,
         transport: str = "tcp",
         host: str = "127.0.0.1",
+        devices: str = "",
         layout: Layout | None = None,
         home: Home | None = None,
     ) -> None:
@@ -132,7 +134,7 @@ class PrefillAgent(TransferThread):
         self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}
-        self._transport: Transport = open_transport(transport, host, self._deliver)
+        self._transport: Transport = open_transport(transport, host, self._deliver, devices)
         self._socket = wire.router(self._context)
         self.address = bind(self._socket, address, keys, "--disaggregation-bootstrap-port")
         self._registration = self._register(keys)
