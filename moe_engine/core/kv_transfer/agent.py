@@ -33,7 +33,8 @@ class TransferAgent(TransferThread):
         rows: the places of the tier.
         schema: what the handshake compares.
         layout, rank: this rank among those of its attention group.
-        transport: name of its row in `transports.table`; host: address of this rank for it.
+        transport: name of its row in `transports.table`; host: address of this rank for it; devices: see
+            `open_transport`.
         deliver: sends the transport's bytes over the connection.
         wake_core: ends a wait of the core's loop.
 
@@ -51,13 +52,14 @@ class TransferAgent(TransferThread):
         rank: int,
         transport: str,
         host: str,
+        devices: str,
         deliver: Send,
         max_sockets: int = 0,
     ) -> None:
         super().__init__(link, wake_core, max_sockets)
         self._rows, self._schema = rows, schema
         self._layout, self._rank = layout or Layout(), rank
-        self._transport = open_transport(transport, host, deliver)
+        self._transport = open_transport(transport, host, deliver, devices)
         self._beat_at = time.monotonic()
 
     def _turn(self) -> None:

@@ -135,11 +135,12 @@ class DecodeAgent(TransferAgent):
         *,
         transport: str = "tcp",
         host: str = "127.0.0.1",
+        devices: str = "",
         layout: Layout | None = None,
         rank: int = 0,
     ) -> None:
         super().__init__(
-            link, rows, schema, wake_core, layout, rank, transport, host, lambda peer, frames: None,
+            link, rows, schema, wake_core, layout, rank, transport, host, devices, lambda peer, frames: None,
             max_sockets=SOCKETS_OF_THREAD + SOCKETS_OF_PEER * max_peers(),
         )  # fmt: skip
         self._default_port, self._keys = default_port, keys

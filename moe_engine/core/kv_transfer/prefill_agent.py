@@ -119,11 +119,14 @@ class PrefillAgent(TransferAgent):
         *,
         transport: str = "tcp",
         host: str = "127.0.0.1",
+        devices: str = "",
         layout: Layout | None = None,
         home: Home | None = None,
     ) -> None:
         self._home = home or Home()
-        super().__init__(link, rows, schema, wake_core, layout, self._home.rank, transport, host, deliver=self._deliver)
+        super().__init__(
+            link, rows, schema, wake_core, layout, self._home.rank, transport, host, devices, self._deliver
+        )
         self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}
