@@ -67,7 +67,7 @@ class PeakMemory:
 def measure(name: str) -> dict[str, Any]:
     """The row of one launch."""
     shape, flags = LAUNCHES[name]
-    model = {"model_path": str(ensure_checkpoint(shape))} if shape else {}
+    model: dict[str, Any] = {"model_path": str(ensure_checkpoint(shape))} if shape else {}
     with PeakMemory() as memory, Engine(**model, **flags) as engine:
         ledger, ranks = engine.config.ledger, engine.get_memory_usage()
         prompts = [[1 + (17 * i + j) % 400 for j in range(300)] for i in range(64)]

@@ -80,7 +80,7 @@ class DummyReader:
         if out is None or isinstance(out, Tensor):
             return self.tensor(prefix + ".weight", shape, cut, out=out)
         offset = zlib.crc32(prefix.encode()) % _POOL
-        self.format.randomize(out, 1 / shape[1] ** 0.5, lambda part, scale: self._fill(part.view(-1), scale, offset))
+        out.randomize(1 / shape[1] ** 0.5, lambda part, scale: self._fill(part.view(-1), scale, offset))
         return out
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:

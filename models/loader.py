@@ -52,8 +52,8 @@ def load_model(
         dtype: of activations and weights; a torch dtype or a name (``auto`` follows the checkpoint).
         load_format: ``auto`` and ``safetensors`` read the directory, ``dummy`` uses random weights from `seed`.
         progress: a bar on stderr.
-        prefetch: threads that read the files into the page cache ahead of the loader; None: a single rank asks the
-            kernel to do so.
+        prefetch: threads that read the files into the page cache ahead of the loader; None: one thread of a single rank
+            does.
         drop_cache: remove the files from the page cache at the end.
         model_options: keywords of the model class (``max_positions``, DeepSeek's ``max_expanded_tokens``).
 
@@ -182,7 +182,9 @@ def open_again(
 
 def _cache_use(parallel: ParallelContext, prefetch: Prefetch | None, drop: bool) -> dict[str, Any]:
     """Keywords of `WeightReader`: a single rank, which reads all files, reads them ahead."""
-    return {"ahead": prefetch is not None or parallel.world_size == 1, "prefetch": prefetch, "drop": drop}
+    if prefetch is None and parallel.world_size == 1:
+        prefetch = Prefetch()
+    return {"prefetch": prefetch, "drop": drop}
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Reads a checkpoint's files into the page cache ahead of the loader: the disk works while weights are converted.
 
-Threads go through the files part by part in the order of layers, at most a window ahead of the loader. One thread asks
-the kernel for the parts (POSIX_FADV_WILLNEED), which has no effect if the kernel ignores the advice, as network file
-systems may. With ``--weight-loader-prefetch-checkpoints`` several threads read the parts instead, and the ranks of a
-host, which share its page cache, read different ones. Imports no torch.
+Threads read the files part by part in the order of layers, at most a window ahead of the loader. With
+``--weight-loader-prefetch-checkpoints`` there are several, and the ranks of a host, which share its page cache, read
+different parts. Advice to the kernel (POSIX_FADV_WILLNEED) takes no part of the processor, but Linux follows it only
+for the first 128 KiB of a range, and network file systems may ignore it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from moe_engine.models.tensors import layer_index
 
 WINDOW_BYTES = 2 << 30
 PART_BYTES = 16 << 20
+ROOM_BYTES = 1 << 20
+"""Bytes of a read: a core's cache holds them."""
 IDLE_SECONDS = 60.0
 """Seconds without a read of the loader after which the threads end."""
 _HEAD = "lm_head."
@@ -33,7 +35,7 @@ class Prefetch:
     """Settings of threads that read parts. `rank` of `num_ranks`: among the ranks of a host that load the same files;
     each reads every `num_ranks`-th part."""
 
-    num_threads: int = 4
+    num_threads: int = 1
     rank: int = 0
     num_ranks: int = 1
 
@@ -73,13 +75,12 @@ class ReadAhead:
     """
     Args:
         window: max bytes that are requested and not yet read by the loader.
-        prefetch: threads that read; None: one thread that asks the kernel.
 
     Attributes:
         work: of each thread.
     """
 
-    def __init__(self, wanted: Sequence[Span], window: int = WINDOW_BYTES, prefetch: Prefetch | None = None) -> None:
+    def __init__(self, wanted: Sequence[Span], prefetch: Prefetch, window: int = WINDOW_BYTES) -> None:
         self._window, self._prefetch = window, prefetch
         self._asked = self._taken = 0
         self._ended = False
@@ -87,11 +88,10 @@ class ReadAhead:
         self._parts = _parts(wanted)
         self._number = 0
         self.work: list[Future[None]] = []
-        if not hasattr(os, "posix_fadvise") and prefetch is None:
+        if not hasattr(os, "preadv"):
             return
-        count = 1 if prefetch is None else prefetch.num_threads
-        pool = ThreadPoolExecutor(count, thread_name_prefix="read-ahead")
-        self.work += [pool.submit(self._run) for _ in range(count)]
+        pool = ThreadPoolExecutor(prefetch.num_threads, thread_name_prefix="read-ahead")
+        self.work += [pool.submit(self._run) for _ in range(prefetch.num_threads)]
         pool.shutdown(wait=False)
 
     def take(self, num_bytes: int) -> None:
@@ -108,7 +108,7 @@ class ReadAhead:
 
     def _run(self) -> None:
         path, file = None, -1
-        room = bytearray(0 if self._prefetch is None else PART_BYTES)
+        room = memoryview(bytearray(ROOM_BYTES))
         try:
             with contextlib.suppress(OSError):  # the loader reports files that cannot be read
                 while (part := self._next()) is not None:
@@ -118,10 +118,7 @@ class ReadAhead:
                             path = None
                         file = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
                         path = part.path
-                    if self._prefetch is None:
-                        os.posix_fadvise(file, part.start, part.stop - part.start, os.POSIX_FADV_WILLNEED)
-                    else:
-                        _read(file, part, room)
+                    _read(file, part, room)
         finally:
             if path is not None:
                 os.close(file)
@@ -131,7 +128,7 @@ class ReadAhead:
 
     def _next(self) -> Span | None:
         """The next part of this rank; None: after the last one, if it was closed meanwhile, or the loader is idle."""
-        own = self._prefetch or Prefetch()
+        own = self._prefetch
         with self._changed:
             while True:
                 if not self._changed.wait_for(self._may_go_on, IDLE_SECONDS) or self._ended:
@@ -151,11 +148,11 @@ def _parts(wanted: Sequence[Span]) -> Iterator[Span]:
             yield Span(span.path, start, min(start + PART_BYTES, span.stop))
 
 
-def _read(file: int, part: Span, room: bytearray) -> None:
+def _read(file: int, part: Span, room: memoryview) -> None:
     """Reads a part, for its effect on the page cache."""
     start = part.start
     while start < part.stop:
-        count = os.preadv(file, [memoryview(room)[: part.stop - start]], start)
+        count = os.preadv(file, [room[: part.stop - start]], start)
         if not count:  # truncated, which the loader reports
             return
         start += count

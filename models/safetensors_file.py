@@ -5,7 +5,6 @@ Files are not memory-mapped: a file that becomes shorter while it is read is an 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from functools import partial
@@ -18,7 +17,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.host_copy import copy_into
 from moe_engine.models.read_parts import SERIAL, PartReads
-from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
+from moe_engine.models.tensor_header import WeightFile, unreadable
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,14 +49,13 @@ class SafetensorsFile:
 
     Args:
         reads: threads that read the parts of large tensors.
-        ahead: the file is read ahead (`read_ahead`).
 
     Raises:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, file: WeightFile, reads: PartReads = SERIAL, ahead: bool = False) -> None:
-        self.path, self.reads, self._ahead = file.path, reads, ahead
+    def __init__(self, file: WeightFile, reads: PartReads = SERIAL) -> None:
+        self.path, self.reads = file.path, reads
         self.entries = file.tensors
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -82,8 +80,6 @@ class SafetensorsFile:
         entry = self.entries[name]
         if not out.numel():
             return
-        if not self._ahead:
-            self._prefetch(entry, cut)
         if not out.dim():
             copy_into(out, self._rows(name, cut, 0, out.shape))
             return
@@ -142,15 +138,3 @@ class SafetensorsFile:
                     f"the file has {os.fstat(self._fd).st_size}; download it again"
                 )
             buffer, offset = buffer[count:], offset + count
-
-    def _prefetch(self, entry: TensorHeader, cut: Cut) -> None:
-        """Starts readahead of the rows; not of column slices, whose rows may be far apart."""
-        if cut.cols is not None or not hasattr(os, "posix_fadvise"):
-            return
-        start, stop = entry.start, entry.stop
-        if cut.rows is not None:
-            first, last, _ = cut.rows.indices(entry.shape[0])
-            row_bytes = entry.num_bytes // max(1, entry.shape[0])
-            start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)

@@ -7,7 +7,6 @@ were never requested are an error at the end (`finish`).
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.host_memory import host_memory
+from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
@@ -123,8 +123,7 @@ class WeightReader:
         ignore: returns the names that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and remaining time on stderr.
         read: the tensors of the directory by name, with their files.
-        ahead: the caller reads all tensors, or passes over them, so the files are read ahead of it.
-        prefetch: threads that read ahead; None: one that asks the kernel.
+        prefetch: threads that read the files ahead of the caller, which reads all tensors or passes over them.
         drop: remove the files from the page cache at the end.
 
     Attributes:
@@ -145,7 +144,6 @@ class WeightReader:
         ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
         read: ReadFiles = read_checkpoint,
-        ahead: bool = False,
         prefetch: Prefetch | None = None,
         drop: bool = False,
     ) -> None:
@@ -159,20 +157,19 @@ class WeightReader:
         least = 1 if self.device == HOST else DEVICE_THREADS
         self._reads = PartReads(max(torch.get_num_threads(), least))
         weakref.finalize(self, self._reads.close)
-        self._files = _open_files(directory, read, self._reads, ahead)
+        self._files = _open_files(directory, read, self._reads)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
         total = sum(self._entry(name).num_bytes for name in self._unread)
         self._bar = tqdm(
-            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,
+            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=BarOutput(),
             disable=not progress,
         )  # fmt: skip
         self._ahead: ReadAhead | None = None
-        if ahead:
+        if prefetch is not None:
             window = min(WINDOW_BYTES, host_memory().available_bytes // 4)
-            self._ahead = ReadAhead(spans(self._files, self._unread), window, prefetch)
-        if self._ahead is not None:
+            self._ahead = ReadAhead(spans(self._files, self._unread), prefetch, window)
             weakref.finalize(self, self._ahead.close)
 
     def gate_dtype(self, name: str) -> torch.dtype:
@@ -312,9 +309,7 @@ class WeightReader:
         self._passed = self._shown = 0
 
 
-def _open_files(
-    directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads, ahead: bool
-) -> dict[str, TensorFile]:
+def _open_files(directory: str | Path | TensorFile, read: ReadFiles, reads: PartReads) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
     if not isinstance(directory, (str, Path)):
         return dict.fromkeys(directory.entries, directory)
@@ -325,15 +320,15 @@ def _open_files(
             "--load-format dummy"
         )
     opened: dict[Path, TensorFile] = {
-        file.path: _open_file(file, reads, ahead) for file in {f.path: f for f in files.values()}.values()
+        file.path: _open_file(file, reads) for file in {f.path: f for f in files.values()}.values()
     }
     return {name: opened[file.path] for name, file in files.items()}
 
 
-def _open_file(file: WeightFile, reads: PartReads, ahead: bool) -> TensorFile:
+def _open_file(file: WeightFile, reads: PartReads) -> TensorFile:
     if isinstance(file, GGUFWeights):
-        return GGUFFile(file, reads, ahead)
-    return SafetensorsFile(file, reads, ahead)
+        return GGUFFile(file, reads)
+    return SafetensorsFile(file, reads)
 
 
 def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:

@@ -70,12 +70,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frontend": BASE
     | MODEL
     | PLAN
-    | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage", "media"},
+    | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage", "media", "server_args"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "media", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
-    "__init__": {"frontend", "models"},
+    "server_args": {"config"},
+    "__init__": {"frontend", "models", "server_args"},
 }
 
 NO_TORCH_FILES = (
@@ -95,6 +96,7 @@ NO_TORCH_FILES = (
     "errors",
     "logs",
     "launch_server",
+    "server_args",
     "__init__",
 )
 NO_TORCH = (

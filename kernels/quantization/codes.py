@@ -223,6 +223,10 @@ class PlainWeight:
         """A view of rows [start, stop)."""
         return PlainWeight(self.values[start:stop], self.format, self.kept)
 
+    def randomize(self, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        """As of `CodedWeight`."""
+        normal(self.values, deviation)
+
 
 @dataclass(frozen=True)
 class PlainCodes(GroupCodes):

@@ -7,6 +7,7 @@ Legend: M rows, N out-features, K in-features. A weight has one scale per 128 x 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -17,6 +18,9 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_AMAX = 1e-4  # min amax of a block of activations: keeps the scale of an all-zero block above 0
+
+Normal = Callable[[Tensor, float], None]
+"""(tensor, deviation): fills a contiguous tensor with values of a normal distribution around 0."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class BlockWeight:
             self.data[start:stop], self.scales[start // BLOCK : num_blocks(stop)], power_of_two=self.power_of_two
         )
 
+    def randomize(self, deviation: float, normal: Normal) -> None:
+        scale = 2.0**-7  # of every block: values use e4m3's range without reaching its maximum, for any K
+        normal(self.data, deviation / scale)
+        self.scales.fill_(scale)
+
 
 class QuantizedWeight(Protocol):
     """A weight [N, K] that kernels multiply without dequantization, in its own dataclass of tensors."""
@@ -62,6 +71,9 @@ class QuantizedWeight(Protocol):
     def rows(self, start: int, stop: int) -> Self:
         """A view of rows [start, stop). `start` is a multiple of `KernelFormat.row_block`; so is `stop`, unless it is
         the end."""
+
+    def randomize(self, deviation: float, normal: Normal) -> None:
+        """Random values of this deviation, for --load-format dummy."""
 
 
 class KernelFormat(Protocol):

@@ -9,7 +9,7 @@ Source: bitsandbytes, functional.QuantState.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,9 +45,6 @@ class _Dequantized:
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return False
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        raise ValueError("no kernel format")
 
 
 @dataclass(frozen=True)

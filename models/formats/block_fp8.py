@@ -6,7 +6,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
@@ -113,14 +113,6 @@ class BlockFP8Format:
             return
         with source.open(weight, cut) as part:
             _dequantize_into(out, part, grid, self.block, cut)  # type: ignore[arg-type]  # a Tensor
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.protocol import BlockWeight
-
-        assert isinstance(out, BlockWeight)
-        scale = 2.0**-7  # of every block: values use e4m3's range without reaching its maximum, for any K
-        normal(out.data, deviation / scale)
-        out.scales.fill_(scale)
 
 
 def has_scales(names: Collection[str]) -> bool:

@@ -6,7 +6,7 @@ Activations are not quantized to static scales of the checkpoint: tensors of suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
@@ -72,6 +72,3 @@ class Float8:
             for start in range(0, len(part), step):
                 rows = slice(start, start + step)
                 out[rows].copy_(part[rows].float().mul_(scales[rows]))
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        raise ValueError("no kernel format")

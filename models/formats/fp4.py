@@ -11,7 +11,7 @@ back. Sources: OCP Microscaling specification 1.0; ModelOpt; compressed-tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
@@ -109,12 +109,6 @@ class FP4:
         table = torch.tensor(self.kernel_format().table())
         groups = torch.arange(first, last) // self.group
         out.copy_(table[values.int()].mul_(scales.index_select(1, groups)))  # type: ignore[union-attr]  # a Tensor
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import CodedWeight
-
-        assert isinstance(out, CodedWeight)
-        out.randomize(deviation, normal)
 
 
 def _floats(scales: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ the OCP Microscaling specification 1.0; names and layout of the published checkp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -136,12 +136,6 @@ class FusedExpertsFormat:
                 return
             matrix = dequantize_mxfp4(rows.of(blocks[0][own]), rows.of(scales[0][own]))
             out.copy_(Cut(cols=cut.cols).of(matrix))  # type: ignore[union-attr]
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import CodedWeight
-
-        assert isinstance(out, CodedWeight)
-        out.randomize(deviation, normal)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ stacks have a common form of 8 bits, also with exactly their values.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -109,12 +109,6 @@ class Blocks:
             return
         with source.open(stored, cut) as blocks:
             (wide_codes_into if self.wide else codes_into)(self.type, blocks, out)
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import CodedWeight
-
-        assert isinstance(out, CodedWeight)
-        out.randomize(deviation, normal)
 
 
 @dataclass(frozen=True)

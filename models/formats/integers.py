@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -113,12 +113,6 @@ class IntegerScheme(ABC):
             out.zeros.copy_(codes.zeros[:, groups])
         elif codes.zeros is not None and not bool((codes.zeros == out.format.middle).all()):
             raise CheckpointError(f"{prefix}: has zero points, but config.json says that its weights are symmetric")
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import CodedWeight
-
-        assert isinstance(out, CodedWeight)
-        out.randomize(deviation, normal)
 
 
 def consume(source: StoredTensors, *tensors: StoredTensor) -> None:

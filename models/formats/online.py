@@ -5,7 +5,7 @@ The files are plain; kernels that multiply a form get the form, others get its v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -104,20 +104,6 @@ class Online:
             stop = min(n, start + step)
             part = Cut(slice(first + start, first + stop), cut.cols)
             _load_rows(form, source, stored, part, out, start, stop)
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        from moe_engine.kernels.quantization.codes import CodedWeight, PlainWeight
-        from moe_engine.kernels.quantization.protocol import BlockWeight
-
-        if isinstance(out, PlainWeight):
-            normal(out.values, deviation)
-            return
-        if isinstance(out, CodedWeight):
-            out.randomize(deviation, normal)
-            return
-        assert isinstance(out, BlockWeight)
-        normal(out.data, deviation * 128)
-        out.scales.fill_(2.0**-7)
 
 
 def _load_rows(

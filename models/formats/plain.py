@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -52,9 +52,6 @@ class PlainFormat:
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         (stored,) = self.tensors(prefix, shape, source.names)
         source.read_into(stored, cut, out)  # type: ignore[arg-type]  # there is no kernel format
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        raise ValueError("plain weights have no kernel format")
 
 
 PLAIN = PlainFormat()

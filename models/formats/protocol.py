@@ -7,7 +7,7 @@ layers. docs/architecture.md has the steps to add a format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -106,6 +106,3 @@ class WeightFormat(Protocol):
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         """Reads a slice of a matrix: dequantized into a Tensor, unchanged into a weight of `kernel_format`."""
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        """Random values for --load-format dummy; `normal(tensor, deviation)` fills a contiguous tensor."""

@@ -5,7 +5,7 @@ A scheme knows how one matrix is stored; `SchemeFormat` is the `WeightFormat` th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -54,8 +54,6 @@ class Scheme(Protocol):
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         """As `WeightFormat.load`; marks every tensor of the matrix as read."""
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,6 @@ class SchemeFormat:
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         (self._stored(prefix, source.names) or PLAIN).load(source, prefix, shape, cut, out)
-
-    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        self.rules[0][1].randomize(out, deviation, normal)
 
 
 def four_bits_of(scheme: Scheme) -> GroupCodes | None:

@@ -24,7 +24,7 @@ _PARTS = (".keys", ".values")
 class GGUFFile:
     """An open file. Several threads may read at once. Raises: as `SafetensorsFile`."""
 
-    def __init__(self, file: GGUFWeights, reads: PartReads = SERIAL, ahead: bool = False) -> None:
+    def __init__(self, file: GGUFWeights, reads: PartReads = SERIAL) -> None:
         self.path, self.entries = file.path, file.tensors
         self._heads, self._joined = file.heads, file.joined
         stored = {name: _bytes(header) for name, header in file.tensors.items() if name not in file.joined}
@@ -34,7 +34,7 @@ class GGUFFile:
                 self._shapes[name + end] = header
                 heads, rows, columns = header.shape
                 stored[name + end] = _bytes(header._replace(shape=(heads * rows, columns)))
-        self._file = SafetensorsFile(WeightFile(file.path, stored), reads, ahead)
+        self._file = SafetensorsFile(WeightFile(file.path, stored), reads)
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
         """A slice as stored, newly allocated on the host: blocks as uint8 [N, B, S], of whole blocks of columns."""

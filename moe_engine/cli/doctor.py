@@ -54,6 +54,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         return doctor_logs.run(options)
     if options.follow or options.api_key is not None:
         raise ConfigError("--follow needs --log FILE, and --api-key needs --url URL")
+    if options.window is not None or options.sample_seconds is not None:
+        raise ConfigError("--window needs --log FILE or --url URL, and --sample-seconds needs --url URL")
     found = examine()
     print(json.dumps(found, indent=2) if options.json else as_text(found))
     return 0
@@ -68,11 +70,11 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--url", metavar="URL", help="address of a running server, as http://localhost:30000")
     parser.add_argument("--api-key", metavar="KEY", help="with --url: the server's key")
     parser.add_argument(
-        "--window", type=float, default=300.0, metavar="SECONDS",
+        "--window", type=float, metavar="SECONDS",
         help="rules hold over windows of this length (300; 0: the whole log); with --url: the last seconds",
     )  # fmt: skip
     parser.add_argument(
-        "--sample-seconds", type=float, default=15.0, metavar="SECONDS",
+        "--sample-seconds", type=float, metavar="SECONDS",
         help="with --url: seconds to observe a server that keeps no history (SGLang) (15)",
     )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="with --log: keep reading a file that is still written")

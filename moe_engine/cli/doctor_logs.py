@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -11,7 +12,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -24,6 +25,8 @@ from moe_engine.tuning.doctor.memory_costs import ReportedCosts
 from moe_engine.tuning.doctor.report import Report, make_report, text_of
 from moe_engine.tuning.doctor.window import Window
 
+WINDOW_SECONDS = 300.0
+SAMPLE_SECONDS = 15.0
 FOLLOW_SECONDS = 0.5
 SHOW_SECONDS = 5.0
 
@@ -35,11 +38,12 @@ def run(options: Namespace) -> int:
         ConfigError: the log or the server cannot be read, or options contradict each other.
     """
     _check(options)
+    window = WINDOW_SECONDS if options.window is None else options.window
     if options.url is not None:
-        return _of_server(options)
+        return _of_server(options, window)
     if options.follow:
-        return _follow(options.log, options.window)
-    report = _of_log(options.log, options.window)
+        return _follow(options.log, window)
+    report = _of_log(options.log, window)
     _show(report, options.json)
     return report.exit_code
 
@@ -47,14 +51,15 @@ def run(options: Namespace) -> int:
 def _check(options: Namespace) -> None:
     if options.url is not None and options.log is not None:
         raise ConfigError("--url and --log: give one of the two")
-    if not options.window >= 0:
+    if options.window is not None and not options.window >= 0:
         raise ConfigError(f"--window {options.window:g}: must be seconds, or 0 for the whole log")
     if options.follow and (options.log or "").endswith(".gz"):
         raise ConfigError("--follow: a compressed log does not grow; leave it out")
     if options.follow and (options.log is None or options.log == "-" or options.json):
         raise ConfigError("--follow belongs to --log FILE, without --json; a pipe is followed until it ends anyway")
-    if options.api_key is not None and options.url is None:
-        raise ConfigError("--api-key belongs to --url")
+    for option, value in (("--api-key", options.api_key), ("--sample-seconds", options.sample_seconds)):
+        if value is not None and options.url is None:
+            raise ConfigError(f"{option} belongs to --url")
 
 
 def _show(report: Report, as_json: bool) -> None:
@@ -99,16 +104,22 @@ def _report(path: str, reader: LogReader) -> Report:
 
 
 def _open(path: str) -> BinaryIO:
-    if path == "-":
-        return sys.stdin.buffer
+    """The log in UTF-8, also where the file begins with UTF-16's byte-order mark, as PowerShell's ``>`` writes it."""
     try:
-        return gzip.open(path) if path.endswith(".gz") else Path(path).open("rb")  # type: ignore[return-value]
+        file: Any = io.BufferedReader(sys.stdin.buffer) if path == "-" else _opened(path)  # type: ignore[type-var]
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return codecs.EncodedFile(file, "utf-8", "utf-16", "replace")  # type: ignore[return-value]
+        return file
     except FileNotFoundError:
         raise ConfigError(
             f"--log {path}: no such file; give the file with the server's output, or - for standard input"
         ) from None
     except OSError as error:
-        raise ConfigError(f"--log {path}: cannot be read ({error.strerror}); give a file with a log") from None
+        raise ConfigError(f"--log {path}: cannot be read ({error.strerror or error}); give a file with a log") from None
+
+
+def _opened(path: str) -> Any:
+    return gzip.open(path) if path.endswith(".gz") else Path(path).open("rb")
 
 
 def _no_bar() -> bool:
@@ -166,14 +177,14 @@ def _growing(path: str) -> Iterator[str | None]:
 # -- servers
 
 
-def _of_server(options: Namespace) -> int:
+def _of_server(options: Namespace, window: float) -> int:
     server = LiveServer(options.url, options.api_key)
     try:
         info = server.server_info()
-        if launch_of(info).is_ours and (found := server.doctor(options.window / 60)) is not None:
+        if launch_of(info).is_ours and (found := server.doctor(window / 60)) is not None:
             print(json.dumps(found, indent=2) if options.json else found["text"])
             return int(not found["healthy"])
-        report = _sampled(server, options.sample_seconds)
+        report = _sampled(server, SAMPLE_SECONDS if options.sample_seconds is None else options.sample_seconds)
     finally:
         server.close()
     _show(report, options.json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.config.args import EngineArgs, build_parser
@@ -72,7 +73,8 @@ def plan(argv: Sequence[str], prog: str) -> int:
 def _engine_args(values: dict[str, Any]) -> EngineArgs:
     args = EngineArgs.from_kwargs(**values)
     if args.model.model_path is None:
-        print("no --model-path: using the small model embedded in this package", file=sys.stderr)
+        with suppress(OSError):  # a full disk below it does not end the start
+            print("no --model-path: using the small model embedded in this package", file=sys.stderr)
     return args
 
 

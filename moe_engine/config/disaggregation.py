@@ -29,6 +29,12 @@ class DisaggregationArgs:
         "with UCX. mooncake: Mooncake's transfer engine, over RDMA if available, else TCP; mooncake_tcp: TCP.",
         choices=("tcp", "shm", "nixl", "mooncake", "mooncake_tcp", "ascend", "mori", "fake"),
     )
+    disaggregation_ib_device: str | None = flag(
+        None,
+        "RDMA devices of --disaggregation-transfer-backend mooncake: mlx5_0, or several as mlx5_0,mlx5_1. Left out: "
+        "Mooncake chooses.",
+        metavar="NAMES",
+    )
 
 
 TRANSPORT_LIBRARIES = {

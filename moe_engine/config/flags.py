@@ -87,7 +87,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     namespace, unknown = parser.parse_known_args(list(argv))
     given = vars(namespace) | (_parse_absent(parser, unknown) if unknown else {})
     path = given.pop("config", None)
-    return {**_canonical(parser, _read_yaml(path)), **given} if path is not None else given
+    return {**_canonical(parser, read_yaml(path)), **given} if path is not None else given
 
 
 def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def known_options(parser: argparse.ArgumentParser) -> list[str]:
     return [spelling for action in parser._actions for spelling in action.option_strings]
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict[str, Any]:
     """Flags in a YAML file, by field name. Keys may be written with - or _."""
     import yaml
 

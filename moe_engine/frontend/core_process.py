@@ -20,6 +20,7 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.models import registry
+from moe_engine.processes.address_space import address_space_hint
 from moe_engine.processes.child import ChildProcess
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.stopped import StoppedProcessDetector
@@ -111,7 +112,8 @@ class CoreProcess:
                 return self._take(messages.decode_from_core(self._ready.recv()))
             if self.dead and not self._ready.poll(0):
                 self._cleanup()
-                raise EngineDeadError(f"{self.dead} while starting; see its last log lines above")
+                hint = address_space_hint()
+                raise EngineDeadError(f"{self.dead} while starting; see its last log lines above{hint}")
             if (held := self._held.seconds()) > HELD_SECONDS:
                 self.expect_exit()
                 self.stop(0.0)
@@ -131,9 +133,12 @@ class CoreProcess:
         assert isinstance(message, messages.CoreFailed)
         self.expect_exit()
         self.stop(5.0)
-        if message.traceback:
+        if message.error == "ConfigError":
+            raise ConfigError(message.message)
+        hint = address_space_hint()
+        if message.traceback and not (hint and message.error in ("ImportError", "MemoryError")):
             logger.error("%s", message.traceback)
-        raise (ConfigError if message.error == "ConfigError" else EngineDeadError)(message.message)
+        raise EngineDeadError(message.message + hint)
 
     def kill_if_stopped(self) -> None:
         """Kills a ready core that has been stopped by a signal for `HELD_SECONDS`. Call it every `LOOK_SECONDS`."""

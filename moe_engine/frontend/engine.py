@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.delete_checkpoint import delete_checkpoint
@@ -27,12 +28,14 @@ from moe_engine.frontend.offline_requests import encode_request, generate_reques
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.run_settings import RunSettingsOfAll
+from moe_engine.frontend.scoring import ScoreResult, score
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, wait_ready
 from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
+from moe_engine.server_args import ServerArgs
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class Engine:
 
     Args:
         model_path: a Hugging Face directory; None: the embedded demonstration model.
+        server_args: all flags in one object, instead of the other arguments.
         flags: any flag of the server, as a keyword (``page_size=16``, ``dtype="float32"``).
 
     Raises:
@@ -58,11 +62,13 @@ class Engine:
         ' Paris.'
     """
 
-    def __init__(self, model_path: str | None = None, **flags: Any) -> None:
-        flags.setdefault("log_level", "warning")
+    def __init__(self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **flags: Any) -> None:
         if model_path is not None:
             flags["model_path"] = model_path
-        args = EngineArgs.from_kwargs(**flags)
+        if server_args is not None and flags:
+            raise ConfigError(f"server_args has all flags of an engine: set {next(iter(flags))} there")
+        quiet = {"log_level": "warning"} | flags
+        args = EngineArgs.from_kwargs(**quiet) if server_args is None else server_args.engine_args()
         logs.setup_logging(args.logging.log_level)
         self.config = prepare(args)
         self._cores = start_cores(self.config)
@@ -162,6 +168,39 @@ class Engine:
         """`encode` for asyncio, on any event loop."""
         request = encode_request(prompt, input_ids, dimensions, fields)
         return await asyncio.wrap_future(self._loop.submit(self._frontend.generate(request)))
+
+    def score(
+        self,
+        query: str | list[int],
+        items: str | list[str] | list[list[int]],
+        label_token_ids: list[int] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> ScoreResult:
+        """Scores of items for a query, as `/v1/score`: ``scores`` has a list for each item.
+
+        Args:
+            label_token_ids: tokens whose probabilities after query and item are the scores; left out with a
+                classification or reward model, which scores its own classes.
+            apply_softmax: the scores of an item sum to 1.
+            item_first: the item precedes the query.
+
+        Raises:
+            InputError: names the invalid argument.
+        """
+        return self._loop.run(score(self._frontend, query, items, label_token_ids, apply_softmax, item_first))
+
+    async def async_score(
+        self,
+        query: str | list[int],
+        items: str | list[str] | list[list[int]],
+        label_token_ids: list[int] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> ScoreResult:
+        """`score` for asyncio, on any event loop."""
+        scores = score(self._frontend, query, items, label_token_ids, apply_softmax, item_first)
+        return await asyncio.wrap_future(self._loop.submit(scores))
 
     def _iterate(self, request: GenerateInput) -> Iterator[Output]:
         chunks = self._frontend.stream(request)

@@ -111,6 +111,9 @@ def _write(file: Path, parts: Sequence[Any]) -> None:
     free = shutil.disk_usage(file.parent).free
     if needed > free:
         raise InputError(f"{needed} bytes of tensors do not fit in {file.parent}: {free} are free; set TMPDIR")
-    with file.open("wb") as out:
-        for part in parts:
-            out.write(part)
+    try:
+        with file.open("wb") as out:
+            for part in parts:
+                out.write(part)
+    except OSError as error:  # others have filled the disk meanwhile
+        raise InputError(f"tensors cannot be written to {file.parent}: {error.strerror}; set TMPDIR") from None

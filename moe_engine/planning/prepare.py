@@ -40,6 +40,7 @@ from moe_engine.planning.resolve_storage import storage_settings
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.template_parsers import with_template_parsers
 from moe_engine.planning.workload_profiles import resolve_profile
+from moe_engine.processes.address_space import check_address_space
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
 SEED_BITS = 30
@@ -107,6 +108,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
             draft_folder = Path(draft.path)
             _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
     on_cpu = resolved.device == "cpu"
+    if machine is None:  # else a plan for another machine
+        check_address_space(resolved.ledger.total_bytes)
     if on_cpu and resolved.compiled.max_tokens and found.compiler is None:
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)

@@ -74,6 +74,12 @@ VARIABLES = {
 def flags_without_effect(args: EngineArgs, device: str, plan: ParallelPlan) -> tuple[str, ...]:
     """A line for each flag that differs from its default and has no effect; and for a server without a key."""
     found = [*_dependents(args), *_parallel(args, device, plan)]
+    transfers = args.disaggregation
+    if (devices := transfers.disaggregation_ib_device) and transfers.disaggregation_transfer_backend != "mooncake":
+        found.append(
+            f"--disaggregation-ib-device {devices}: no effect (only --disaggregation-transfer-backend mooncake takes "
+            "device names; UCX, which nixl uses, reads UCX_NET_DEVICES)"
+        )
     if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
         found.append(
             f"--host {args.server.host} without --api-key: every client that reaches this machine can use the model"

@@ -21,6 +21,7 @@ from moe_engine.planning.resolve_compile import compile_settings
 from moe_engine.planning.resolve_drafts import resolve_drafts
 from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales
 from moe_engine.planning.resolve_experts import resolve_experts
+from moe_engine.planning.resolve_loading import with_loader_threads
 from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
 from moe_engine.planning.resolve_names import resolve_served_name, with_demo_parsers
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
@@ -64,7 +65,8 @@ def resolve(
     """
     validate.check(args)
     check_images(args)
-    args = with_storage_page(resolve_pooling(_with_transfers(args), model, record := Record()), record)
+    args = with_loader_threads(args, record := Record())
+    args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)

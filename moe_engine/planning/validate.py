@@ -21,6 +21,7 @@ from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
+from moe_engine.planning.resolve_loading import EXTRA_CONFIG, loader_threads
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.scheduler.eviction_policy import eviction_policy
@@ -148,6 +149,12 @@ def _loading(args: EngineArgs) -> Iterator[str]:
             f"--weight-loader-prefetch-num-threads {threads}: only with --weight-loader-prefetch-checkpoints; add "
             "that, or drop this"
         )
+    asked = loader_threads(model)
+    if asked is not None and model.weight_loader_prefetch_checkpoints and asked != threads:
+        yield (
+            f"{EXTRA_CONFIG} asks for {asked} threads that read the files, and --weight-loader-prefetch-checkpoints "
+            f"for {threads}; drop one of them"
+        )
     for name in ("weight_loader_prefetch_checkpoints", "weight_loader_drop_cache_after_load"):
         if getattr(model, name) and model.load_format == "dummy":
             yield f"{option_of(name)} with --load-format dummy: no files are loaded; drop one of them"
@@ -217,6 +224,8 @@ def _transfers(args: EngineArgs) -> Iterator[str]:
             f"--disaggregation-transfer-backend {backend}: {module} is not installed; pip install '.[{extra}]', or "
             "use tcp"
         )
+    if (devices := args.disaggregation.disaggregation_ib_device or "").endswith((".json", "}")):
+        yield f"--disaggregation-ib-device {devices}: devices by GPU are not supported; give names, as mlx5_0,mlx5_1"
     if not 0 < args.disaggregation.disaggregation_bootstrap_port < 1 << 16:
         yield f"--disaggregation-bootstrap-port {args.disaggregation.disaggregation_bootstrap_port}: 1 to 65535"
 

@@ -31,3 +31,9 @@ def check_limit() -> None:
             f"ulimit -n: this process may open {soft} files (hard limit {hard}), and an engine needs at least {LEAST}, "
             f"a server one more for each connection: raise it, for example ulimit -n {WANTED}"
         )
+
+
+def limit() -> int:
+    """Files that this process may open, at most `WANTED`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED if soft == resource.RLIM_INFINITY else min(soft, WANTED)

@@ -89,6 +89,8 @@ class PrefillDelays:
         if self.delayer is not None and self._decision is not None:
             outcome, own = self._decision
             if not self.shared:
+                if num_prompts and not outcome.allow:  # no request decodes in this step: all were retracted, or wait
+                    outcome = self.delayer.decide((own._replace(running=0),))
                 self.delayer.advance(outcome)
             self.delayer.planned(outcome, own, num_prompts)
             self._decision = None

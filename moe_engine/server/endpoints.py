@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_engine.frontend.encoding import EncodeRequest
 from moe_engine.frontend.generate_input import GenerateRequest
+from moe_engine.frontend.scoring import ScoreRequest
 from moe_engine.server import anthropic_types as anthropic
 from moe_engine.server import native_types as native
 from moe_engine.server import ollama_types as ollama
@@ -30,7 +31,6 @@ from moe_engine.server.openai_types import (
     CompletionRequest,
     EmbeddingRequest,
     RerankRequest,
-    ScoreRequest,
 )
 from moe_engine.server.openapi import HTML, JSON_LINES, TEXT, Endpoint
 from moe_engine.server.operations_api import ConfigureLoggingRequest, OperationsApi

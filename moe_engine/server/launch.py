@@ -14,6 +14,7 @@ import shlex
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -226,10 +227,11 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
     """Prints the READY line and an example command for interactive users."""
     key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
-    print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
     scheme = "https://" if config.server.ssl_certfile else ""
     url = shlex.quote(f"{scheme}{url_host(host)}:{port}/v1/chat/completions")
-    print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
+    with suppress(OSError):  # a full disk below the output does not end the server
+        print(f"READY in {seconds:.1f} s on port {port}. Try:")
+        print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
 
 
 def server_settings(config: ResolvedConfig, port: int) -> ServerSettings:

@@ -110,17 +110,6 @@ class ClassifyRequest(msgspec.Struct, kw_only=True):
         return {**prompt, "rid": self.rid, "priority": self.priority, "extra_key": self.extra_key}
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True):
-    """Query and items: all texts, or all lists of token ids."""
-
-    query: Text | Annotated[list[TokenId], Meta(min_length=1)]
-    items: Text | Annotated[list[Text | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
-    label_token_ids: Annotated[list[TokenId], Meta(description="required by models that generate text")] | None = None
-    apply_softmax: Annotated[bool, Meta(description="true: the scores of an item sum to 1")] | None = False
-    item_first: bool | None = False
-    model: Annotated[str | None, Meta(description="any name; base:adapter is refused")] = None
-
-
 class RerankRequest(msgspec.Struct, kw_only=True):
     query: Text
     documents: Annotated[list[Text], Meta(min_length=1)]

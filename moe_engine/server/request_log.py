@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from logging.handlers import TimedRotatingFileHandler
@@ -48,6 +49,52 @@ class RequestLogSettings:
         return cls(
             flags.log_requests_level, flags.log_requests_format == "json", tuple(flags.log_requests_target.split())
         )
+
+
+class _Dropping(logging.Handler):
+    """Drops lines that cannot be written, as on a full disk: one line of the server's log at the first, and one when
+    lines can be written again. Without it, logging prints a traceback for each line."""
+
+    target = STDOUT
+    _num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self._num_dropped
+        super().emit(record)
+        if before and self._num_dropped == before:
+            self._num_dropped = 0
+            logger.warning("--log-requests-target %s: written again, %d lines are missing", self.target, before)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._num_dropped += 1
+        if self._num_dropped == 1:
+            reason = error.strerror or error
+            message = "--log-requests-target %s: cannot be written (%s): lines are dropped until it can; free its disk"
+            logger.error(message, self.target, reason)
+
+
+class _Output(_Dropping, logging.StreamHandler):  # type: ignore[type-arg]  # typeshed's alone is generic
+    pass
+
+
+class _HourFiles(_Dropping, TimedRotatingFileHandler):
+    """A file for each hour in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.target = folder
+        super().__init__(Path(folder) / f"{socket.gethostname()}.log", when="H", encoding="utf-8")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        super().handleError(record)
+        # The next line opens the file again, without the rest of this one.
+        stream, self.stream = self.stream, None  # type: ignore[assignment]  # as the class itself does in close()
+        with suppress(OSError):
+            if stream is not None:
+                stream.close()
 
 
 class RequestLog:
@@ -108,7 +155,7 @@ def _logger(target: str) -> logging.Logger:
     found = logging.getLogger(f"moe_engine.requests.{target.replace('.', '_')}")
     if found.handlers:
         return found
-    handler: logging.Handler = logging.StreamHandler(sys.stdout) if target == STDOUT else _file_handler(target)
+    handler: logging.Handler = _Output(sys.stdout) if target == STDOUT else _file_handler(target)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt=DATE_FORMAT))
     found.addHandler(handler)
     found.setLevel(logging.INFO)
@@ -119,7 +166,7 @@ def _logger(target: str) -> logging.Logger:
 def _file_handler(folder: str) -> logging.Handler:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return TimedRotatingFileHandler(Path(folder) / f"{socket.gethostname()}.log", when="H", encoding="utf-8")
+        return _HourFiles(folder)
     except OSError as error:
         raise ConfigError(f"--log-requests-target {folder}: cannot be written: {error.strerror}") from None
 

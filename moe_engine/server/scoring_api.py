@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,20 +12,15 @@ from starlette.responses import Response
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind, encode_input
 from moe_engine.frontend.frontend import Job
-from moe_engine.frontend.generate_input import GenerateInput, check_token_ids
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.scoring import ScoreRequest, score_input, scores_of, softmax
 from moe_engine.server.bodies import Plan
 from moe_engine.server.embeddings_api import encodings_of
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, json_response
 from moe_engine.server.openai_answers import Classification, ClassList, Ranked, Scores
 from moe_engine.server.openai_common import usage_of
-from moe_engine.server.openai_types import ClassifyRequest, RerankRequest, ScoreRequest
+from moe_engine.server.openai_types import ClassifyRequest, RerankRequest
 from moe_engine.server.state import ServerState
-from moe_engine.types import SamplingParams
 from moe_engine.validation import refuse_unavailable
-
-_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, sampling_seed=0)
-"""Log-probabilities are needed at the position after the prompt; the generated token is not part of the answer."""
 
 
 class ScoringApi:
@@ -41,11 +34,7 @@ class ScoringApi:
         plan = await self._state.bodies.plan(request, "score")
         apply_softmax, model = plan.options
         job = await self._run(request, plan)
-        rows = [encoding.vector().tolist() for encoding in encodings_of(job)]
-        if rows:
-            rows = [softmax(row) for row in rows] if apply_softmax else rows
-        else:
-            rows = [_of_labels(generation, apply_softmax) for generation in job.generations]
+        rows = scores_of(job.generations, apply_softmax)
         answer: Scores = {"object": "scoring", "scores": rows, "model": model, "usage": self._usage(job)}
         return json_response(answer)
 
@@ -54,31 +43,8 @@ class ScoringApi:
         req = decode_body(body, ScoreRequest)
         refuse_unavailable(req)
         model, info = self._state.base_model(req.model), self._state.client.info
-        texts, ids = _joined(req)
-        prompts: dict[str, Any] = {"text": texts, "input_ids": ids, "text_field": "items", "ids_field": "items"}
-        if info.pooling is None:
-            inp = self._label_input(req, prompts)
-        elif info.pooling.head:
-            if req.label_token_ids is not None:
-                _refuse("label_token_ids", "this model scores its own classes; leave it out")
-            inp = encode_input(prompts)
-        else:
-            raise InputError("/v1/score needs a model that generates text, or a classification or reward model")
+        inp = score_input(req, info, self._state.frontend.settings.max_logprobs)
         return Plan(self._state.frontend.read(inp), (bool(req.apply_softmax), model))
-
-    def _label_input(self, req: ScoreRequest, prompts: dict[str, Any]) -> GenerateInput:
-        labels, limit = req.label_token_ids, self._state.frontend.settings.max_logprobs
-        if not labels:
-            _refuse("label_token_ids", "is required: the tokens whose probabilities are the scores")
-        if 0 <= limit < len(labels):
-            _refuse("label_token_ids", f"{len(labels)} exceed this server's limit of {limit} (--max-logprobs)")
-        check_token_ids(labels, self._state.client.info.vocab_size, "label_token_ids")
-        return GenerateInput(
-            **prompts,
-            sampling_params=_ONE_TOKEN,
-            return_logprob=True,
-            token_ids_logprob=[list(labels)] * _count(prompts),
-        )
 
     # -- /v1/rerank
 
@@ -169,42 +135,3 @@ class ScoringApi:
         usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
         usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
-
-
-def softmax(values: Sequence[float]) -> list[float]:
-    most = max(values)
-    weights = [math.exp(value - most) for value in values]
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
-def _of_labels(generation: Generation, apply_softmax: bool) -> list[float]:
-    """Probabilities of the label tokens after the prompt: among all tokens, or among the labels.
-
-    Raises:
-        InputError: the request was aborted.
-    """
-    positions = (generation.logprob_fields(generation.output_logprobs) or {}).get("token_ids_logprobs")
-    if not positions:
-        raise InputError(f"the request was aborted: {(generation.finish or {}).get('message') or 'no scores'}")
-    logprobs = [entry[0] for entry in positions[0]]
-    return softmax(logprobs) if apply_softmax and max(logprobs) > -math.inf else [math.exp(value) for value in logprobs]
-
-
-def _joined(req: ScoreRequest) -> tuple[list[str] | None, list[list[int]] | None]:
-    """Query and item of each prompt, as texts or as token ids."""
-    items: list[Any] = [req.items] if isinstance(req.items, str) else list(req.items)
-    kinds = {type(value) for value in (req.query, *items)}
-    if len(kinds) > 1:
-        _refuse("items", "query and items must all be texts, or all lists of token ids")
-    query: Any = req.query
-    joined = [item + query if req.item_first else query + item for item in items]
-    return (joined, None) if kinds == {str} else (None, joined)
-
-
-def _count(prompts: dict[str, Any]) -> int:
-    return len(prompts["text"] or prompts["input_ids"])
-
-
-def _refuse(field: str, problem: str) -> NoReturn:
-    raise InputError(f"{field}: {problem}", field=field)

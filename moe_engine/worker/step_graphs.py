@@ -12,7 +12,6 @@ Legend: T tokens, R requests, D hidden, V vocabulary; maxima over all graphs unl
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
@@ -246,7 +246,7 @@ class StepGraphs:
         shapes.sort(key=lambda shape: -shape.num_tokens)
         with (
             torch.inference_mode(),
-            tqdm(shapes, "Capturing batches", unit="graph", disable=not progress, file=sys.stderr) as bar,
+            tqdm(shapes, "Capturing batches", unit="graph", disable=not progress, file=BarOutput()) as bar,
         ):
             for shape in bar:
                 bar.set_postfix_str(f"bs={shape.size}, tokens={shape.num_tokens}")

@@ -53,7 +53,7 @@ def test_nothing_stays_auto(resolved):
                     "generation_tokens_buckets", "workload_profile", "slo", "kv_events_config", "completion_template",
                 "hicache_storage_backend", "hicache_storage_dir", "hicache_storage_backend_extra_config",
                 "request_waiting_timeout", "request_running_timeout", "max_mamba_cache_size",
-                "session_hold", "allowed_local_media_path", "default_priority_value",
+                "session_hold", "disaggregation_ib_device", "allowed_local_media_path", "default_priority_value",
                     "otlp_service_name", "ssl_keyfile_password",
                 "prefill_delayer_token_usage_low_watermark", "prefill_delayer_queue_min_ratio",
                 "prefill_delayer_max_delay_ms", "prefill_delayer_forward_passes_buckets",

@@ -36,6 +36,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Prefetch(9, 1, 3),
             True,
         ),
+        ({"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 6}}, Prefetch(6, 1, 3), False),
+        ({"model_loader_extra_config": '{"enable_multithread_load": true}'}, Prefetch(8, 1, 3), False),
+        ({"model_loader_extra_config": {"num_threads": 16}}, None, False),
     ],
 )  # fmt: skip
 def test_the_loader_gets_the_flags(
@@ -49,6 +52,36 @@ def test_the_loader_gets_the_flags(
     stream, rows, backends = SimpleNamespace(device="cpu"), SimpleNamespace(width=8), None
     worker._load(options, cast(Any, stream), cast(Any, backends), second, False, cast(Any, rows))
     assert given["prefetch"] == prefetch and given["drop_cache"] is drops
+
+
+def test_settings_of_loader_threads_without_effect(path: Path) -> None:
+    flags: dict[str, Any] = {"model_path": str(path), "device": "cpu", "skip_tokenizer_init": True}
+    for more, words in (
+        ({"model_loader_extra_config": '{"num_threads": 4}'}, "no effect without enable_multithread_load true"),
+        (
+            {"model_loader_extra_config": '{"enable_multithread_load": true}', "load_format": "dummy"},
+            "no effect with --load-format dummy",
+        ),
+    ):
+        assert any(words in note for note in prepare(EngineArgs.from_kwargs(**flags, **more)).notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"enable_multithread_load": 1}', "enable_multithread_load is true or false, not 1"),
+        ('{"enable_multithread_load": true, "num_threads": 0}', "num_threads is a whole number from 1 to 256, not 0"),
+        ('{"concurrency": 16}', "with concurrency: not supported yet: settings of other loaders"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_refused_loader_settings(path: Path, config: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--model-loader-extra-config.*{words}"):
+        prepare(EngineArgs.from_kwargs(model_path=str(path), device="cpu", model_loader_extra_config=config))
+    flags: dict[str, Any] = {"weight_loader_prefetch_checkpoints": True}
+    flags["model_loader_extra_config"] = '{"enable_multithread_load": true}'
+    with pytest.raises(ConfigError, match=r"asks for 8 threads .* for 4; drop one of them"):
+        prepare(EngineArgs.from_kwargs(model_path=str(path), device="cpu", **flags))
 
 
 @pytest.mark.parametrize(

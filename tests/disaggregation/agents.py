@@ -89,6 +89,7 @@ class AgentPair:
     Args:
         row: tensors, heads, bytes of a head.
         cabled: the connection is a `Cable`.
+        schemas: of the prefill and of the decode side.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class AgentPair:
         num_places: int = 2000,
         row: tuple[int, int, int] = (2, 1, 24),
         cabled: bool = False,
+        schemas: tuple[dict[str, str], dict[str, str]] = (SCHEMA, SCHEMA),
     ) -> None:
+        self._schemas = schemas
         self.prefill, self.decode = Side(), Side()
         self.prefill_rows, self.decode_rows = Rows(num_places, *row), Rows(num_places, *row)
         self._stack, self._transport = ExitStack(), transport
@@ -113,12 +116,24 @@ class AgentPair:
 
     def _new_sender(self, address: str) -> PrefillAgent:
         return PrefillAgent(
-            self.prefill.link, self.prefill_rows, SCHEMA, address, None, lambda: None, transport=self._transport
+            self.prefill.link,
+            self.prefill_rows,
+            self._schemas[0],
+            address,
+            None,
+            lambda: None,
+            transport=self._transport,
         )
 
     def _new_receiver(self) -> DecodeAgent:
         return DecodeAgent(
-            self.decode.link, self.decode_rows, SCHEMA, self.port, None, lambda: None, transport=self._transport
+            self.decode.link,
+            self.decode_rows,
+            self._schemas[1],
+            self.port,
+            None,
+            lambda: None,
+            transport=self._transport,
         )
 
     def kill_prefill(self) -> None:

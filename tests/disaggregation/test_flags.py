@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.core.kv_transfer.schema import difference
+from moe_engine.core.kv_transfer.transports.mooncake import find_protocol
+from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.generate_input import GenerateInput, split_prompts
 from moe_engine.planning import validate
+from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.validate import check
 
 
@@ -36,6 +42,35 @@ def test_absent_libraries_are_named(name: str, extra: str, monkeypatch: pytest.M
         check(EngineArgs.from_cli(words))
     monkeypatch.setattr(validate, "_installed", lambda module: True)
     check(EngineArgs.from_cli(words))
+
+
+def test_names_of_rdma_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake gets them; other transports have none, with a note; devices by GPU are refused."""
+    calls: list[tuple[str, ...]] = []
+
+    def initialize(*args: str) -> int:
+        calls.append(args)
+        return 0
+
+    engine = SimpleNamespace(initialize=initialize, get_rpc_port=lambda: 5)
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    module = ModuleType("mooncake.engine")
+    module.TransferEngine = lambda: engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    for devices in ("", "mlx5_0,mlx5_1"):
+        open_transport("mooncake", "127.0.0.1", lambda peer, frames: None, devices)
+        assert calls[-1] == ("127.0.0.1", "P2PHANDSHAKE", find_protocol(), devices)
+    open_transport("tcp", "127.0.0.1", lambda peer, frames: None, "mlx5_0").close()
+    plan = cast(Any, SimpleNamespace(topology=SimpleNamespace(tp_size=1), dispatch=None))
+    for words, noted in (("", True), ("--disaggregation-transfer-backend mooncake", False)):
+        args = EngineArgs.from_cli(["--disaggregation-ib-device", "mlx5_0", *words.split()])
+        notes = [note for note in flags_without_effect(args, "cpu", plan) if "ib-device mlx5_0: no effect" in note]
+        assert bool(notes) == noted
+    monkeypatch.setattr(validate, "_installed", lambda module: True)
+    for value in ('{"0": "mlx5_0"}', "devices.json"):
+        words = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"]
+        with pytest.raises(ConfigError, match="devices by GPU are not supported; give names"):
+            check(EngineArgs.from_cli([*words, "--disaggregation-ib-device", value]))
 
 
 def test_fields_are_checked() -> None:

@@ -3,6 +3,7 @@ sizes."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.core.kv_transfer import decode_agent
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.directory import Home
 from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
@@ -221,3 +223,65 @@ def test_bytes_between_groups_of_different_sizes(prefill: int, decode: int, head
         assert "aborted" in receiver.side.wait(9, "failed")[2]
         reason = sender.side.wait(9, "ended")[2]
         assert "aborted" in reason or "cancelled" in reason  # its own end, or the answer of the other side
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 2), (2, 1), (4, 2)])
+def test_a_rank_receives_the_rows_of_the_rank_with_its_number(ranks: int, heads: int, tmp_path: Any) -> None:
+    """Between groups of one size, also where ranks have the same heads: states are divided otherwise than heads."""
+    values = np.zeros((60, 2, heads, 8), np.uint8)
+    with ExitStack() as stack:
+        sender = Server(stack, layout(ranks, heads), True, values, str(tmp_path))
+        receiver = Server(stack, layout(ranks, heads), False, values, str(tmp_path), sender.port)
+        for rows in sender.rows:
+            rows.array[:] = np.frombuffer(random.randbytes(rows.array.nbytes), np.uint8).reshape(rows.array.shape)
+        until(lambda: bootstrap(sender)._directory.groups())
+        source, target = random.sample(range(60), 40), random.sample(range(60), 40)
+        asked = Asked(1, sender, receiver, target)
+        assert asked.transfer(source) == ("filled", 1, 40)
+        for ours, theirs in zip(receiver.rows, sender.rows):
+            assert np.array_equal(ours.array[target], theirs.array[source])
+
+
+class Asked:
+    """A request with both halves."""
+
+    def __init__(self, room: int, sender: Server, receiver: Server, places: list[int]) -> None:
+        self.room, self.sender, self.receiver, self.limit = room, sender, receiver, len(places)
+        sender.side.link.command("offer", room, b"d")
+        receiver.side.link.command("want", room, "127.0.0.1", sender.port, b"d", 0, self.limit, 0, places)
+
+    def _received(self) -> tuple[Any, ...] | None:
+        return next((report for report in self.receiver.side.of(self.room)), None)
+
+    def transfer(self, places: list[int]) -> tuple[Any, ...]:
+        """The decode server's report, once the places were sent or it has failed before."""
+        sent = self.sender.side
+        until(lambda: self._received() or any(report[0] == "granted" for report in sent.of(self.room)))
+        if self._received() is None:
+            sent.link.command("send", self.room, self.limit, places, 0)
+            sent.link.command("done", self.room)
+        return until(self._received)  # type: ignore[return-value]
+
+
+def test_prefill_ranks_beyond_the_limit_of_open_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their transfers fail by name, those of other ranks go on, and a lost rank makes room."""
+    monkeypatch.setattr(decode_agent, "max_peers", lambda: 2)
+    values, places, rooms = np.ones((40, 2, 2, 8), np.uint8), list(range(40)), itertools.count()
+    with ExitStack() as stack, ExitStack() as lost:
+        one = Server(lost, layout(1, 2), True, values, "")
+        two = Server(stack, layout(2, 2), True, values, str(tmp_path))
+        third = Server(stack, layout(1, 2), True, values, "")
+        until(lambda: bootstrap(two)._directory.groups())
+        receiver = Server(stack, layout(1, 2), False, values * 0, "", one.port)
+
+        def ask(sender: Server) -> tuple[Any, ...]:
+            return Asked(next(rooms), sender, receiver, places).transfer(places)
+
+        assert ask(one) == ("filled", 0, 40)
+        for sender in (two, third):  # its second rank, its first
+            _, _, reason = ask(sender)
+            assert "connections to 2 prefill ranks are the most for ulimit -n" in reason
+        assert ask(one) == ("filled", 3, 40)
+        lost.close()
+        until(lambda: ask(third)[0] == "filled", "sockets of a lost rank are free again")
+        assert (receiver.rows[0].array == 1).all()

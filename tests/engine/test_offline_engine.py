@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -15,10 +18,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import transformers
 
 import moe_engine
-from moe_engine import Engine
+from moe_engine import Engine, server_args
+from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError, EngineDeadError, InputError
+from moe_engine.planning.prepare import prepare
 from tests.models.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -103,6 +110,54 @@ def test_logprobs(engine: Engine) -> None:
     assert meta["input_token_logprobs"][0][0] is None
     best = [entry[0] for entry in meta["output_top_logprobs"]]
     assert [token for _, token, _ in best] == answer["output_ids"]  # type: ignore[call-overload]
+
+
+def test_scores_are_probabilities_of_labels(engine: Engine, checkpoint: Path) -> None:
+    """Those of transformers: among all tokens, or among the labels."""
+    query, items, labels = [5, 6], [[7], [8, 9]], [3, 17, 40]
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = torch.stack([model(torch.tensor([query + item])).logits[0, -1] for item in items])
+    found = engine.score(query, items, labels)
+    torch.testing.assert_close(torch.tensor(found.scores), logits.softmax(-1)[:, labels], rtol=1e-2, atol=1e-5)
+    assert found.prompt_tokens == 3 + 4
+    among = asyncio.run(engine.async_score(query, items, labels, apply_softmax=True)).scores
+    torch.testing.assert_close(torch.tensor(among), logits[:, labels].softmax(-1), rtol=1e-2, atol=1e-4)
+    texts = engine.score(" hello", ["a", "other"], labels, item_first=True).scores
+    whole = [engine.score("a hel", "lo", labels).scores[0], engine.score("other hel", "lo", labels).scores[0]]
+    torch.testing.assert_close(torch.tensor(texts), torch.tensor(whole), rtol=1e-3, atol=1e-6)
+    assert engine.score(query, [], labels).scores == []
+    with pytest.raises(InputError, match="label_token_ids: is required"):
+        engine.score(query, items)
+    with pytest.raises(InputError, match="items: query and items must all be texts"):
+        engine.score("hello", items, labels)
+
+
+def test_server_args(checkpoint: Path) -> None:
+    """SGLang's flat object: from a program's own parser, changed, as keywords; notes and refusals are the flags'."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", type=int)
+    moe_engine.ServerArgs.add_cli_args(parser)
+    words = f"--prompts 3 --model {checkpoint} --tp 1 --max-total-tokens 4Ki --skip-tokenizer-init"
+    args = server_args.ServerArgs.from_cli_args(parser.parse_args(words.split()))
+    assert (args.model_path, args.max_total_tokens, args.tp_size) == (str(checkpoint), 4096, 1)
+    args.dtype = "float32"
+    flags = args.engine_args()
+    assert flags.model.dtype == "float32" and "dtype" in flags.given and flags.memory.max_total_tokens == 4096
+    assert pickle.loads(pickle.dumps(args)) == args
+    keywords = dataclasses.asdict(args)
+    assert EngineArgs.from_kwargs(**keywords).flat() == flags.flat() == keywords
+    prepare(EngineArgs.from_kwargs(**keywords))
+    with Engine(server_args=args) as engine:
+        assert engine.get_server_info()["max_total_tokens"] == 4096
+    with pytest.raises(ConfigError, match="server_args has all flags of an engine: set page_size there"):
+        Engine(server_args=args, page_size=4)
+    args.dtype = "int3"
+    with pytest.raises(ConfigError, match="--dtype"):
+        args.engine_args()
+    assert moe_engine.ServerArgs("model", skip_server_warmup=True).engine_args().notes
+    with pytest.raises(ConfigError, match="--pp-size 4"):
+        moe_engine.ServerArgs(pp_size=4)
 
 
 def test_input_errors_name_the_field(engine: Engine) -> None:

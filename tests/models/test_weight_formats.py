@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +21,7 @@ from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedEx
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.protocol import LinearCapabilities, PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.kernels.quantization.protocol import Normal
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields
@@ -52,6 +53,12 @@ class Int8Weight:
 
     def dequantized(self) -> Tensor:
         return self.data * self.scales[:, None]
+
+    def randomize(self, deviation: float, normal: Normal) -> None:
+        values = torch.empty(self.data.shape)
+        normal(values, 32.0)
+        self.data.copy_(values.clamp(-127, 127))
+        self.scales.fill_(deviation / 32)
 
 
 @dataclass(frozen=True)
@@ -114,12 +121,6 @@ class Int8Format:
                 out.scales.copy_(scale)
             else:
                 out.copy_(part * scale[:, None])
-
-    def randomize(self, out: Any, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        values = torch.empty(out.data.shape)
-        normal(values, 32.0)
-        out.data.copy_(values.clamp(-127, 127))
-        out.scales.fill_(deviation / 32)
 
 
 class Int8Linear(TorchLinear):

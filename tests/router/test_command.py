@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -80,6 +84,38 @@ def test_hosts_of_the_router() -> None:
     ):  # fmt: skip
         fleet = parse([*PROGRAM, "--host", host, "--port", "9", "--", *TINY.split()])
         assert fleet.router[fleet.router.index("--host") + 1] == given and fleet.url == url
+
+
+def test_the_router_is_looked_for_over_https(tmp_path: Path) -> None:
+    """Its certificate names another host, as that of a public address does."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=example.org"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Healthy)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    words = ["--port", str(server.server_port), f"--tls-cert-path={cert}", "--tls-key-path", key]
+    fleet = parse([*PROGRAM, *words, "--", *TINY.split()])
+    try:
+        assert fleet.url == f"https://localhost:{server.server_port}" and key in fleet.router
+        assert processes._is_healthy(fleet.url)
+        assert not processes._is_healthy(fleet.url.replace("https", "http"))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_port_in_use_is_refused_before_the_servers_start() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -192,3 +193,27 @@ def test_prefill_and_decode_servers(tmp_path: Path, pairs: int) -> None:
         )  # fmt: skip
         assert (called.choices[0].message.tool_calls or [])[0].function.name == "get_weather"  # type: ignore[union-attr]
         assert all("its prompt is computed here" not in pair.decode.log for pair in servers)
+
+
+def test_a_killed_router_frees_its_requests_and_serves_again(tmp_path: Path) -> None:
+    """Streams end at a prefill and a decode server with the router's connections."""
+    sizes = ("--json-model-override-args", json.dumps({"max_position_embeddings": 16384}), "--enable-metrics")
+    sizes += ("--context-length", "16384", "--max-total-tokens", "65536")
+    long = {"model": "demo", "prompt": "The capital of Japan is", "max_tokens": 15_000, "ignore_eos": True}
+    short = {"text": " ".join(map(str, range(60))), "sampling_params": GREEDY}
+    with ExitStack() as stack:
+        pair = stack.enter_context(Pair(tmp_path, *sizes))
+        flags = ("--pd-disaggregation", "--prefill", pair.prefill.url, str(pair.port), "--decode", pair.decode.url)
+        with RouterProcess(tmp_path, [], *flags) as router, router.client() as client, ExitStack() as opened:
+            expected = client.post("/generate", json=short).raise_for_status().json()["output_ids"]
+            streams = [client.stream("POST", "/v1/completions", json=long | {"stream": True}) for _ in range(3)]
+            lines = [opened.enter_context(stream).iter_lines() for stream in streams]
+            assert all(next(each).startswith("data: ") for each in lines)
+            assert pair.decode.state()["num_running"] == 3
+            router.process.kill()
+            for server in (pair.prefill, pair.decode):
+                assert server.wait_idle()["num_used"] == 0 and "repaired" not in server.log
+            page = httpx.get(pair.decode.url + "/metrics").text
+            assert re.findall(r"num_aborted_requests_total\{.*\} (\S+)", page) == ["3.0"]
+        with RouterProcess(tmp_path, [], *flags) as router, router.client() as client:
+            assert client.post("/generate", json=short).raise_for_status().json()["output_ids"] == expected

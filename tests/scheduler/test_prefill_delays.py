@@ -175,6 +175,29 @@ def test_a_scheduler_waits_for_a_batch_that_fills_its_rows() -> None:
     assert outcomes[("all", False, "delay", False)] == 3 and outcomes[("all", True, "wait_timeout", True)] == 1
 
 
+def test_a_wait_ends_with_prompts_beside_suspects() -> None:
+    """The running requests are suspects of a failed step, and no request decodes in a step of the others: a prompt runs
+    although it would wait, and no pass of a wait is counted."""
+    s = scheduler(max_rows=4, delayer=DelayerSettings(max_delay_passes=4))
+    for name in ("a", "bb", "ccc", "dddd"):
+        add(s, name)
+    assert step(s) == (0, 4)
+    s.abort(["dddd"])
+    add(s, "eeeee")
+    assert [step(s), step(s)] == [(3, 0), (0, 1)], "the first wait is skipped"
+    plan = s.schedule()
+    assert isinstance(plan, StepPlan) and plan.num_decodes == 4
+    s.step_failed(plan.number, "broken")
+    add(s, "ffffff")
+    assert step(s) == (0, 1) and s.table.live["ffffff"].row < 0, "a suspect, alone"
+    assert step(s) == (0, 1) and s.table.live["ffffff"].row >= 0
+    assert s.delays is not None and s.delays.delayer is not None
+    outcomes = s.delays.delayer.outcomes
+    assert not [key for key in outcomes if not key[1]] and outcomes[("all", True, "no_wait", True)] >= 2
+    assert s.delays.facts(s.table) is not None
+    assert s.delays.delayer.decide((group(1, 3),)).passes == 0
+
+
 @pytest.mark.parametrize("interval", [0, 2])
 def test_groups_decide_alike(interval: int) -> None:
     """Every group decides from the exchanged facts: random facts lead to equal decisions, and to progress. Without a

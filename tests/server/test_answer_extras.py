@@ -4,12 +4,15 @@ of the server: arguments of the chat template, forms of the request log, refused
 from __future__ import annotations
 
 import json
+import logging
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.server import request_log
 from moe_engine.server.request_log import RequestLog, RequestLogSettings
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, events, post
@@ -125,6 +128,30 @@ def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--log-requests-target .*file"):
         RequestLog(RequestLogSettings(targets=(str(tmp_path / "file"),)))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_request_log_on_a_full_disk(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Requests are answered; the log has one line at the first lost line, and one when the disk has room again."""
+    file = tmp_path / f"{socket.gethostname()}.log"
+    file.symlink_to("/dev/full")
+    log = logging.Logger("server")
+    log.addHandler(caplog.handler)
+    monkeypatch.setattr(request_log, "logger", log)
+    flags = {"log_requests": True, "log_requests_format": "json", "log_requests_target": str(tmp_path)}
+    for _ in range(2):
+        assert post(FakeClient(), "/generate", {"text": "Hello"}, **flags).status_code == 200
+    file.unlink()
+    assert post(FakeClient(), "/generate", {"text": "Hello"}, **flags).status_code == 200
+    assert len(file.read_text().splitlines()) == 2
+    first, last = caplog.messages
+    assert "cannot be written (No space left on device)" in first and "written again, 4 lines" in last
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_priorities_are_refused_while_they_have_no_effect():

@@ -80,6 +80,9 @@ def test_standard_input(monkeypatch, capsys):
         (["--follow"], "--follow needs --log FILE"),
         (["--log", "FILE", "--api-key", "k"], "--api-key belongs to --url"),
         (["--api-key", "k"], "--api-key needs --url"),
+        (["--window", "300"], "--window needs --log FILE or --url URL"),
+        (["--sample-seconds", "5"], "--sample-seconds needs --url"),
+        (["--log", "FILE", "--sample-seconds", "5"], "--sample-seconds belongs to --url"),
         (["--url", "http://localhost:port"], "not an address"),
     ],
 )
@@ -103,6 +106,30 @@ def test_a_log_that_ends_before_the_first_batch(log, capsys):
     lines = [logs.startup(), "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"]
     assert main(["doctor", "--log", log(lines)]) == 1
     assert "oom_prefill" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16(encoding, tmp_path, monkeypatch, capsys):
+    """PowerShell writes it, with a byte-order mark and CR LF; whole, from standard input, and while it grows."""
+    path, text = tmp_path / "server.log", "\ufeff" + "".join(f"{line}\r\n" for line in [*BAD, "a line of \u4e2d\u0a0d"])
+    path.write_bytes(text.encode(encoding))
+    assert main(["doctor", "--log", str(path)]) == 1
+    assert capsys.readouterr().out.startswith(f"{path}: {len(BAD) + 1} lines")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode(encoding))))
+    assert main(["doctor", "--log", "-"]) == 1
+    monkeypatch.setattr(doctor_logs, "FOLLOW_SECONDS", 0.0)
+    path.write_bytes("\ufeffone\ntw".encode(encoding))
+    lines = doctor_logs._growing(str(path))
+    assert [next(lines), next(lines)] == ["one\n", None]
+    with path.open("ab") as file:
+        file.write("o\nthree\n".encode(encoding))
+    assert [next(lines), next(lines)] == ["two\n", "three\n"]
+
+
+def test_a_file_that_is_not_compressed_is_named(tmp_path, capsys):
+    (tmp_path / "log.gz").write_text("hello")
+    assert main(["doctor", "--log", str(tmp_path / "log.gz")]) == 2
+    assert "cannot be read (Not a gzipped file" in capsys.readouterr().err
 
 
 def test_follow(log):

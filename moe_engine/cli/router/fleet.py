@@ -31,6 +31,7 @@ class Fleet:
     Args:
         worker_flags: of each server, without its port; one list a server.
         router: the program and all of its flags.
+        tls: the router serves HTTPS.
     """
 
     worker_flags: list[list[str]]
@@ -38,10 +39,11 @@ class Fleet:
     router: list[str]
     host: str
     port: int
+    tls: bool = False
 
     @property
     def url(self) -> str:
-        return f"http://{url_host(self.host)}:{self.port}"
+        return f"http{'s' if self.tls else ''}://{url_host(self.host)}:{self.port}"
 
 
 def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
@@ -52,7 +54,8 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
         own, serve = own[:cut], own[cut + 1 :]
     parser = _parser(prog)
     given, passed = parser.parse_known_args(own)
-    if "--worker-urls" in (word.partition("=")[0] for word in passed):
+    passed_flags = {word.partition("=")[0] for word in passed}
+    if "--worker-urls" in passed_flags:
         raise ConfigError(f"--worker-urls: this command starts its servers; for others use python -m {MODULE}")
     if given.workers < 1:
         raise ConfigError(f"--workers {given.workers}: at least 1")
@@ -71,7 +74,7 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     ]  # fmt: skip
     if args.server.api_key is not None:
         router += ["--api-key", args.server.api_key]
-    return Fleet(worker_flags, ports, router, given.host, given.port)
+    return Fleet(worker_flags, ports, router, given.host, given.port, tls="--tls-cert-path" in passed_flags)
 
 
 def _address(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ of the KV; several if the prefill server has more shares of the KV. The room is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import time
@@ -19,19 +20,29 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moe_engine.core.kv_transfer import wire
+from moe_engine.core.kv_transfer.agent import TransferAgent
 from moe_engine.core.kv_transfer.directory import address_at
 from moe_engine.core.kv_transfer.layout import Layout, parts, sources_of
 from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
-from moe_engine.core.kv_transfer.thread import TransferThread
-from moe_engine.core.kv_transfer.transports.protocol import Memory, Transport, TransportError
-from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.core.kv_transfer.transports.protocol import Memory, TransportError
+from moe_engine.processes import open_files
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys, connect
 from moe_engine.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message, Receiving, State
 
 CONNECT_SECONDS = 5.0
+SOCKETS_OF_THREAD = 2
+SOCKETS_OF_PEER = 3
+"""The connection, and both ends of its monitor."""
+FILES_OF_PEER = 4
+"""One for each of its sockets, and the connection itself."""
 logger = logging.getLogger("moe_engine")
+
+
+def max_peers() -> int:
+    """Prefill ranks for which the process may open files. libzmq ends a process that has no more."""
+    return max(1, (open_files.limit() - open_files.LEAST) // FILES_OF_PEER)
 
 
 @dataclass
@@ -64,7 +75,11 @@ class Room:
 
 
 class Peer:
-    """A prefill rank: its connection, and the memory that it writes to. Dropped when the connection ends."""
+    """A prefill rank: its connection, and the memory that it writes to. Dropped when the connection ends.
+
+    Raises:
+        zmq.ZMQError: no connection can be opened: of a wrong address, or (EMFILE) for want of sockets.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: JobKeys | None) -> None:
         self.address = address
@@ -80,12 +95,15 @@ class Peer:
         self.part = RowPart()
         self.memory: Memory | None = None
         self.slot_bytes = 0
-        self.socket = wire.dealer(context)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
-        )
-        connect(self.socket, address, keys)
+        with contextlib.ExitStack() as opened:
+            self.socket = opened.enter_context(contextlib.closing(wire.dealer(context)))
+            self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            self.monitor = self.socket.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
+            )
+            opened.callback(self.monitor.close)
+            connect(self.socket, address, keys)
+            opened.pop_all()
 
     def send(self, message: list[Any]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the monitor reports the loss
@@ -97,13 +115,10 @@ class Peer:
         self.socket.close(linger=0)
 
 
-class DecodeAgent(TransferThread):
+class DecodeAgent(TransferAgent):
     """
     Args:
-        rows: the places of the tier.
-        transport: name of its row in `transports.table`; host: address of this rank for it.
-        layout, rank: this rank among those of its attention group.
-        wake_core: ends a wait of the core's loop.
+        default_port: bootstrap port of requests without one.
 
     Raises:
         TransportError: the transport does not start.
@@ -120,12 +135,14 @@ class DecodeAgent(TransferThread):
         *,
         transport: str = "tcp",
         host: str = "127.0.0.1",
+        devices: str = "",
         layout: Layout | None = None,
         rank: int = 0,
     ) -> None:
-        super().__init__(link, wake_core)
-        self._rows, self._schema = rows, schema
-        self._layout, self._rank = layout or Layout(), rank
+        super().__init__(
+            link, rows, schema, wake_core, layout, rank, transport, host, devices, lambda peer, frames: None,
+            max_sockets=SOCKETS_OF_THREAD + SOCKETS_OF_PEER * max_peers(),
+        )  # fmt: skip
         self._default_port, self._keys = default_port, keys
         self._peers: dict[str, Peer] = {}
         self._rooms: dict[int, Room] = {}
@@ -133,35 +150,22 @@ class DecodeAgent(TransferThread):
         """Rooms that wait for copies."""
         self._settled = 0
         self._attempts = itertools.count(1)
-        self._transport: Transport = open_transport(transport, host, lambda peer, frames: None)
-        self._beat_at = time.monotonic()
         self._start()
 
     def _is_busy(self) -> bool:
         return bool(self._late)
 
-    def _wait(self, milliseconds: int) -> None:
-        poller = zmq.Poller()
-        for socket in (self._inner, *(s for p in self._peers.values() for s in (p.socket, p.monitor))):
-            poller.register(socket, zmq.POLLIN)
-        poller.poll(milliseconds)
+    def _receive(self) -> None:
+        for peer in list(self._peers.values()):
+            if peer.socket in self._ready or peer.monitor in self._ready:
+                self._serve(peer)
 
-    def _turn(self) -> None:
-        while self._link.commands:
-            self._command(*self._link.commands.popleft())
+    def _advance(self) -> None:
         if self._late:
             late, self._late = self._late, []
             for number, room in late:
                 if self._rooms.get(number) is room:
                     self._ask(number, room)
-        for peer in list(self._peers.values()):
-            self._serve(peer)
-        now = time.monotonic()
-        if now - self._beat_at > wire.BEAT_SECONDS:
-            self._beat_at = now
-            for peer in list(self._peers.values()):
-                self._beat(peer, now)
-            self._check_deadlines(now)
 
     def _leave(self) -> None:
         for peer in list(self._peers.values()):
@@ -200,21 +204,21 @@ class DecodeAgent(TransferThread):
         if room.after > max(self._rows.stored, self._settled):
             self._late.append((number, room))
             return
-        try:
-            bootstrap = self._peer(room.address)
-            if bootstrap.is_welcome:
-                self._begin(number, room, bootstrap)
-            else:
-                bootstrap.waiting.append(number)
-        except zmq.ZMQError as error:
-            room.reason = f"{room.address}: {error}"
-            self._finish(number, room)
+        bootstrap = self._peer(number, room, room.address)
+        if bootstrap is None:
+            return
+        if bootstrap.is_welcome:
+            self._begin(number, room, bootstrap)
+        else:
+            bootstrap.waiting.append(number)
 
     def _begin(self, number: int, room: Room, bootstrap: Peer) -> None:
         """Asks the ranks that have the KV, of the attention group that the prefill server has chosen by the room."""
         addresses = bootstrap.groups[number % len(bootstrap.groups)]
         for source in sources_of(self._rank, self._layout, bootstrap.layout):
-            peer = self._peer(address_at(addresses[source], bootstrap.address))
+            peer = self._peer(number, room, address_at(addresses[source], bootstrap.address))
+            if peer is None:
+                return
             leg = Leg(peer, Receiving(room.digest, room.begin, room.limit), next(self._attempts))
             room.legs.append(leg)
             peer.legs[number] = leg
@@ -224,11 +228,22 @@ class DecodeAgent(TransferThread):
         if not room.places:
             self._fail(number, room, "cached")
 
-    def _peer(self, address: str) -> Peer:
+    def _peer(self, number: int, room: Room, address: str) -> Peer | None:
+        """The prefill rank at an address; None if no connection to it can be opened: the room has failed."""
         peer = self._peers.get(address)
-        if peer is None:
+        if peer is not None:
+            return peer
+        try:
             peer = self._peers[address] = Peer(self._context, address, self._keys)
-            peer.send(["hello", self._schema, self._layout.values, self._rank])
+        except zmq.ZMQError as error:
+            count, reason = len(self._peers), str(error)
+            if error.errno == errno.EMFILE:
+                reason = f"connections to {count} prefill ranks are the most for ulimit -n {open_files.limit()}"
+            self._fail(number, room, f"{address}: {reason}")
+            return None
+        for socket in (peer.socket, peer.monitor):
+            self._poller.register(socket, zmq.POLLIN)
+        self._tell(peer, ["hello", self._schema, self._layout.values, self._rank])
         return peer
 
     # -- messages
@@ -286,7 +301,7 @@ class DecodeAgent(TransferThread):
             logger.error("%s", error)
             self._lose(peer, str(error))
             return False
-        peer.send(["window", peer.memory.description, peer.slot_bytes])
+        self._tell(peer, ["window", peer.memory.description, peer.slot_bytes])
         return True
 
     def _handle(self, number: int, leg: Leg, name: str, values: list[Any]) -> None:
@@ -337,18 +352,16 @@ class DecodeAgent(TransferThread):
         else:
             self._report("filled", number, min(leg.state.end for leg in room.legs))
 
-    def _send(self, number: int, leg: Leg, messages: list[Message]) -> None:
-        for name, *values in messages:
-            leg.peer.send([name, number, leg.attempt, *values])
+    def _tell(self, peer: Peer, message: list[Any]) -> None:
+        peer.send(message)
 
-    def _beat(self, peer: Peer, now: float) -> None:
-        limit = wire.SILENCE_SECONDS if peer.is_welcome else CONNECT_SECONDS
-        if now - peer.heard > limit:
-            self._lose(peer, f"{peer.address}: no message for {limit:g} s")
-        else:
-            peer.send(["beat"])
-
-    def _check_deadlines(self, now: float) -> None:
+    def _beat(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            limit = wire.SILENCE_SECONDS if peer.is_welcome else CONNECT_SECONDS
+            if now - peer.heard > limit:
+                self._lose(peer, f"{peer.address}: no message for {limit:g} s")
+            else:
+                self._tell(peer, ["beat"])
         for number, room in list(self._rooms.items()):
             if now - room.began > wire.TRANSFER_SECONDS:
                 self._fail(number, room, "the deadline has passed")
@@ -357,6 +370,8 @@ class DecodeAgent(TransferThread):
         """The connection has ended: so do its transfers. The next request connects again."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
+            for socket in (peer.socket, peer.monitor):
+                self._poller.unregister(socket)
         for number in peer.waiting:
             if (room := self._rooms.get(number)) is not None:
                 self._fail(number, room, reason)

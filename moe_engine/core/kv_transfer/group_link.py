@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 
 from moe_engine.core.kv_transfer import wire
@@ -23,15 +22,51 @@ from moe_engine.scheduler.transfer_link import Command, TransferLink
 JOIN_SECONDS = 120.0
 
 
-class GroupLink(TransferThread):
+class RankLink(TransferThread):
+    """A rank's side of the link. `own` is the link of the rank's transfer thread, and `wake` that thread's
+    `wake_core`."""
+
+    def __init__(
+        self,
+        link: TransferLink,
+        wake_core: Callable[[], None],
+        new_socket: Callable[[zmq.Context[zmq.Socket[bytes]]], zmq.Socket[bytes]],
+    ) -> None:
+        super().__init__(link, wake_core)
+        self.own = TransferLink()
+        waker = self._new_waker()
+        self.wake: Callable[[], None] = lambda: waker.send(b"")
+        self._socket = new_socket(self._context)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._is_broken = False
+
+    def _turn(self) -> None:
+        while self._socket.poll(0):
+            self._receive(self._socket.recv_multipart())
+        while self.own.reports:
+            self._of_own(*self.own.reports.popleft())
+        if self.own.broken and not self._is_broken:
+            self._is_broken = True
+            self._of_own("broken", self.own.broken)
+
+    # -- of the side
+
+    def _receive(self, frames: list[bytes]) -> None:
+        """A message of the other side."""
+        raise NotImplementedError
+
+    def _of_own(self, *report: Any) -> None:
+        """A report of this rank's transfer thread; ``broken`` with its reason: the thread has ended."""
+        raise NotImplementedError
+
+
+class GroupLink(RankLink):
     """The leader's side.
 
     Args:
         link: of the scheduler.
         sends: of a prefill server.
         address: to bind.
-
-    `own` is the link of the leader's own transfer thread, and `wake` its `wake_core`.
     """
 
     def __init__(
@@ -43,57 +78,40 @@ class GroupLink(TransferThread):
         keys: JobKeys | None,
         wake_core: Callable[[], None],
     ) -> None:
-        super().__init__(link, wake_core)
-        self.own = TransferLink()
+        super().__init__(link, wake_core, wire.router)
         self._joint = JointTransfers(layout, sends)
         self._waiting: dict[int, list[Command]] = {rank: [] for rank in range(1, layout.num_ranks)}
         """Commands for followers that have not joined."""
         self._began = time.monotonic()
-        self._socket = wire.router(self._context)
         self.address = bind(self._socket, address, keys)
-        own_waker = self._context.socket(zmq.PUSH)  # a socket for each thread
-        own_waker.connect("inproc://wake")
-        self.wake: Callable[[], None] = lambda: own_waker.send(b"")
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._inner, zmq.POLLIN)
         self._start()
 
-    def _is_busy(self) -> bool:
-        return False
-
-    def _wait(self, milliseconds: int) -> None:
-        self._poller.poll(milliseconds)
-
     def _turn(self) -> None:
-        while self._socket.poll(0):
-            identity, frame = self._socket.recv_multipart()
-            self._receive(int(identity), *wire.decode(frame))
-        while self.own.reports:
-            self._join(0, self.own.reports.popleft())
+        super()._turn()
         while self._link.commands:
             for rank, command in self._joint.command(self._link.commands.popleft()):
                 self._forward(rank, command)
-        if self.own.broken:
-            self._broken(self.own.broken)
         if self._waiting and time.monotonic() - self._began > JOIN_SECONDS:
             self._broken(f"KV transfers: rank {min(self._waiting)} of the group did not join in {JOIN_SECONDS:g} s")
 
-    def _receive(self, rank: int, name: str, *values: Any) -> None:
+    def _receive(self, frames: list[bytes]) -> None:
+        self._of_rank(int(frames[0]), *wire.decode(frames[1]))
+
+    def _of_own(self, *report: Any) -> None:
+        self._of_rank(0, *report)
+
+    def _of_rank(self, rank: int, name: str, *values: Any) -> None:
         if name == "join":
             for command in self._waiting.pop(rank, []):
                 self._forward(rank, command)
         elif name == "broken":
             self._broken(values[0])
         else:
-            self._join(rank, (name, *values))
-
-    def _join(self, rank: int, report: Command) -> None:
-        reports, commands = self._joint.report(rank, report)
-        for other, command in commands:
-            self._forward(other, command)
-        for joined in reports:
-            self._report(*joined)
+            reports, commands = self._joint.report(rank, (name, *values))
+            for other, command in commands:
+                self._forward(other, command)
+            for joined in reports:
+                self._report(*joined)
 
     def _forward(self, rank: int, command: Command) -> None:
         if rank == 0:
@@ -103,45 +121,22 @@ class GroupLink(TransferThread):
         else:
             self._socket.send_multipart([str(rank).encode(), wire.encode(command)])
 
-    def _leave(self) -> None: ...
 
-
-class FollowerLink(TransferThread):
-    """A follower's side. `own` is the link of its transfer thread, and `wake` that thread's `wake_core`."""
+class FollowerLink(RankLink):
+    """A follower's side."""
 
     def __init__(self, rank: int, address: str, keys: JobKeys | None) -> None:
-        super().__init__(TransferLink(), lambda: None)
-        self.own = TransferLink()
-        self.wake: Callable[[], None] = lambda: self._waker.send(b"")
-        self._socket = wire.dealer(self._context)
+        super().__init__(TransferLink(), lambda: None, wire.dealer)
         self._socket.setsockopt(zmq.IDENTITY, str(rank).encode())
         connect(self._socket, address, keys)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._inner, zmq.POLLIN)
-        self._reported = False
 
     def start(self) -> None:
         """After the transfer thread has started."""
-        self._send("join")
+        self._of_own("join")
         self._start()
 
-    def _is_busy(self) -> bool:
-        return False
+    def _receive(self, frames: list[bytes]) -> None:
+        self.own.command(*wire.decode(frames[0]))
 
-    def _wait(self, milliseconds: int) -> None:
-        self._poller.poll(milliseconds)
-
-    def _turn(self) -> None:
-        while self._socket.poll(0):
-            self.own.command(*wire.decode(self._socket.recv()))
-        while self.own.reports:
-            self._send(*self.own.reports.popleft())
-        if self.own.broken and not self._reported:
-            self._reported = True
-            self._send("broken", self.own.broken)
-
-    def _send(self, *values: Any) -> None:
-        self._socket.send(msgspec.msgpack.encode(values))
-
-    def _leave(self) -> None: ...
+    def _of_own(self, *report: Any) -> None:
+        self._socket.send(wire.encode(report))

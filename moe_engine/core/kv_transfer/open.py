@@ -112,6 +112,7 @@ def _start(
     port, backend = flags.disaggregation_bootstrap_port, flags.disaggregation_transfer_backend
     layout, schema, keys = layout_of(config), cache_schema(config), job_keys(config.parallel.secret)
     more: dict[str, Any] = {"transport": backend, "host": _reachable(config), "layout": layout}
+    more["devices"] = flags.disaggregation_ib_device or ""
     try:
         if flags.disaggregation_mode == "decode":
             DecodeAgent(link, copies, schema, port, keys, wake, **more, rank=rank)

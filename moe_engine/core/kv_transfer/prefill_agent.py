@@ -17,13 +17,12 @@ import msgspec
 import zmq
 
 from moe_engine.core.kv_transfer import wire
+from moe_engine.core.kv_transfer.agent import TransferAgent
 from moe_engine.core.kv_transfer.directory import Directory, Home
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts
 from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.schema import difference
-from moe_engine.core.kv_transfer.thread import TransferThread
-from moe_engine.core.kv_transfer.transports.protocol import Transport, TransportError, Write
-from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.core.kv_transfer.transports.protocol import TransportError, Write
 from moe_engine.core.kv_transfer.windows import SendWindow
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
@@ -98,13 +97,11 @@ class Room:
         return self.over is None and bool(self.staged) and all(leg.may_read for leg in self.legs.values())
 
 
-class PrefillAgent(TransferThread):
+class PrefillAgent(TransferAgent):
     """
     Args:
-        rows: the places of the tier.
-        transport: name of its row in `transports.table`; host: address of this rank for it.
-        layout: of its attention group; home: this rank among those of its server.
-        wake_core: ends a wait of the core's loop.
+        address: to bind.
+        home: this rank among those of its server.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -122,24 +119,21 @@ class PrefillAgent(TransferThread):
         *,
         transport: str = "tcp",
         host: str = "127.0.0.1",
+        devices: str = "",
         layout: Layout | None = None,
         home: Home | None = None,
     ) -> None:
-        super().__init__(link, wake_core)
-        self._rows, self._schema = rows, schema
-        self._layout, self._home = layout or Layout(), home or Home()
-        self._rank = self._home.rank
+        self._home = home or Home()
+        super().__init__(
+            link, rows, schema, wake_core, layout, self._home.rank, transport, host, devices, self._deliver
+        )
         self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}
-        self._transport: Transport = open_transport(transport, host, self._deliver)
         self._socket = wire.router(self._context)
         self.address = bind(self._socket, address, keys, "--disaggregation-bootstrap-port")
         self._registration = self._register(keys)
-        self._beat_at = time.monotonic()
-        self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._inner, zmq.POLLIN)
         self._start()
 
     def _register(self, keys: JobKeys | None) -> zmq.Socket[bytes] | None:
@@ -157,20 +151,13 @@ class PrefillAgent(TransferThread):
     def _is_busy(self) -> bool:
         return any(room.may_read or any(leg.writes for leg in room.legs.values()) for room in self._rooms.values())
 
-    def _wait(self, milliseconds: int) -> None:
-        self._poller.poll(milliseconds)
-
-    def _turn(self) -> None:
+    def _receive(self) -> None:
         while self._socket.poll(0):
-            self._receive()
-        while self._link.commands:
-            self._command(*self._link.commands.popleft())
+            self._read_message(*self._socket.recv_multipart())
+
+    def _advance(self) -> None:
         for number, room in list(self._rooms.items()):
-            self._advance(number, room)
-        now = time.monotonic()
-        if now - self._beat_at > wire.BEAT_SECONDS:
-            self._beat_at = now
-            self._beat(now)
+            self._go_on(number, room)
 
     def _leave(self) -> None:
         for number, room in self._rooms.items():
@@ -180,8 +167,7 @@ class PrefillAgent(TransferThread):
 
     # -- messages
 
-    def _receive(self) -> None:
-        peer, *frames = self._socket.recv_multipart()
+    def _read_message(self, peer: bytes, *frames: bytes) -> None:
         try:
             name, *values = wire.decode(frames[0])
             if name == "register":
@@ -285,7 +271,7 @@ class PrefillAgent(TransferThread):
 
     # -- transfers
 
-    def _advance(self, number: int, room: Room) -> None:
+    def _go_on(self, number: int, room: Room) -> None:
         legs = list(room.legs.values())
         if room.over is None and room.has_met and not room.announced:
             self._announce(number, room, legs)
@@ -383,10 +369,6 @@ class PrefillAgent(TransferThread):
         if consumer.window is not None:
             consumer.window.give(piece.slot, piece.write)
 
-    def _send(self, number: int, leg: Leg, messages: list[Message]) -> None:
-        for name, *values in messages:
-            self._tell(leg.peer, [name, number, leg.attempt, *values])
-
     def _tell(self, peer: bytes, message: list[Any]) -> None:
         self._deliver(peer, [wire.encode(message)])
 
@@ -394,16 +376,16 @@ class PrefillAgent(TransferThread):
         try:
             self._socket.send_multipart([peer, *frames], copy=False)
         except zmq.ZMQError:
-            self._lost(peer, "the decode server is gone")
+            self._lose(peer, "the decode server is gone")
 
     def _beat(self, now: float) -> None:
         for peer, consumer in list(self._peers.items()):
             if now - consumer.heard > wire.SILENCE_SECONDS:
-                self._lost(peer, f"no message of the decode server for {wire.SILENCE_SECONDS:g} s")
+                self._lose(peer, f"no message of the decode server for {wire.SILENCE_SECONDS:g} s")
             else:
                 self._tell(peer, ["beat"])
 
-    def _lost(self, peer: bytes, reason: str) -> None:
+    def _lose(self, peer: bytes, reason: str) -> None:
         consumer = self._peers.get(peer)
         for room in self._rooms.values():
             if (leg := room.legs.get(peer)) is not None:

@@ -20,23 +20,35 @@ class TransferThread:
 
     Args:
         wake_core: ends a wait of the core's loop.
+        max_sockets: of the thread's ZeroMQ context, its own two included; 0: ZeroMQ's default.
     """
 
-    def __init__(self, link: TransferLink, wake_core: Callable[[], None]) -> None:
+    def __init__(self, link: TransferLink, wake_core: Callable[[], None], max_sockets: int = 0) -> None:
         self._link, self._wake_core = link, wake_core
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        if max_sockets:
+            self._context.set(zmq.MAX_SOCKETS, max_sockets)
         self._inner = self._context.socket(zmq.PULL)
         self._inner.bind("inproc://wake")
-        self._waker = self._context.socket(zmq.PUSH)
-        self._waker.connect("inproc://wake")
-        link.wake = lambda: self._waker.send(b"")
+        self._poller = zmq.Poller()
+        self._poller.register(self._inner, zmq.POLLIN)
+        waker = self._new_waker()
+        link.wake = self._wake = lambda: waker.send(b"")
+        self._ready: set[Any] = set()
+        """Sockets that had a message at the last poll."""
         self._closing = False
+
+    def _new_waker(self) -> zmq.Socket[bytes]:
+        """Its messages end a wait of the thread; one for each thread that sends them."""
+        waker = self._context.socket(zmq.PUSH)
+        waker.connect("inproc://wake")
+        return waker
 
     def close(self) -> None:
         """Waits for the end of the thread, which ends all transfers with a message to their peers."""
         self._closing = True
         if not self._link.broken:
-            self._waker.send(b"")
+            self._wake()
         self._thread.join(timeout=5)
 
     def _start(self) -> None:
@@ -49,7 +61,7 @@ class TransferThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._wait(BUSY_POLL_MS if self._is_busy() else POLL_MS)
+                self._ready = {socket for socket, _ in self._poller.poll(BUSY_POLL_MS if self._is_busy() else POLL_MS)}
                 while self._inner.poll(0):
                     self._inner.recv()
                 self._turn()
@@ -61,14 +73,10 @@ class TransferThread:
         self._link.reports.append(values)
         self._wake_core()
 
-    # -- of the side
+    # -- of the side, which registers its sockets at `_poller`
 
     def _is_busy(self) -> bool:
-        raise NotImplementedError
-
-    def _wait(self, milliseconds: int) -> None:
-        """Waits until a socket has a message; `_inner` is one of them."""
-        raise NotImplementedError
+        return False
 
     def _turn(self) -> None:
         """Handles everything that has arrived."""
@@ -76,4 +84,3 @@ class TransferThread:
 
     def _leave(self) -> None:
         """The server stops: ends all transfers."""
-        raise NotImplementedError

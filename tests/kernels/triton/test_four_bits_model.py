@@ -21,7 +21,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import experts_format, kept_format, width_group
-from moe_engine.models.layers.moe import StoredExperts
+from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import load_model
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.tensors import expert_names

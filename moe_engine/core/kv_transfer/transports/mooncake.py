@@ -39,19 +39,20 @@ class MooncakeTransport:
     Args:
         host: address of this server for its peers.
         protocol: of the engine; empty: `find_protocol`.
+        devices: names of the RDMA devices to use, separated by commas; empty: all that fit.
 
     Raises:
         TransportError: the library does not load, or the engine does not start.
     """
 
-    def __init__(self, host: str, send: Send, protocol: str = "") -> None:
+    def __init__(self, host: str, send: Send, protocol: str = "", devices: str = "") -> None:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise TransportError(f"mooncake does not load: {error}") from error
         protocol = protocol or find_protocol()
         self._engine = TransferEngine()
-        if (code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")) != 0:
+        if (code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)) != 0:
             raise TransportError(f"mooncake does not start at {host} with {protocol}: error {code}")
         self._name = f"{host}:{self._engine.get_rpc_port()}"
         self._peers: dict[bytes, tuple[str, int, int]] = {}

@@ -11,7 +11,7 @@ from moe_engine.core.kv_transfer.transports.protocol import Send, Transport
 from moe_engine.core.kv_transfer.transports.shm import SharedMemoryTransport
 from moe_engine.core.kv_transfer.transports.tcp import TcpTransport
 
-TRANSPORTS: dict[str, Callable[[str, Send], Transport]] = {
+TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "tcp": TcpTransport,
     "shm": SharedMemoryTransport,
     "nixl": NixlTransport,
@@ -21,9 +21,13 @@ TRANSPORTS: dict[str, Callable[[str, Send], Transport]] = {
 """Name -> constructor of (address of this server for peers, `Send`)."""
 
 
-def open_transport(name: str, host: str, send: Send) -> Transport:
+def open_transport(name: str, host: str, send: Send, devices: str = "") -> Transport:
     """
+    Args:
+        devices: names of RDMA devices for ``mooncake``, separated by commas; empty: it chooses.
+
     Raises:
         TransportError: its library is absent, or does not start.
     """
-    return TRANSPORTS[name](host, send)
+    more = {"devices": devices} if devices and name == "mooncake" else {}
+    return TRANSPORTS[name](host, send, **more)
