@@ -13,6 +13,8 @@ from moe_engine.scheduler.transfer_link import TransferLink
 POLL_MS = 200
 BUSY_POLL_MS = 1
 """Poll interval while copies or writes are in progress: they wake no socket."""
+END = b"end"
+"""The last message to a thread, which then closes the socket that it came from."""
 
 
 class TransferThread:
@@ -33,7 +35,8 @@ class TransferThread:
         self._poller = zmq.Poller()
         self._poller.register(self._inner, zmq.POLLIN)
         waker = self._new_waker()
-        link.wake = self._wake = lambda: waker.send(b"")
+        link.wake = lambda: waker.send(b"")
+        self._end_thread: Callable[[], None] = lambda: waker.send(END)
         self._ready: set[Any] = set()
         """Sockets that had a message at the last poll."""
         self._closing = False
@@ -46,9 +49,8 @@ class TransferThread:
 
     def close(self) -> None:
         """Waits for the end of the thread, which ends all transfers with a message to their peers."""
-        self._closing = True
         if not self._link.broken:
-            self._wake()
+            self._end_thread()
         self._thread.join(timeout=5)
 
     def _start(self) -> None:
@@ -63,7 +65,7 @@ class TransferThread:
             while not self._closing:
                 self._ready = {socket for socket, _ in self._poller.poll(BUSY_POLL_MS if self._is_busy() else POLL_MS)}
                 while self._inner.poll(0):
-                    self._inner.recv()
+                    self._closing |= self._inner.recv() == END
                 self._turn()
         finally:
             self._leave()
