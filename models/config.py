@@ -272,6 +272,8 @@ class ModelConfig:
     """Pooling of a model that serves vectors; None for text generation."""
     vision: VisionConfig | None = None
     """The vision tower; None: text alone."""
+    latent_scales: tuple[float, ...] = ()
+    """Scale of each layer's latent in a cache of `fp8_per_tensor`, MTP layers last; (): all are 1."""
     raw: Mapping[str, Any] | None = None
 
     @cached_property
@@ -307,6 +309,10 @@ class ModelConfig:
     def longest_window(self) -> int:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
+
+    def latent_scale(self, layer: int) -> float:
+        """The layer's value of `latent_scales`."""
+        return self.latent_scales[layer] if layer < len(self.latent_scales) else 1.0
 
     def within(self, context_len: int) -> ModelConfig:
         """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out."""

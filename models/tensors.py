@@ -26,10 +26,10 @@ ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 _ROTARY = "rotary_emb.inv_freq"
 _OTHER_MTP = "model.mtp_"
 """Begin of the names of ERNIE's MTP layers."""
-KV_SCALES = tuple(
-    f".self_attn.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale", "kv_scale")
-)
-"""Ends of the names of a layer's KV cache scales. MLA's e4m3 rows have scales of their own, or the scale 1."""
+LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.kv_scale")
+"""Ends of the names of a layer's scale of its latent, in MLA."""
+KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
+"""Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
 
 
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
@@ -270,13 +270,13 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
     have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); the
-    layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; and MLA's KV scales.
+    layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of the KV cache.
     """
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + (_OTHER_MTP,)
-    ends = (_ROTARY, *KV_SCALES) if config.attention.kind == "mla" else (_ROTARY,)
+    ends = (_ROTARY, *KV_SCALES)
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
 

@@ -28,7 +28,7 @@ def grouped_rows(a: Any, s: Setting) -> Cost:
     """Norms, rotation and cache rows."""
     tokens = len(a.q)
     records = _records(a.KV_HEADS, a.WIDTH, 1)
-    read = size(a.q) + tokens * (records * a.k.element_size() + a.TURNED * FP32) + size(a.positions, a.slots)
+    read = size(a.q) + tokens * (records * a.k.element_size() + a.TURNED * FP32) + size(a.positions, a.slots, a.bias)
     return Cost(read, size(a.out) + tokens * records * a.k_cache.element_size())
 
 

@@ -87,6 +87,18 @@ MODELS["v3.2"] = MODELS["v3"] | {
     "index_head_dim": 128,
 }  # fmt: skip
 
+MODELS["glm-4.6"] = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120, "num_hidden_layers": 92,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
+    "vocab_size": 151552, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+    "quantization_config": _BLOCK_FP8,
+}  # fmt: skip
+"""In block FP8, as --quantization gives it."""
+
 
 DRAFT_MODEL = _COMMON | MODELS["v2-lite"] | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
 """The draft model of the drafter "standalone": four dense layers of V2-Lite's widths, with the target's vocabulary."""

@@ -49,8 +49,7 @@ class _MLA(ctypes.Structure):
         *((name, P) for name in ("q_norm", "kv_norm", "table")),
         *((name, L) for name in ("heads", "rotary")),
         ("interleaved", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "latent_scale")),
     ]
 
 
@@ -79,7 +78,8 @@ class MLALayer:
     o: PreparedLinear  # [D, H*V]
     rotary: RotaryTable
     eps: float  # of both norms
-    scale: float
+    scale: float  # of scores
+    latent_scale: float = 1.0  # of cache rows; scale and values include it
 
 
 class PackedExperts(Protocol):
@@ -182,7 +182,7 @@ def fuse_mla(library: Library, layer: MLALayer) -> FusedMLA | None:
     struct = _MLA(
         *map(weight_struct, weights), None if layer.q_norm is None else layer.q_norm.data_ptr(),
         layer.kv_norm.data_ptr(), layer.rotary.cos_sin.data_ptr(), layer.keys.data.heads, layer.rotary.width,
-        int(layer.rotary.interleaved), layer.eps, layer.scale,
+        int(layer.rotary.interleaved), layer.eps, layer.scale, layer.latent_scale,
     )  # fmt: skip
     widths = (layer.keys.out_features, layer.rotary.width)
     return FusedMLA(kind, ctypes.addressof(struct), layer.o.out_features, widths, library, (struct, layer))

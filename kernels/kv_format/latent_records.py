@@ -44,12 +44,13 @@ def form_of(cache: Tensor, latent: int, rotary: int) -> int:
     raise ValueError(f"a cache row has {width} bytes: no FP8 record of a latent of {latent} + {rotary}")
 
 
-def pack(rows: Tensor, latent: int, form: int) -> Tensor:
-    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2 or float8_e4m3fn. Rounds to nearest even."""
+def pack(rows: Tensor, latent: int, form: int, scale: float = 1.0) -> Tensor:
+    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2 or float8_e4m3fn. Rounds to nearest even.
+    `scale` divides rows of `FP8_TENSOR`."""
     if form == FP8_RANGE:
         return to_e5m2(rows)
     if form == FP8_TENSOR:
-        return to_e4m3(rows.float(), 1.0)
+        return to_e4m3(rows.float(), scale)
     rotary = rows.shape[1] - latent
     records = rows.new_zeros((len(rows), record_bytes(form, latent, rotary)), dtype=torch.uint8)
     values, rope = rows[:, :latent].float(), rows[:, latent:]

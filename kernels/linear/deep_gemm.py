@@ -66,7 +66,7 @@ class DeepGemmLinear(CublasLinear):
         data = Blocks(self._gemm.weight(weight), weight.power_of_two)
         kept = data.operand if bias is None else (*data.operand, bias)
         num_bytes = sum(part.numel() * part.element_size() for part in kept)
-        prepared = PreparedLinear(k, n, data, bias, num_bytes)
+        prepared = PreparedLinear(k, n, data, bias, num_bytes, adds_bias_apart=bias is not None)
         self._shapes.setdefault((n, k), prepared)
         return prepared
 

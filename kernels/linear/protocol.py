@@ -28,6 +28,8 @@ class PreparedLinear:
     data: Any
     bias: Tensor | None
     num_bytes: int
+    adds_bias_apart: bool = False
+    """`run` adds the bias in a launch of its own."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class CpuOps:
 
     def write_latent(
         self, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable, slots: Tensor,
-        cache: Tensor,
+        cache: Tensor, scale: float = 1.0,
     ) -> None:  # fmt: skip
         kv_a, positions, slots = rows(kv_a), _positions(positions), _slots(slots)
         tokens, width = kv_a.shape
@@ -112,7 +112,7 @@ class CpuOps:
             kind_of(kv_a.dtype), kind_of(weight.dtype), kv_a.data_ptr(), kv_a.stride(0), weight.data_ptr(), eps,
             positions.data_ptr(), table.cos_sin.data_ptr(), rotary, table.interleaved, slots.data_ptr(),
             slots.dtype == torch.int64, latent_form(cache, kv_a.dtype, width - rotary, rotary), cache.data_ptr(),
-            cache.stride(0), tokens, width - rotary,
+            cache.stride(0), tokens, width - rotary, scale,
         )  # fmt: skip
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

@@ -100,11 +100,11 @@ class Absorb(Protocol):
 
     def __call__(
         self, q: Tensor, keys: Tensor, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable,
-        slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None,
+        slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None, scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """[T, H, C+R]: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated last R.
 
-        query_dtype: float8_e4m3fn for unscaled, saturated queries; None: that of q.
+        query_dtype: float8_e4m3fn for unscaled, saturated queries; None: that of q. scale: as in `Ops.write_latent`.
         """
 
 
@@ -122,10 +122,11 @@ class GroupedRows(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
-        slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """q [T, H, Dh], and k and v [T, G, Dh], views of any row strides: `Ops.rms_norm` of q and k by `norms`,
-        `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q, contiguous; the arguments do not change."""
+        """q [T, H, Dh], and k and v [T, G, Dh], views of any row strides: `bias` [(H+2G) Dh] added, in their dtype,
+        `Ops.rms_norm` of q and k by `norms`, `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q, contiguous;
+        the arguments do not change."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,15 @@ class Ops(Protocol):
         table: RotaryTable,
         slots: Tensor,
         cache: Tensor,
+        scale: float = 1.0,
     ) -> None:
         """Writes MLA's cache rows: kv_a [T, C+R] -> cache[slots] = [rms_norm(latent) | rotated k_rope].
 
         cache is [num_slots, C+R], in the activation dtype, or FP8 rows (`attention.kv_format`), whose values
         are rounded to the activation dtype first. kv_a may be a strided view and is not changed.
+
+        Args:
+            scale: divides rows of `FP8_TENSOR`; other formats have no use for it.
         """
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

@@ -48,6 +48,7 @@ class TorchOps:
         table: RotaryTable,
         slots: Tensor,
         cache: Tensor,
+        scale: float = 1.0,
     ) -> None:
         latent = weight.shape[0]
         form = latent_records.form_of(cache, latent, table.width)
@@ -55,7 +56,7 @@ class TorchOps:
         rows[:, :latent] = self.rms_norm(kv_a[:, :latent], weight, eps)
         rows[:, latent:] = kv_a[:, latent:]
         _rotate_(rows[:, latent:].unsqueeze(1), positions, table)
-        _write(cache, slots, rows if form == PLAIN else latent_records.pack(rows, latent, form))
+        _write(cache, slots, rows if form == PLAIN else latent_records.pack(rows, latent, form, scale))
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         for heads, cache in ((k, k_cache), (v, v_cache)):

@@ -44,7 +44,7 @@ _FEW_TOKENS = 16
 @dependent_jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def absorb_kernel(
     q, weight, out, kv_a, norm, positions, cos_sin, slots, cache, num_tokens,
-    q_stride, q_head_stride, kv_stride, cache_stride, eps,
+    q_stride, q_head_stride, kv_stride, cache_stride, eps, divisor,
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
     KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
@@ -82,19 +82,21 @@ def absorb_kernel(
                 write_row(line, norm, table, record, eps, LATENT, WIDTH, INTERLEAVED, BLOCK_L, BLOCK_R)
             else:
                 write_record(
-                    line, norm, table, record, eps,
+                    line, norm, table, record, eps, divisor,
                     LATENT, WIDTH, INTERLEAVED, BLOCK_L, BLOCK_R, KV_FORMAT, SCALES,
                 )  # fmt: skip
 
 
 def absorb(
     q: Tensor, keys: Tensor, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable,
-    slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None, deterministic: bool = False,
+    slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None, scale: float = 1.0,
+    deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """`OpsCapabilities.absorb`.
 
     Args:
         query_dtype: of the result; only e4m3 is supported besides that of q.
+        scale: as in `Ops.write_latent`.
         deterministic: the tiling does not depend on the number of tokens (batch-invariant results).
 
     Raises:
@@ -114,7 +116,8 @@ def absorb(
     written = out if query_dtype is None else out.view(torch.uint8)
     absorb_kernel[grid](
         q, keys.contiguous(), written, kv_a, weight, positions.reshape(-1), table.cos_sin, slots, stored, count,
-        stride_of(q, 0), stride_of(q, 1), stride_of(kv_a, 0), stride_of(stored, 0), eps, **constants, num_warps=4,
+        stride_of(q, 0), stride_of(q, 1), stride_of(kv_a, 0), stride_of(stored, 0), eps, scale, **constants,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -150,7 +153,7 @@ def absorb_case(
     record = record_bytes(form, latent, rotary) if form not in (PLAIN, FP8_RANGE, FP8_TENSOR) else latent + rotary
     signature = dict.fromkeys(("q", "weight", "out", "kv_a"), kind) | {
         "norm": "*fp32", "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(slot_dtype)}:1",
-        "cache": kind if form == PLAIN else "*u8", "num_tokens": "i32", "eps": "fp32",
+        "cache": kind if form == PLAIN else "*u8", "num_tokens": "i32", "eps": "fp32", "divisor": "fp32",
         "cache_stride": "i32:16" if record % 16 == 0 else "i32", **({"out": "*u8"} if fp8_query else {}),
     }  # fmt: skip
     signature |= dict.fromkeys(("q_stride", "q_head_stride", "kv_stride"), "i32:16")

@@ -64,14 +64,14 @@ def _e5m2(values):
 
 @triton.jit
 def write_record(
-    source, weight, table, target, eps,
+    source, weight, table, target, eps, divisor,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """The bytes at `target` = the record of [rms_norm(source[:C]) * weight | source[C:] rotated by the angles at
     `table`].
 
-    SCALES: offset of the two scales in `FP8_TOKEN`.
+    divisor: of `FP8_TENSOR`. SCALES: offset of the two scales in `FP8_TOKEN`.
     """
     column = tl.arange(0, BLOCK_C)
     latent = normed_latent(source, weight, column, eps, LATENT).to(tl.float32)
@@ -99,7 +99,9 @@ def write_record(
             tl.store(floats + 1, of_rotary)
             numbers, first, second = _e4m3(latent, scale), _e4m3(first, of_rotary), _e4m3(second, of_rotary)
         elif KV_FORMAT == _TENSOR:
-            numbers, first, second = unscaled_e4m3(latent), unscaled_e4m3(first), unscaled_e4m3(second)
+            numbers = unscaled_e4m3(tl.div_rn(latent, divisor))
+            first = unscaled_e4m3(tl.div_rn(first, divisor))
+            second = unscaled_e4m3(tl.div_rn(second, divisor))
         else:
             numbers, first, second = _e5m2(latent), _e5m2(first), _e5m2(second)
         tl.store(target + column, numbers, column < LATENT)
@@ -109,7 +111,7 @@ def write_record(
 
 @dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_latent_fp8_kernel(
-    kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
+    kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps, divisor,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +122,7 @@ def write_latent_fp8_kernel(
     target = cache + tl.load(slots + token).to(tl.int64) * cache_stride
     table = cos_sin + tl.load(positions + token) * WIDTH
     write_record(
-        source, weight, table, target, eps, LATENT, WIDTH, INTERLEAVED, BLOCK_C, BLOCK_R, KV_FORMAT, SCALES
+        source, weight, table, target, eps, divisor, LATENT, WIDTH, INTERLEAVED, BLOCK_C, BLOCK_R, KV_FORMAT, SCALES
     )  # fmt: skip
 
 
@@ -163,7 +165,7 @@ def write_kv_fp8_kernel(
 
 def write_latent(
     kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable, slots: Tensor, cache: Tensor,
-    form: int,
+    form: int, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """`Ops.write_latent` to a cache of FP8 rows in that format."""
     if not len(kv_a):
@@ -172,7 +174,7 @@ def write_latent(
     latent = weight.shape[0]
     write_latent_fp8_kernel[(len(kv_a),)](
         kv_a, weight, positions.reshape(-1), table.cos_sin, slots, cache, stride_of(kv_a, 0), stride_of(cache, 0), eps,
-        **_latent_constants(latent, table.width, table.interleaved, form), num_warps=_latent_warps(latent),
+        scale, **_latent_constants(latent, table.width, table.interleaved, form), num_warps=_latent_warps(latent),
     )  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def _latent_case(form: int, slot_dtype: torch.dtype) -> AotCase:
     signature = {
         "kv_a": "*bf16", "weight": "*fp32", "positions": "*i64:1", "cos_sin": "*fp32",
         "slots": f"*{element(slot_dtype)}:1", "cache": "*u8", "kv_stride": "i32:16",
-        "cache_stride": "i32:16" if row % 16 == 0 else "i32", "eps": "fp32",
+        "cache_stride": "i32:16" if row % 16 == 0 else "i32", "eps": "fp32", "divisor": "fp32",
     }  # fmt: skip
     name = f"write_latent_fp8_{_NAMES[form]}_{element(slot_dtype)}"
     constants = _latent_constants(512, 64, True, form)

@@ -1,7 +1,7 @@
-"""The rows of grouped-query attention in one launch: norms of q and k by head, rotation, and the tokens' cache rows.
+"""The rows of grouped-query attention in one launch: bias, norms of q and k by head, rotation, cache rows.
 
-One launch instead of two (rotation, cache write) to five (two norms, two rotations, cache write). Sums and roundings
-are those of the separate kernels.
+One launch instead of two (rotation, cache write) to six (bias, two norms, two rotations, cache write). Sums and
+roundings are those of the separate kernels.
 
 Legend: T tokens, H query heads, G KV heads, Dh head width, R rotated channels, which come first.
 """
@@ -24,22 +24,22 @@ _TILE = 2048
 
 @triton.jit
 def _head_rows(
-    source, target, weight, table, live_row, eps,
-    NORM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    source, bias, target, weight, table, live_row, eps,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, normed if NORM, the first TURNED ones rotated by
-    the cosines at `table` [1, PAIRS]."""
+    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, plus those at `bias` if BIAS, normed if NORM, the
+    first TURNED ones rotated by the cosines at `table` [1, PAIRS]."""
     kind: tl.constexpr = source.dtype.element_ty
     stored: tl.constexpr = target.dtype.element_ty
     channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, PAIRS)[None, :]
     known, turned = live_row & (channel < WIDTH), live_row & (pair < TURNED // 2)
-    row = tl.load(source + channel, known, 0.0)
+    row = _biased(source, bias, channel, known, BIAS)
     if INTERLEAVED:
         lower, upper = 2 * pair, 2 * pair + 1
     else:
         lower, upper = pair, pair + TURNED // 2
-    first, second = tl.load(source + lower, turned, 0.0), tl.load(source + upper, turned, 0.0)
+    first, second = _biased(source, bias, lower, turned, BIAS), _biased(source, bias, upper, turned, BIAS)
     if NORM:
         wide = row.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
@@ -56,6 +56,15 @@ def _head_rows(
 
 
 @triton.jit
+def _biased(source, bias, channel, known, BIAS: tl.constexpr):
+    """Values at `source`, with those at `bias` added and rounded as a product's."""
+    values = tl.load(source + channel, known, 0.0)
+    if BIAS:
+        values = (values.to(tl.float32) + tl.load(bias + channel, known, 0.0).to(tl.float32)).to(values.dtype)
+    return values
+
+
+@triton.jit
 def _normed(values, scale, weight, known, KIND: tl.constexpr):
     rounded = (values.to(tl.float32) * scale).to(KIND).to(tl.float32)  # models are trained with this rounding
     return (rounded * tl.load(weight, known, 0.0)).to(KIND)
@@ -63,14 +72,15 @@ def _normed(values, scale, weight, known, KIND: tl.constexpr):
 
 @dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def grouped_rows_kernel(
-    q, k, v, q_norm, k_norm, positions, cos_sin, slots, out, k_cache, v_cache,
+    q, k, v, bias, q_norm, k_norm, positions, cos_sin, slots, out, k_cache, v_cache,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, k_cache_stride,
     v_cache_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k and v [T, KV_HEADS, WIDTH] -> cache rows
-    of their slots. Grid (T, blocks of query heads, then blocks of KV heads)."""
+    of their slots; bias [HEADS + 2 KV_HEADS, WIDTH]. Grid (T, blocks of query heads, then blocks of KV heads)."""
     wait_for_inputs()
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = cos_sin + tl.load(positions + token) * TURNED + tl.arange(0, PAIRS)[None, :]
@@ -79,7 +89,8 @@ def grouped_rows_kernel(
         source = q + token * q_stride + head * q_head_stride
         target = out + token * out_stride + head * WIDTH
         _head_rows(
-            source, target, q_norm, table, head < HEADS, eps, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS
+            source, bias + head * WIDTH if BIAS else bias, target, q_norm, table, head < HEADS, eps,
+            BIAS, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS,
         )  # fmt: skip
     else:
         head = ((tile - tl.cdiv(HEADS, BLOCK_H)) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
@@ -87,17 +98,23 @@ def grouped_rows_kernel(
         slot = tl.load(slots + token).to(tl.int64)
         source = k + token * k_stride + head * k_head_stride
         target = k_cache + slot * k_cache_stride + head * WIDTH
-        _head_rows(source, target, k_norm, table, live, eps, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS)
+        _head_rows(
+            source, bias + (HEADS + head) * WIDTH if BIAS else bias, target, k_norm, table, live, eps,
+            BIAS, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS,
+        )  # fmt: skip
         channel = tl.arange(0, BLOCK)[None, :]
         known = live & (channel < WIDTH)
-        value = tl.load(v + token * v_stride + head * v_head_stride + channel, known)
+        value = _biased(
+            v + token * v_stride + head * v_head_stride,
+            bias + (HEADS + KV_HEADS + head) * WIDTH if BIAS else bias, channel, known, BIAS,
+        )  # fmt: skip
         place = v_cache + slot * v_cache_stride + head * WIDTH + channel
         tl.store(place, value.to(v_cache.dtype.element_ty), known)
 
 
 def grouped_rows(
     q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable, slots: Tensor,
-    k_cache: Tensor, v_cache: Tensor,
+    k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`OpsCapabilities.grouped_rows`. Raises ValueError for caches of records, or whose slots are not contiguous."""
     count, heads, width = q.shape
@@ -108,11 +125,11 @@ def grouped_rows(
         if cache.shape[1:] != k.shape[1:] or not cache[:1].is_contiguous():
             raise ValueError(f"a KV cache slot must hold {list(k.shape[1:])} contiguously, not {list(cache.shape[1:])}")
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-    constants = _constants(heads, k.shape[1], width, table, norms is not None)
+    constants = _constants(heads, k.shape[1], width, table, norms is not None, bias is not None)
     block_h = constants["BLOCK_H"]
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     grouped_rows_kernel[(count, triton.cdiv(heads, block_h) + triton.cdiv(k.shape[1], block_h))](
-        q, k, v, q_norm, k_norm, positions.reshape(-1), table.cos_sin, slots, out, k_cache, v_cache,
+        q, k, v, bias, q_norm, k_norm, positions.reshape(-1), table.cos_sin, slots, out, k_cache, v_cache,
         stride_of(q, 0), stride_of(q, 1), stride_of(k, 0), stride_of(k, 1), stride_of(v, 0), stride_of(v, 1),
         heads * width, stride_of(k_cache, 0), stride_of(v_cache, 0), eps, **constants,
         num_warps=warps_for(block_h * constants["BLOCK"]),
@@ -120,32 +137,34 @@ def grouped_rows(
     return out
 
 
-def _constants(heads: int, kv_heads: int, width: int, table: RotaryTable, norm: bool) -> dict[str, int]:
+def _constants(heads: int, kv_heads: int, width: int, table: RotaryTable, norm: bool, bias: bool) -> dict[str, int]:
     block = next_power_of_2(width)
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "TURNED": table.width,
-        "INTERLEAVED": table.interleaved, "NORM": norm,
+        "INTERLEAVED": table.interleaved, "BIAS": bias, "NORM": norm,
         "BLOCK_H": min(next_power_of_2(max(heads, kv_heads)), max(1, _TILE // block)), "BLOCK": block,
         "PAIRS": next_power_of_2(table.width // 2),
     }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    """Llama-3-8B, Qwen3-235B on eight ranks, Qwen3-Next and gpt-oss-120b on four."""
+    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next and gpt-oss-120b on four."""
     cases = []
-    for label, heads, kv_heads, width, turned, norm in (
-        ("llama", 32, 8, 128, 128, False), ("qwen3", 8, 1, 128, 128, True), ("qwen3-next", 4, 1, 256, 64, True),
-        ("gpt-oss", 16, 2, 64, 64, False),
+    for label, heads, kv_heads, width, turned, norm, bias in (
+        ("llama", 32, 8, 128, 128, False, False), ("qwen3", 8, 1, 128, 128, True, False),
+        ("glm", 12, 1, 128, 64, True, True), ("qwen3-next", 4, 1, 256, 64, True, False),
+        ("gpt-oss", 16, 2, 64, 64, False, False),
     ):  # fmt: skip
-        constants = _constants(heads, kv_heads, width, RotaryTable(torch.empty(1, turned), interleaved=False), norm)
+        table = RotaryTable(torch.empty(1, turned), interleaved=False)
+        constants = _constants(heads, kv_heads, width, table, norm, bias)
         signature = dict.fromkeys(("q", "k", "v", "out", "k_cache", "v_cache"), "*bf16") | {
             "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(torch.int64)}:1", "eps": "fp32",
         }  # fmt: skip
         strides = [f"{x}_{y}" for x in "qkv" for y in ("stride", "head_stride")]
         signature |= dict.fromkeys((*strides, "out_stride", "k_cache_stride", "v_cache_stride"), "i32:16")
-        norms = dict.fromkeys(("q_norm", "k_norm"), "*fp32" if norm else None)
-        signature |= {name: kind for name, kind in norms.items() if kind is not None}
-        constants |= {name: kind for name, kind in norms.items() if kind is None}  # type: ignore[misc]
+        optional = dict.fromkeys(("q_norm", "k_norm"), "*fp32" if norm else None) | {"bias": "*bf16" if bias else None}
+        signature |= {name: kind for name, kind in optional.items() if kind is not None}
+        constants |= {name: kind for name, kind in optional.items() if kind is None}  # type: ignore[misc]
         warps = warps_for(constants["BLOCK_H"] * constants["BLOCK"])
         cases.append(AotCase(f"grouped rows, {label}", grouped_rows_kernel, signature, constants, warps, 3, False))
     return cases

@@ -104,12 +104,13 @@ class TritonOps:
         table: RotaryTable,
         slots: Tensor,
         cache: Tensor,
+        scale: float = 1.0,
     ) -> None:
         form = latent_records.form_of(cache, weight.shape[0], table.width)
         if form == PLAIN:
             triton_rotary.write_latent(kv_a, weight, eps, positions, table, slots, cache)
         else:
-            triton_fp8_cache.write_latent(kv_a, weight, eps, positions, table, slots, cache, form)
+            triton_fp8_cache.write_latent(kv_a, weight, eps, positions, table, slots, cache, form, scale)
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         plain = head_records.form_of(k_cache, k.shape[-1]) == PLAIN

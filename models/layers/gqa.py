@@ -49,6 +49,7 @@ class ProjectedParts(NamedTuple):
     k: Tensor  # [T, G, Dh]
     v: Tensor  # [T, G, Dh]
     qkv: Tensor
+    bias: Tensor | None = None  # [(H+2G) Dh], not yet added
 
 
 Groups = Sequence[GroupInputs]
@@ -131,6 +132,9 @@ class GQAttention:
         if self._q_norm is not None and self._k_norm is not None:
             self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, config.norm_eps)
 
+        changed = self._both_norms is not None or rotary.query_scale is not None or gqa.output_gate
+        self._adds_bias = self._grouped_rows is not None and not changed
+        """Whether the launch that writes cache rows may add the bias of the projection."""
         decoder = self._backend.capabilities.decoder
         scaled = self._head_weights is not None or rotary.query_scale is not None
         plain = type(self) is GQAttention and self._both_norms is None and not config.rope.axes and not scaled
@@ -163,7 +167,10 @@ class GQAttention:
 
     def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, Dh]; writes the tokens' keys and values to the caches' slots."""
-        return self._rows(self._parts(self._qkv(hidden)), positions, slots, cache)
+        if not self._adds_bias or cache[0].dtype != hidden.dtype:
+            return self._rows(self._parts(self._qkv(hidden)), positions, slots, cache)
+        projected, bias = self._qkv.split(hidden)
+        return self._rows(self._parts(projected)._replace(bias=bias), positions, slots, cache)
 
     def _rows(self, parts: ProjectedParts, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """The result of `before` from the parts of the projection."""
@@ -175,14 +182,14 @@ class GQAttention:
     def _turn_and_write(
         self, parts: ProjectedParts, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]
     ) -> Tensor:
-        q, k, v, _ = parts
+        q, k, v, _, bias = parts
         if self._grouped_rows is None or cache[0].dtype != q.dtype:
             q, k = self._turned(parts, positions)
             self._ops.write_kv(k, v, slots, *cache)
             return q
         if self._both_norms is not None:
             q, k = self._norm_both(q, k)
-        return self._grouped_rows(q, k, v, self._head_norms, positions, self._rotary, slots, *cache)
+        return self._grouped_rows(q, k, v, self._head_norms, positions, self._rotary, slots, *cache, bias)
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Writes the keys and values of `forward` without computing its result; for a layer without a window."""
@@ -217,7 +224,7 @@ class GQAttention:
 
     def _turned(self, parts: ProjectedParts, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q and k of the parts, normed and rotated; may overwrite them."""
-        q, k, _, qkv = parts
+        q, k, _, qkv, _ = parts
         if self._both_norms is not None:
             q, k = self._norm_both(q, k)
         elif self._q_norm is None or self._k_norm is None:

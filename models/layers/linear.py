@@ -6,6 +6,7 @@ Legend: T tokens, K in-features, N out-features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,13 @@ class Linear:
 
     def __call__(self, x: Activation) -> Tensor:
         return self._run(as_format(x, self.input_format), self.weight)
+
+    def split(self, x: Activation) -> tuple[Tensor, Tensor | None]:
+        """`self(x)` without a bias that takes a launch of its own, and that bias [N], for a reader that adds it."""
+        weight = self.weight
+        if not weight.adds_bias_apart:
+            return self(x), None
+        return self._run(as_format(x, self.input_format), replace(weight, bias=None)), weight.bias
 
 
 def load_linear(

@@ -80,6 +80,8 @@ class MLAAttention:
         self._backend: MLABackend = backends.attention  # type: ignore[assignment]
         self._capabilities = self._backend.capabilities
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
+        self._latent_scale = config.latent_scale(layer_index)
+        """Divides the cache rows; scores, values and gathered rows are multiplied by it."""
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
         self._absorb_and_write = self._ops.capabilities.absorb
@@ -117,7 +119,8 @@ class MLAAttention:
                 o=self._o.weight,
                 rotary=self._rotary,
                 eps=LATENT_NORM_EPS,
-                scale=self._scale,
+                scale=self._scale * self._latent_scale,
+                latent_scale=self._latent_scale,
             )
         )
 
@@ -163,11 +166,14 @@ class MLAAttention:
         form, keys = derived_codes(reader.format, mla.qk_nope_head_dim), first.transpose(1, 2).contiguous()
         self._w_uk = prepare_heads(self._linear, keys, form)  # [H, C, N]
         self._keys = None if self._absorb_and_write is None else keys
-        form, values = derived_codes(reader.format, mla.kv_lora_rank), last.contiguous()
+        scale = self._latent_scale
+        if scale != 1.0 and reader.made_up:
+            scale = 1.0
+        form, values = derived_codes(reader.format, mla.kv_lora_rank), (last * scale).contiguous()
         self._w_uv = prepare_heads(self._linear, values, form)  # [H, V, C]
         if form is not None:
             first.copy_(keys.transpose(1, 2))
-            last.copy_(values)
+            last.copy_(values / scale)
         self._kv_b = Linear(self._linear, weight)
 
     @property
@@ -223,8 +229,8 @@ class MLAAttention:
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Writes the cache rows of `forward` without computing its result."""
         kv_a = self._kv_a(hidden)[:, -self._mla.cache_width :]
-        norm, cache = self._kv_norm, self.cache_of(batch)
-        self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
+        norm, where = self._kv_norm, (batch.positions, self._rotary, batch.slots, self.cache_of(batch))
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, *where, self._latent_scale)
 
     # -- a step of one absorbed chunk, split around attention; `before` and `after` take tensors only
 
@@ -235,8 +241,8 @@ class MLAAttention:
         q, kv_a = self._project(hidden)
         self._scale_queries(q, positions)
         norm = self._kv_norm
-        where = positions, self._rotary, slots, cache
-        return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, *where, self._query_dtype(cache))
+        where, dtype = (positions, self._rotary, slots, cache), self._query_dtype(cache)
+        return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, *where, dtype, self._latent_scale)
 
     def _query_dtype(self, cache: Tensor) -> torch.dtype | None:
         """Type of absorbed queries, if it is not that of the activations."""
@@ -254,16 +260,14 @@ class MLAAttention:
     def attend(self, query: Tensor, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
         """[T, H, C+R] -> [T, H, C]."""
         (chunk,) = chunks
-        cache, width = self.cache_of(batch), self._mla.kv_lora_rank
-        return self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)
+        return self._mixed(query, self.cache_of(batch), chunk)
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, C] -> [T, D]."""
         if self._values_quantized is not None and not self._adapted:
             return self._o(self._values_quantized(mixed))
         values = self._linear.run_heads(mixed, self._w_uv)
-        if self.kv_b_adapters is not None:
-            self.kv_b_adapters.add_to_values(values, mixed)
+        self._adapt_values(values, mixed)
         return self._o(values.flatten(1))
 
     # -- internals
@@ -273,8 +277,8 @@ class MLAAttention:
         q, kv_a = self._project(hidden)
         self._scale_queries(q, positions)
         self._ops.rotate(q, positions, self._rotary)
-        norm = self._kv_norm
-        self._ops.write_latent(kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
+        norm, where = self._kv_norm, (positions, self._rotary, slots, cache)
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, *where, self._latent_scale)
         return q
 
     def _project(self, hidden: Activation) -> tuple[Tensor, Tensor]:
@@ -304,16 +308,21 @@ class MLAAttention:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
         mixed = self._mixed(self._absorb(q, chunk), cache, chunk)
         self._linear.run_heads(mixed, self._w_uv, out=out)
+        self._adapt_values(out, mixed, chunk)
+
+    def _adapt_values(self, values: Tensor, mixed: Tensor, chunk: AttentionChunk | None = None) -> None:
+        """Adds the adapters' part to values [T, H, V] of mixed [T, H, C]; unlike W_UV they do not include the scale."""
         if self.kv_b_adapters is not None:
-            self.kv_b_adapters.add_to_values(out, mixed, chunk)
+            mixed = mixed if self._latent_scale == 1.0 else mixed * self._latent_scale
+            self.kv_b_adapters.add_to_values(values, mixed, chunk)
 
     def _mixed(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
         """[T, H, C+R] -> [T, H, C], over the chunk's selection if it has one."""
-        width = self._mla.kv_lora_rank
+        width, scale = self._mla.kv_lora_rank, self._scale * self._latent_scale
         if chunk.selected is None:
-            return self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)
+            return self._backend.absorbed(query, cache, chunk.queries, scale, chunk.plan, width)
         assert self._capabilities.sparse is not None
-        return self._capabilities.sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width)
+        return self._capabilities.sparse.run(query, cache, chunk.selected, scale, chunk.plan, width)
 
     def _absorb(self, q: Tensor, chunk: AttentionChunk | None = None) -> Tensor:
         """q [T, H, N+R] -> [T, H, C+R]. `chunk`: whose tokens they are; None: all of the step."""
@@ -361,6 +370,8 @@ class MLAAttention:
         if cache.dtype != q.dtype or num_tokens != queries.num_context_tokens:
             rows = q.new_empty(num_tokens, mla.cache_width)
         context = self._backend.gather_latent(cache, queries, plan, rows, mla.kv_lora_rank)  # [S, C+R]
+        if self._latent_scale != 1.0:
+            context.mul_(self._latent_scale)
         latent = context[:, : mla.kv_lora_rank]
         kv = self._kv_b(latent)
         if self.kv_b_adapters is not None:

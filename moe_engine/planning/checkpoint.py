@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import format_in_files
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import KV_SCALES, ROUTERS, layer_index
+from moe_engine.models.tensors import LATENT_SCALES, ROUTERS, layer_index
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -22,14 +23,14 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tik
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers. `kv_scales`:
-    it has scales of the KV cache. `bf16_gates`: elements of the routers' weights that are stored in bfloat16,
-    `mtp_bf16_gates`: of the MTP layers' routers."""
+    """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers. `latent_scales`:
+    by layer the scale of the latent (k_scale), NaN for a tensor that is not one number. `bf16_gates`: elements of the
+    routers' weights that are stored in bfloat16, `mtp_bf16_gates`: of the MTP layers' routers."""
 
     num_files: int
     num_elements: int
     stored_bytes: int
-    kv_scales: bool = False
+    latent_scales: Mapping[int, float] = field(default_factory=dict)
     bf16_gates: int = 0
     mtp_bf16_gates: int = 0
 
@@ -99,5 +100,19 @@ def sums(
             num_elements += prod(tensor.shape)
         if name.endswith(ROUTERS) and tensor.dtype == "BF16" and (layer < num_layers or layer in mtp):
             gates[layer >= num_layers] += prod(tensor.shape)
-    scaled = any(name.endswith(KV_SCALES) for name in files)
-    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scaled, *gates)
+    scales = {layer_index(name): _number(file, name) for name, file in files.items() if name.endswith(LATENT_SCALES)}
+    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scales, *gates)
+
+
+def _number(file: WeightFile, name: str) -> float:
+    """The value of a tensor of one element, NaN for other shapes and types."""
+    tensor = file.tensors[name]
+    if prod(tensor.shape) != 1 or tensor.dtype not in ("F32", "F16", "BF16"):
+        return float("nan")
+    with file.path.open("rb") as stream:
+        stream.seek(tensor.start)
+        data = stream.read(tensor.num_bytes)
+    if tensor.dtype == "BF16":  # the upper half of a float32
+        data = bytes(2) + data
+    value: float = struct.unpack("<e" if tensor.dtype == "F16" else "<f", data)[0]
+    return value

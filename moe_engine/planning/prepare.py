@@ -81,7 +81,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     exported = draft is not None and draft.is_nextn
     if facts is not None and draft is not None and exported:
         drafted = sums(read_nextn(Path(draft.path), model.num_layers), model.num_layers)
-        facts = dataclasses.replace(facts, mtp_bf16_gates=drafted.mtp_bf16_gates)
+        scales = {**facts.latent_scales, **drafted.latent_scales}
+        facts = dataclasses.replace(facts, mtp_bf16_gates=drafted.mtp_bf16_gates, latent_scales=scales)
     resolve_once = partial(
         resolve,
         model=model,

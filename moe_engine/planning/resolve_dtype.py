@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
@@ -73,13 +77,33 @@ def kv_forms(
     return (E4M3, E4M3_TENSOR) if asked == E4M3 and not deterministic else (kv_dtype,)
 
 
-def note_kv_scales(kv_dtype: str, checkpoint: CheckpointFacts | None, record: Record) -> None:
-    """Remarks on scales of the KV cache in the checkpoint, which are not applied."""
-    if kv_dtype == E4M3_TENSOR and checkpoint is not None and checkpoint.kv_scales:
-        record.remark(
-            f"the checkpoint has scales of the KV cache (k_scale); {kv_dtype} stores every latent with the scale 1. "
-            f"--kv-cache-dtype {RECORDS} computes a scale for each row"
+def with_latent_scales(
+    args: EngineArgs, model: ModelConfig, kv_dtype: str, checkpoint: CheckpointFacts | None, record: Record
+) -> ModelConfig:
+    """The model with the checkpoint's scales of the latent, which rows in `fp8_per_tensor` are divided by.
+
+    Raises:
+        ConfigError: a scale that is not a positive number, or compiled decodes.
+    """
+    found: Mapping[int, float] = {} if checkpoint is None else checkpoint.latent_scales
+    scales = tuple(found.get(layer, 1.0) for layer in range(model.num_layers + model.num_nextn_predict_layers))
+    if kv_dtype != E4M3_TENSOR or set(scales) == {1.0}:
+        return model
+    fix = f"--kv-cache-dtype {RECORDS} computes a scale for each row"
+    for layer, scale in enumerate(scales):
+        if not 0 < scale < math.inf:
+            raise ConfigError(
+                f"{model.source}: the KV cache's scale of layer {layer} (k_scale) is not one positive number; {fix}"
+            )
+    if args.backends.enable_torch_compile:
+        raise ConfigError(
+            "--enable-torch-compile: layers share compiled code, and the checkpoint has KV cache scales for each "
+            f"layer (k_scale); {fix}"
         )
+    record.remark(
+        f"the checkpoint's scales of the KV cache (k_scale), {min(scales):.3g} to {max(scales):.3g}, are applied"
+    )
+    return replace(model, latent_scales=scales)
 
 
 def _note_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:

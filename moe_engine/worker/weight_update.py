@@ -40,7 +40,7 @@ from moe_engine.worker.weight_groups import GroupName, ReceiveArgs, WeightGroups
 from moe_engine.worker.weight_parts import Part, distinct, modules_of, pairs, parts_of, structure_of
 from moe_engine.worker.weight_read import WeightRead
 
-MAY_DIFFER = ("source", "raw", "checkpoint_dtype", "file_layers")
+MAY_DIFFER = ("source", "raw", "checkpoint_dtype", "file_layers", "latent_scales")
 """Fields of a config that do not determine the weights' layout or the use of the model."""
 TENSORS = "the tensors"
 """The source of tensors without a checkpoint, in messages."""

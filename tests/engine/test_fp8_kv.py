@@ -6,15 +6,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.errors import ConfigError
+from moe_engine.models.tensors import LATENT_SCALES
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.worker.weight_read import ReadArgs
+from moe_engine.worker.weight_update import CheckpointArgs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
+from tests.models.latent_scales import add_latent_scales
 
 FORMATS = [(model, kv_dtype) for model in ("deepseek_v3", "qwen3") for kv_dtype in ("fp8_e4m3", "fp8_e5m2")]
 FORMATS.append(("deepseek_v3", "fp8_per_tensor"))
@@ -77,6 +87,8 @@ def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tm
     eight bits."""
     seed = random.randrange(2**31)
     script = _script(random.Random(seed))
+    if kv_dtype == "fp8_per_tensor":
+        add_latent_scales(checkpoint, 3)
     flags = {
         "dtype": "float32", "kv_cache_dtype": kv_dtype, "max_total_tokens": 512, "max_running_requests": 8,
         "chunked_prefill_size": 64, "enable_deterministic_inference": True,
@@ -102,21 +114,66 @@ def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tm
         assert drafted[item.rid].token_ids == want.token_ids, f"seed {seed} {item.rid} with drafts"
 
 
-def test_scales_of_a_checkpoint_are_noted(tmp_path: Path) -> None:
-    """A checkpoint with k_scale and v_scale, as quantization tools write them, gives the tokens of one without."""
-    path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=random.randrange(2**31))
-    script = [Scripted("r", [5, 6, 7], 8, 0, sampling={"temperature": 0.0, "ignore_eos": True})]
-    flags = {"dtype": "float32", "kv_cache_dtype": "fp8_per_tensor", "max_total_tokens": 64}
+def test_scales_of_a_checkpoint_are_applied(tmp_path: Path) -> None:
+    """Log-probabilities near those of a cache in float32, also with the weights read again; kv_b is read by name
+    without the scale."""
+    dense = {"num_hidden_layers": 2, "first_k_dense_replace": 2}  # no router, whose choices rounded rows change
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=random.randrange(2**31), **dense)
+    scales = add_latent_scales(path, 2)
+    prompt = [random.randrange(250) for _ in range(40)]
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    script = [Scripted("r", prompt, 8, sampling=greedy, logprob=True, logprob_start=0)]
+    flags = {"dtype": "float32", "max_total_tokens": 64}
     found = []
-    for number in range(2):
-        engine = InProcessEngine(path, tmp_path / f"status{number}", **flags)
+    for kv_dtype in ("auto", "fp8_per_tensor"):
+        engine = InProcessEngine(path, tmp_path / kv_dtype, kv_cache_dtype=kv_dtype, **flags)
         try:
-            found.append(engine.run(script)["r"].token_ids)
+            found.append(engine.run(script)["r"])
             notes = [note for note in engine.config.notes if "k_scale" in note]
+            assert (engine.config.model.latent_scales, len(notes)) == (((), 0) if kv_dtype == "auto" else (scales, 1))
+            weights, name = engine.worker.weights, "model.layers.1.self_attn.kv_b_proj.weight"
+            assert weights is not None
+            weights.check(CheckpointArgs(str(path)))
+            weights.stage(CheckpointArgs(str(path)))
+            weights.commit()
+            assert engine.run(script)["r"] == found[-1]
+            read = weights.reading.read(ReadArgs(name, 1000))
         finally:
             engine.close()
-        assert len(notes) == number
-        file = path / "model.safetensors"
-        names = [f"model.layers.0.self_attn.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale")]
-        save_file(load_file(file) | {name: torch.tensor(0.5) for name in names}, file, metadata={"format": "pt"})
-    assert found[0] == found[1]
+        want = load_file(path / "model.safetensors")[name].numpy()
+        got = np.full(want.size, np.nan, dtype=np.float32)
+        got[np.frombuffer(read["numbers"], dtype=np.int64)] = np.frombuffer(read["values"], dtype=np.float32)
+        assert np.array_equal(got.reshape(want.shape), want)
+    exact, rounded = found
+    errors = [abs(a.logprob - b.logprob) for a, b in zip(exact.prompt_logprobs[1:], rounded.prompt_logprobs[1:])]
+    for i, (a, b) in enumerate(zip(exact.logprobs, rounded.logprobs)):
+        if exact.token_ids[: i + 1] != rounded.token_ids[: i + 1]:
+            break
+        errors.append(abs(a.logprob - b.logprob))
+    assert len(errors) > 38 and sum(errors) / len(errors) < 0.2, errors
+
+
+def test_scales_that_cannot_be_applied_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=random.randrange(2**31), num_mtp_layers=1)
+    scales = add_latent_scales(path, 4)
+
+    def launch(**flags: Any) -> ResolvedConfig:
+        flags = {"model_path": str(path), "kv_cache_dtype": "fp8_per_tensor"} | flags
+        return prepare(EngineArgs.from_kwargs(device="cpu", max_total_tokens=64, **flags))
+
+    assert launch().model.latent_scales == scales
+    with pytest.raises(ConfigError, match=r"--enable-torch-compile: .*k_scale.*fp8_ds_mla"):
+        launch(enable_torch_compile=True, attention_backend="torch", ops_backend="torch", linear_backend="torch")
+    tensors = load_file(file := path / "model.safetensors")
+    name = next(name for name in tensors if name.startswith("model.layers.1.") and name.endswith(LATENT_SCALES))
+    wrong = [torch.tensor(value) for value in (0.0, -1.0, float("nan"), float("inf"))]
+    for value in (*wrong, torch.ones(2), torch.ones((), dtype=torch.int32)):
+        save_file(tensors | {name: value}, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"layer 1 \(k_scale\) is not one positive number; .*fp8_ds_mla"):
+            launch()
+        assert launch(kv_cache_dtype="fp8_ds_mla").model.latent_scales == ()
+
+    dense = make_checkpoint("qwen3", tmp_path / "dense", seed=random.randrange(2**31))
+    add_latent_scales(dense, 3)
+    heads = launch(model_path=str(dense), kv_cache_dtype="fp8_e4m3")  # every head has a scale of its own
+    assert heads.model.latent_scales == ()

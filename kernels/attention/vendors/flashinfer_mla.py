@@ -84,6 +84,9 @@ class FlashInferMLA(MergesChunks):
         self._buffer = PageBuffer()
         self._wrappers: dict[Any, Wrappers] = {}
         self._absorbed: _Absorbed | None = None
+        self._fp8_scale: float | None = None
+        """Scale of scores that the library plans with over e4m3; layers with another one (`k_scale`) multiply their
+        queries, since one plan serves all layers."""
         self._expanded: _Expanded | None = None
         self._ragged: WeakValueDictionary[tuple[Any, ...], Planned] = WeakValueDictionary()
 
@@ -128,14 +131,20 @@ class FlashInferMLA(MergesChunks):
             return q.new_empty(0, heads, latent)
         # 64 or 128 query rows are a tile: other head counts are refused if a tile would end inside a token
         padded = 1 << (heads - 1).bit_length()
-        form = _Absorbed(padded, latent, width - latent, scale, q.dtype, cache.dtype)
+        fp8 = cache.dtype == torch.float8_e4m3fn
+        planned_scale = scale
+        if fp8:
+            planned_scale = self._fp8_scale = self._fp8_scale or scale
+        form = _Absorbed(padded, latent, width - latent, planned_scale, q.dtype, cache.dtype)
         self._absorbed = form
         planned = self._plan_absorbed(plan_of(plan), queries, form)
         query = q if heads == padded else F.pad(q, (0, 0, 0, padded - heads))  # F.pad copies even without padding
         query = query.contiguous()
+        if scale != planned_scale:
+            query = query * (scale / planned_scale)
         pages = as_pages(cache, queries.page_size)
         out = q.new_empty(tokens, padded, latent)
-        scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if cache.dtype == torch.float8_e4m3fn else {}
+        scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if fp8 else {}
         tree: Tree | None = planned.detail
         if tree is None:
             planned.wrapper.run(query=query, kv_cache=pages, out=out, **scales)

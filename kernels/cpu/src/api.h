@@ -35,7 +35,7 @@ API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const
 API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
                           const int64_t* positions, const float* table, int64_t rotary, int interleaved,
                           const void* slots, int wide, int form, void* cache, int64_t cache_row, int64_t tokens,
-                          int64_t latent);
+                          int64_t latent, float scale);
 API void moe_write_kv(const void* k, int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
                       const void* slots, int wide, void* k_cache, int64_t k_row, void* v_cache, int64_t v_row,
                       int64_t tokens, int64_t heads, int64_t k_bytes, int64_t v_bytes);

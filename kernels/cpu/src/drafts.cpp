@@ -83,7 +83,7 @@ void remember(int kind, const DraftLevel& l, int64_t tokens, int64_t hidden, con
   start.join(kind, l, embedding, ids, states, tokens, hidden);
   multiply(kind, a.down, start.normed, hidden, tokens, down);
   moe_write_latent(kind, 0, down + a.down.out - row, a.down.out, a.kv_norm, a.eps, positions, a.table, a.rotary,
-                   a.interleaved, slots, 1, form, cache, cache_row, tokens, a.keys.out);
+                   a.interleaved, slots, 1, form, cache, cache_row, tokens, a.keys.out, a.latent_scale);
 }
 
 }  // namespace moe

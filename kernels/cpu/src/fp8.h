@@ -171,9 +171,9 @@ static void read_latent(int form, const uint8_t* row, int64_t latent, int64_t ro
 }
 
 template <class T>
-static void write_latent_row(int form, const T* from, int64_t latent, int64_t rotary, uint8_t* row) {
+static void write_latent_row(int form, const T* from, int64_t latent, int64_t rotary, uint8_t* row, float divisor) {
   if (form == FP8_RANGE) return write_numbers<E5M2>(from, 1.f, row, latent + rotary);
-  if (form == FP8_TENSOR) return write_numbers<E4M3>(from, 1.f, row, latent + rotary);
+  if (form == FP8_TENSOR) return write_numbers<E4M3>(from, divisor, row, latent + rotary);
   if (form == FP8_TOKEN) {
     uint8_t* scales = row + ceil_div(latent + rotary, 16) * 16;
     const float whole = scale_of(from, latent), turned = scale_of(from + latent, rotary);

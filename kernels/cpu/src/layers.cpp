@@ -24,7 +24,7 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   moe_rotate(is_bf16, q + nope * size, l.heads * head, head, positions, l.table, l.rotary, l.interleaved, tokens,
              l.heads);
   moe_write_latent(is_bf16, 0, down + rank * size, l.down.out, l.kv_norm, l.eps, positions, l.table, l.rotary,
-                   l.interleaved, slots, 1, form, cache, cache_row, tokens, latent);
+                   l.interleaved, slots, 1, form, cache, cache_row, tokens, latent, l.latent_scale);
   moe_linear_heads(is_bf16, q, l.heads * head, head, tokens, l.heads, nope, l.keys.panels, latent, absorbed,
                    l.heads * row, row, l.keys.form);
   for (int64_t i = 0; i < tokens * l.heads; i++)

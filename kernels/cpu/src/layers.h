@@ -18,7 +18,7 @@ struct MLALayer {
   const float *q_norm, *kv_norm, *table;
   int64_t heads, rotary;
   int32_t interleaved;
-  float eps, scale;
+  float eps, scale, latent_scale;  // of scores; of cache rows in FP8_TENSOR
 };
 
 // Grouped-query attention; `qkv` outputs [H heads | G key heads | G value heads] of `width`.

@@ -125,14 +125,14 @@ static INLINE int64_t slot_of(const void* slots, bool wide, int64_t t) {
 template <class T, class W>
 static void write_latent(const T* kv_a, int64_t ld, const W* weight, float eps, const int64_t* positions,
                          const float* table, int64_t rotary, bool interleaved, const void* slots, bool wide, int form,
-                         void* cache, int64_t cache_row, int64_t tokens, int64_t latent) {
+                         void* cache, int64_t cache_row, int64_t tokens, int64_t latent, float scale) {
   parallel_ranges(tokens, double(latent) * 0.2, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++) {
       const int64_t place = slot_of(slots, wide, t) * cache_row;
       T* row = form == PLAIN ? static_cast<T*>(cache) + place : scratch<T>(KEYS, latent + rotary);
       norm_row(kv_a + t * ld, weight, eps, row, latent);
       rotate_row(kv_a + t * ld + latent, row + latent, table + positions[t] * rotary, rotary, interleaved);
-      if (form != PLAIN) write_latent_row(form, row, latent, rotary, static_cast<uint8_t*>(cache) + place);
+      if (form != PLAIN) write_latent_row(form, row, latent, rotary, static_cast<uint8_t*>(cache) + place, scale);
     }
   });
 }
@@ -355,11 +355,11 @@ API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const
 API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
                           const int64_t* positions, const float* table, int64_t rotary, int interleaved,
                           const void* slots, int wide, int form, void* cache, int64_t cache_row, int64_t tokens,
-                          int64_t latent) {
+                          int64_t latent, float scale) {
   typed(is_bf16, weight_bf16, [&](auto a, auto b) {
     using T = decltype(a);
     write_latent(IN(T, kv_a), ld, IN(decltype(b), weight), eps, positions, table, rotary, interleaved, slots, wide,
-                 form, cache, cache_row, tokens, latent);
+                 form, cache, cache_row, tokens, latent, scale);
   });
 }
 

@@ -39,6 +39,11 @@ def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape) * scale).to(dtype)
 
 
+def drawn_scale() -> float:
+    """A scale of latents (`k_scale`), exact in float32."""
+    return float(torch.rand(()) * 4 + 0.01)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.double()
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight.double()

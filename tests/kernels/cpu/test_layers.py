@@ -22,7 +22,15 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
-from tests.kernels.cpu.formulas import filled_cache, normal, paged_queries, random_trees, rotary_table, slots_of
+from tests.kernels.cpu.formulas import (
+    drawn_scale,
+    filled_cache,
+    normal,
+    paged_queries,
+    random_trees,
+    rotary_table,
+    slots_of,
+)
 
 HIDDEN, HEADS, NOPE, ROTARY, VALUE, LATENT, EPS = 80, 5, 24, 16, 40, 48, 1e-6
 
@@ -45,6 +53,7 @@ def _mla_layer(linear: CpuLinear | TorchLinear, dtype: torch.dtype, rank: int, b
         rotary=rotary_table(2000, ROTARY, interleaved=True),
         eps=EPS,
         scale=0.2,
+        latent_scale=drawn_scale(),
     )
 
 
@@ -67,7 +76,7 @@ def _separate(library: Library, layer: MLALayer, hidden: Tensor, cache: Tensor, 
         q_in, kv_a = ops.rms_norm(down[:, :rank], layer.q_norm, EPS), down[:, rank:]
     q = linear.run(q_in, layer.q).view(-1, HEADS, NOPE + ROTARY)
     ops.rotate(q, positions, layer.rotary)
-    ops.write_latent(kv_a, layer.kv_norm, EPS, positions, layer.rotary, slots, cache)
+    ops.write_latent(kv_a, layer.kv_norm, EPS, positions, layer.rotary, slots, cache, layer.latent_scale)
     absorbed = torch.cat((linear.run_heads(q[..., :NOPE], layer.keys), q[..., NOPE:]), -1)
     mixed = mla.absorbed(absorbed, cache, queries, layer.scale, None, LATENT)
     return linear.run(linear.run_heads(mixed, layer.values).flatten(1), layer.o)
@@ -84,14 +93,15 @@ def test_mla_layer(any_library: Library, dtype: torch.dtype, rank: int, bias: bo
     if trees:
         queries, _ = random_trees(queries)
     hidden = normal(queries.num_tokens, HIDDEN + 8, dtype=dtype)[:, :HIDDEN]
-    caches = [filled_cache(queries, size, LATENT + ROTARY, dtype=dtype)]
+    stored = dtype if rank else torch.float8_e4m3fn
+    caches = [filled_cache(queries, size, LATENT + ROTARY, dtype=dtype).to(stored)]
     caches.append(caches[0].clone())
     want = _separate(any_library, layer, hidden, caches[0], queries)
     positions, slots = _own_positions(queries)
     plan = mla.plan(AttentionBatch(queries, None))
     got = fused.run(hidden, positions, slots, caches[1], queries, plan)
     assert torch.isfinite(got).all() and torch.equal(got, want)
-    assert torch.equal(caches[1].nan_to_num(7.0), caches[0].nan_to_num(7.0))
+    assert torch.equal(*(cache.float().nan_to_num(7.0) for cache in caches))
 
 
 def test_mla_layer_declines_weights_of_other_rows(library: Library) -> None:

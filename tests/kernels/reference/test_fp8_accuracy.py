@@ -5,12 +5,15 @@ Legend: S context tokens, C latent, P rotary, H heads, G KV heads.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
-from moe_engine.kernels.kv_format.formats import E4M3, E5M2, STORED, head_width, latent_width
+from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, STORED, head_width, latent_width
+from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.queries import PagedQueries
@@ -45,10 +48,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 @pytest.mark.parametrize("magnitude", [1.0, 0.01, 50.0])
 @pytest.mark.parametrize(("kv_dtype", "latent", "bound"), [
-    (E4M3, 128, GROUPS), (E4M3, 96, BOUND[E4M3]), (E5M2, 128, BOUND[E5M2]),
+    (E4M3, 128, GROUPS), (E4M3, 96, BOUND[E4M3]), (E5M2, 128, BOUND[E5M2]), (E4M3_TENSOR, 128, BOUND[E4M3]),
 ])  # fmt: skip
 def test_mla(kv_dtype: str, latent: int, bound: float, magnitude: float) -> None:
-    """`magnitude`: scale of the latent, as with a small or large norm weight."""
+    """`magnitude`: scale of the latent, as with a small or large norm weight. A tensor has a random scale with room for
+    its largest number."""
     rotary, heads, tokens = 32, 4, 3
     queries = _one_request(tokens)
     weight = (torch.rand(latent) + 0.5) * magnitude
@@ -58,16 +62,18 @@ def test_mla(kv_dtype: str, latent: int, bound: float, magnitude: float) -> None
     slots = queries.slot_table[0].long()
     cache = torch.zeros(S, latent_width(kv_dtype, latent, rotary), dtype=getattr(torch, STORED[kv_dtype][0]))
     write = (kv_a, weight, 1e-6, torch.zeros(S).long(), RotaryTable(flat, True), slots)
-    TorchOps().write_latent(*write, cache)
     exact = kv_a.double()
     exact[:, :latent] *= torch.rsqrt(exact[:, :latent].square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    divisor = float(exact.abs().max()) / LARGEST_E4M3 * random.uniform(1, 4) if kv_dtype == E4M3_TENSOR else 1.0
+    TorchOps().write_latent(*write, cache, divisor)
     q = SHARPNESS * torch.randn(tokens, heads, latent + rotary)
     q[..., :latent] /= magnitude
     q[..., latent:] /= 4
     scale = (latent + rotary) ** -0.5
     keys = exact.unsqueeze(1).expand(-1, heads, -1)
     want = _attend(q, keys, keys[..., :latent], scale)
-    error = _error(TorchMLA().absorbed(q, cache, queries, scale, None, latent), want)
+    got = TorchMLA().absorbed(q, cache, queries, scale * divisor, None, latent) * divisor
+    error = _error(got, want)
     assert 1e-4 < error < bound, error
 
 

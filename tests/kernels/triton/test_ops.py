@@ -15,7 +15,17 @@ from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, unquantized
-from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
+from tests.kernels.cpu.formulas import (
+    NAN,
+    close,
+    drawn_scale,
+    normal,
+    rms_norm,
+    rotary_table,
+    rotated,
+    routed_weights,
+    silu,
+)
 from tests.kernels.row_checks import check_no_tokens, check_rotate, check_silu_of_extreme_values, check_write_latent
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
@@ -159,9 +169,10 @@ def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent
     ops.write_latent(kv_a, weight, EPS, positions, table, slots, plain)
     stored = getattr(torch, STORED[kv_dtype][0])
     cache = torch.zeros(50, latent_width(kv_dtype, latent, rotary), dtype=stored)
-    ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
+    scale = drawn_scale()
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache, scale)
     form = latent_records.form_of(cache, latent, rotary)
-    want = latent_records.pack(plain[slots], latent, form)
+    want = latent_records.pack(plain[slots], latent, form, scale)
     assert torch.equal(cache.view(torch.uint8)[slots], want.view(torch.uint8))
     assert cache.view(torch.uint8).any(-1).sum() in (6, 7) and want.view(torch.uint8).any()
 
@@ -217,10 +228,11 @@ def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv
     if kv_dtype != "plain":
         stored, width = getattr(torch, STORED[kv_dtype][0]), latent_width(kv_dtype, latent, rotary)
     cache, other = torch.zeros(2, tokens + 9, width, dtype=stored).unbind()
+    scale = drawn_scale()
     with launches() as names:
-        got = ops.capabilities.absorb(q, keys, kv_a, weight, EPS, positions, table, slots, cache)
+        got = ops.capabilities.absorb(q, keys, kv_a, weight, EPS, positions, table, slots, cache, scale=scale)
     assert names == ["absorb_kernel"]
-    ops.write_latent(kv_a, weight, EPS, positions, table, slots, other)
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, other, scale)
     assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8)) and cache.view(torch.uint8).any()
     close(got[..., :latent], torch.einsum("thn,hcn->thc", q[..., :nope].double(), keys.double()), nope**0.5)
     close(got[..., latent:], rotated(before[:, 1:, nope:], positions, table))
@@ -228,7 +240,7 @@ def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv
     if kv_dtype == E4M3_TENSOR:  # queries of the cache's type, rounded once
         keys[0, 0] *= 1e4
         args = q, keys, kv_a, weight, EPS, positions, table, slots, other
-        exact, small = ops.capabilities.absorb(*args), ops.capabilities.absorb(*args, torch.float8_e4m3fn)
+        exact, small = (ops.capabilities.absorb(*args, dtype, scale) for dtype in (None, torch.float8_e4m3fn))
         want = exact.float().clamp(-LARGEST_E4M3, LARGEST_E4M3)
         assert small.dtype == torch.float8_e4m3fn and (small.float().abs() == LARGEST_E4M3).any()
         assert ((small.float() - want).abs() <= want.abs() / 15 + 2.0**-10).all()
@@ -497,12 +509,16 @@ def test_grouped_rows_equal_the_separate_kernels(
     q, k, v = qkv[:, 0 : 2 * heads : 2], qkv[:, 2 * heads : 2 * heads + kv_heads], qkv[:, 2 * heads + kv_heads :]
     norms = HeadNorms(torch.rand(width) + 0.5, torch.rand(width) + 0.5, 1e-5) if norm else None
     positions = torch.randint(0, 50, (tokens,))
+    bias = torch.randn((heads + 2 * kv_heads) * width).to(dtype) if heads > 3 else None
     caches = [torch.randn(10, kv_heads, width).to(dtype) for _ in "kv"]
     want = [cache.clone() for cache in caches]
     given = qkv.clone()
     with launches() as found:
-        got = ops.capabilities.grouped_rows(q, k, v, norms, positions, table, slots, *caches)
+        got = ops.capabilities.grouped_rows(q, k, v, norms, positions, table, slots, *caches, bias)
     assert found == ["grouped_rows_kernel"] and torch.equal(qkv, given)
+    if bias is not None:
+        own = bias.view(-1, width).split([heads, kv_heads, kv_heads])
+        q, k, v = (part + added for part, added in zip((q, k, v), own))
     q, k = (q.clone(), k.clone()) if norms is None else (ops.rms_norm(q, norms.q, 1e-5), ops.rms_norm(k, norms.k, 1e-5))
     ops.rotate_leading(q, positions, table)
     ops.rotate_leading(k, positions, table)

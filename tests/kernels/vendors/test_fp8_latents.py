@@ -19,7 +19,7 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import select
 from moe_engine.kernels.vendors import limits, probe
-from tests.kernels.cpu.formulas import attend, close, normal, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import attend, close, drawn_scale, normal, paged_queries, random_trees, slots_of
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
 
@@ -77,6 +77,19 @@ def test_absorbed_and_gathered_equal_float64(name: str, lens: list[tuple[int, in
     out = torch.empty(len(rows), WIDTH, dtype=BF16)
     assert backend.gather_latent(cache, queries, None, out, LATENT) is out
     assert torch.equal(out, cache[rows].to(BF16))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_layers_with_scales_share_a_plan(name: str) -> None:
+    """The rows of each layer are divided by its `k_scale`: scores and the result are multiplied by it."""
+    backend, scale = BACKENDS[name](), WIDTH**-0.5
+    queries, size = paged_queries([(1, 70), (1, 129)], 64)
+    plan = backend.plan(AttentionBatch(queries, None))
+    for divisor in (1.0, drawn_scale(), drawn_scale()):
+        cache, q = filled(queries, size), normal(queries.num_tokens, 3, WIDTH, dtype=BF16)
+        got = backend.absorbed(q, cache, queries, scale * divisor, plan, LATENT) * divisor
+        read = e4m3(q) if name in READS_FP8_QUERIES else q
+        close(got, reference(read, cache.double() * divisor, queries, scale, None), scale=2)
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer"])

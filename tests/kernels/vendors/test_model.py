@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
+from moe_engine.kernels.ops.protocol import HeadNorms, OpsCapabilities, RotaryTable
+from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
 from tests.kernels.vendors.trtllm_moe_emulator import TrtllmMoeEmulator
+from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 
 ATTENTION = {
@@ -90,3 +94,42 @@ def test_long_contexts_are_expanded_in_parts(checkpoint, name):
     want = logits_of(stepper(checkpoint))
     assert (got - want).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
     assert counts == [1, 1, 3, 3]  # for each step with decodes, in two layers
+
+
+class Grouping(TorchOps):
+    """With the rows of grouped-query attention in one call, as on a GPU; counts those that add a bias."""
+
+    def __init__(self) -> None:
+        self.capabilities = OpsCapabilities(routes_shared=True, grouped_rows=self.grouped_rows)
+        self.num_biases = 0
+
+    def grouped_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert norms is not None
+        if bias is not None:
+            self.num_biases += 1
+            parts = (q, k, v)
+            own = bias.view(-1, q.shape[2]).split([part.shape[1] for part in parts])
+            q, k, v = (part + added for part, added in zip(parts, own))
+        q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
+        self.rotate_leading(q, positions, table)
+        self.rotate_leading(k, positions, table)
+        self.write_kv(k, v, slots, k_cache, v_cache)
+        return q
+
+
+def test_the_bias_of_a_projection_is_added_with_the_cache_rows(tmp_path: Path) -> None:
+    """GLM-4.6 with DeepGEMM, whose product adds no bias: the same bits as with a launch of its own."""
+    sizes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128, "moe_intermediate_size": 128}
+    path = make_checkpoint("glm4_moe", tmp_path, seed=random.randrange(2**31), fp8=True, num_hidden_layers=2, **sizes)
+    gemm = DeepGemm(DeepGemmEmulator(9).module, (9, 0), reference)
+    config, grouping = load_model_config(path), Grouping()
+    found = []
+    for ops in (grouping, TorchOps()):
+        backends = replace(make_backends(config, dtype="bfloat16"), linear=DeepGemmLinear(gemm), ops=ops)
+        model = load_model(path, config, "bfloat16", "cpu", backends)
+        found.append(logits_of(Stepper(model, config, backends, torch.bfloat16)))
+    assert grouping.num_biases == 2 * 3  # layers, steps
+    assert torch.equal(*found)

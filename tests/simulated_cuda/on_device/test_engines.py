@@ -28,6 +28,7 @@ from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.models.latent_scales import add_latent_scales
 from tests.models.mxfp4 import mxfp4_copy
 from tests.simulated_cuda import kernels, libraries, quick_start, streams
 from tests.speculation.agreeing import agreeing_checkpoint
@@ -151,9 +152,11 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_e4m3_latents_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cache rows and attention in Triton: the tokens of the CPU, whose last bits may round to another e4m3 number."""
+    """Scaled cache rows and attention in Triton: the tokens of the CPU, whose last bits may round to another e4m3
+    number."""
     monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, first_k_dense_replace=1)
+    add_latent_scales(path, 1)
     requests, both = script([GREEDY, GREEDY]), {"kv_cache_dtype": E4M3_TENSOR}
     expected = serve(path, tmp_path, requests, device="cpu", **both)
     more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
