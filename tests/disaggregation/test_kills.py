@@ -17,9 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from moe_engine.core.kv_transfer import wire
 from tests.disaggregation.faulty import Cable
 from tests.disaggregation.pair import Pair
 from tests.e2e.server_process import ServerProcess
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
@@ -103,8 +105,8 @@ def is_transferred(pair: Pair) -> bool:
 
 
 def is_free(server: ServerProcess) -> None:
-    state = server.wait_idle()
-    assert state["num_used"] == 0, state
+    """A prefill server keeps a prompt for a decode server that died before it asked, as long as halves may meet."""
+    until(lambda: server.wait_idle()["num_used"] == 0, "KV is in use", wire.MEET_SECONDS + 10)
     assert "repaired" not in server.log
 
 
