@@ -238,7 +238,7 @@ def test_long_prompts_are_chunked_and_attention_groups_wait_for_each_other():
     short = [replace(one), Arrival(0.0, list(range(5000, 5010)), 1)]
     outcome = simulate(FleetSpec(ReplicaSpec(limits, costs, num_groups=2)), Fixed(short, 2))[1]
     first = min(outcome.recorder.answers, key=lambda answer: answer.prompt_len)
-    assert first.ttft == pytest.approx(0.001 + 128e-4, rel=1e-3)  # its step is as long as the other group's
+    assert first.ttft == pytest.approx(0.001 + 128e-4 * 4 / 3, rel=1e-3)  # its step is as long as the other group's
 
 
 @pytest.mark.parametrize("lost", [False, True])

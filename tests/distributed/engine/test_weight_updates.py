@@ -161,7 +161,7 @@ WHY = {
     "truncated": "truncated",
     "missing tensor": "o_proj.weight",
     "wrong shape": "has shape",
-    "unreadable": "cannot be read",
+    "unreadable": "is no regular file",
     "absent": "config.json",
     "other architecture": "not the architecture of the served model: moe",
 }
