@@ -71,10 +71,11 @@ class EngineLoop:
         return was_open
 
     def close(self, last: Coroutine[Any, Any, object]) -> None:
-        """Runs the last work, then ends loop and thread."""
+        """Runs the last work, then ends loop and thread. Calls of other threads that are pending get an error."""
         asyncio.run_coroutine_threadsafe(last, self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5.0)
+        self._end_pending("this Engine was shut down")
         if not self.thread.is_alive():
             self.loop.close()
 
@@ -95,8 +96,10 @@ class EngineLoop:
         return self._pid == os.getpid()
 
     def _failed(self, message: str) -> None:
-        """The thread failed: pending calls get an error."""
         stop_cores(self._cores)
+        self._end_pending(message)
+
+    def _end_pending(self, message: str) -> None:
         for future in list(self._running):
             if not future.done():
                 future.set_exception(EngineDeadError(message))

@@ -66,7 +66,7 @@ def change_while_requests_run(served: Served, engine: Engine) -> None:
     long = GREEDY | {"max_new_tokens": 60}
     stream = engine.generate(input_ids=asked[0], sampling_params=long, lora_path="a", stream=True)
     next(stream)  # type: ignore[arg-type]
-    unloading = threading.Thread(target=lambda: outputs.append(engine.unload_lora_adapter("a")))
+    unloading = threading.Thread(target=lambda: outputs.append(engine.unload_lora_adapter("a")), daemon=True)
     unloading.start()
     last = list(stream)[-1]  # type: ignore[arg-type]
     unloading.join(60)
