@@ -74,7 +74,7 @@ def _order(name: str) -> int:
 class ReadAhead:
     """
     Args:
-        window: max bytes that are requested and not yet read by the loader.
+        window: max bytes that the threads are ahead of the loader.
 
     Attributes:
         work: of each thread.

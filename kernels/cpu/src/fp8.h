@@ -140,10 +140,10 @@ INLINE float float_at(const uint8_t* p) {
 }
 INLINE void float_to(uint8_t* p, float x) { std::memcpy(p, &x, sizeof x); }
 
-// Unscaled e4m3 values, where NaN has bits of its own.
+// e4m3 values of a scale that is not made from them: NaN has bits of its own.
 template <class T>
-INLINE void read_unscaled(const uint8_t* from, T* to, int64_t n) {
-  read_numbers<E4M3>(from, 1.f, to, n);
+INLINE void read_e4m3(const uint8_t* from, float scale, T* to, int64_t n) {
+  read_numbers<E4M3>(from, scale, to, n);
   int found = 0;
   for (int64_t i = 0; i < n; i++) found |= (from[i] & 0x7f) == 0x7f;
   if (!found) return;
@@ -157,7 +157,7 @@ INLINE void read_unscaled(const uint8_t* from, T* to, int64_t n) {
 template <class T>
 static void read_latent(int form, const uint8_t* row, int64_t latent, int64_t rotary, T* to) {
   if (form == FP8_RANGE) return read_numbers<E5M2>(row, 1.f, to, latent + rotary);
-  if (form == FP8_TENSOR) return read_unscaled(row, to, latent + rotary);
+  if (form == FP8_TENSOR) return read_e4m3(row, 1.f, to, latent + rotary);
   if (form == FP8_TOKEN) {
     const uint8_t* scales = row + ceil_div(latent + rotary, 16) * 16;
     read_numbers<E4M3>(row, float_at(scales), to, latent);

@@ -187,12 +187,7 @@ static void quantize(const Coding& form, const T* weight, int64_t ldw, int64_t n
 template <class T>
 static void fp8_row(bool wide_range, const uint8_t* from, float scale, T* to, int64_t n) {
   if (wide_range) return read_numbers<E5M2>(from, scale, to, n);
-  read_numbers<E4M3>(from, scale, to, n);
-  int found = 0;
-  for (int64_t i = 0; i < n; i++) found |= (from[i] & 0x7f) == 0x7f;
-  if (!found) return;
-  for (int64_t i = 0; i < n; i++)
-    if ((from[i] & 0x7f) == 0x7f) assign(to[i], std::nanf(""));
+  read_e4m3(from, scale, to, n);
 }
 
 template <class T>
