@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -33,6 +34,10 @@ from tests.random_seed import (  # noqa: F401
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: an engine's threads in this process sleep
 
+
+TIMEOUT = inspect.signature(httpx.get).parameters["timeout"].default
+TIMEOUT.connect = TIMEOUT.read = TIMEOUT.write = TIMEOUT.pool = 120.0
+"""httpx's default of all calls without an own time limit. Its 5 s are too short on a busy machine."""
 
 # test processes share the cores: times of examples say nothing
 settings.register_profile("without times", deadline=None, suppress_health_check=[HealthCheck.too_slow])

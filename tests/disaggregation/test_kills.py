@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_engine.core.kv_transfer import wire
 from tests.disaggregation.faulty import Cable
 from tests.disaggregation.pair import Pair
 from tests.e2e.server_process import ServerProcess
@@ -106,7 +105,7 @@ def is_transferred(pair: Pair) -> bool:
 
 def is_free(server: ServerProcess) -> None:
     """A prefill server keeps a prompt for a decode server that died before it asked, as long as halves may meet."""
-    until(lambda: server.wait_idle()["num_used"] == 0, "KV is in use", wire.MEET_SECONDS + 10)
+    server.wait_free()
     assert "repaired" not in server.log
 
 

@@ -51,7 +51,7 @@ def check_pair(folder: Path, form: str, *flags: str, count: int = 4, cached: int
             assert got["output_ids"] == single["output_ids"], pair.decode.log
             assert got["meta_info"]["cached_tokens"] >= cached, pair.decode.log + pair.prefill.log
         for server in (pair.prefill, pair.decode):
-            assert server.wait_idle()["num_used"] == 0
+            server.wait_free()
             assert "repaired" not in server.log
 
 

@@ -8,6 +8,7 @@ from tests.e2e.server_process import ServerProcess
 from tests.waiting import until
 
 LENGTH = 2000  # a second or more of a tiny model: all requests run before the first one ends
+ENDLESS = 8000  # of a request that the test interrupts; the checkpoint's context is a little longer
 LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 

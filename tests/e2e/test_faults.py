@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.running_requests import in_background, wait_running
+from tests.e2e.running_requests import ENDLESS, in_background, wait_running
 from tests.e2e.server_process import ServerProcess
 from tests.waiting import until
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 def test_killed_core_is_named_to_all_clients(checkpoint: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
-        threads, answers = in_background(server, 3)
-        wait_running(server, 3)
         core = server.core
+        threads, answers = in_background(server, 3, ENDLESS)
+        wait_running(server, 3)
         core.send_signal(signal.SIGKILL)
         for thread in threads:
             thread.join(60)
@@ -33,7 +33,7 @@ def test_killed_core_is_named_to_all_clients(checkpoint: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("asked", [False, True], ids=["idle", "with a request that never arrives"])
 def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
-    with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--watchdog-timeout", "1") as server:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--watchdog-timeout", "3") as server:
         core = server.core
         core.suspend()
         threads, answers = in_background(server, 1) if asked else ([], [])

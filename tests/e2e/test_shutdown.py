@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.running_requests import LENGTH, in_background, wait_running
+from tests.e2e.running_requests import ENDLESS, LENGTH, in_background, wait_running
 from tests.e2e.server_process import ServerProcess
 from tests.waiting import until
 
@@ -39,11 +39,11 @@ def lives(process: psutil.Process) -> bool:
 def test_second_interrupt_ends_the_drain(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """The requests would run for several seconds. Exit code 0 means a drain, others an interruption."""
+    """Exit code 0 means a drain, others an interruption."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), *flags) as server:
         processes = server.children()
-        threads, _ = in_background(server, 2, 8000)
+        threads, _ = in_background(server, 2, ENDLESS)
         wait_running(server, 2)
         server.process.send_signal(signal.SIGINT)
         # A slow start logs "Waiting for ranks": a signal sent then would merge with the first one.

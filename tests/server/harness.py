@@ -124,11 +124,11 @@ def real_server(client: FakeClient, certificate: Certificate | None = None, **se
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     host, port = sock.getsockname()[:2]
     try:
         yield f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
         sock.close()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Time limit in seconds, far above the real durations, which are printed."""
 LONG, LONG_PROMPT = 500, 1500
 
@@ -191,7 +191,7 @@ def test_replicas_continue_without_a_lost_one(tmp_path: Path) -> None:
         asked = decoding(server, again=(1,))
         strike(ranks[1], signal.SIGSTOP, asked[2:], "of replica DP1 in decode")
         assert all("engine core DP1" in ask.fate for ask in asked[2:])
-        assert [ask.fate_within(3 * PATIENCE) for ask in asked[:2]] == ["length"] * 2
+        assert [ask.fate_within(PATIENCE) for ask in asked[:2]] == ["length"] * 2
         assert [ask.tokens for ask in asked[:2]] == [LONG] * 2
         print(f"  its 3 requests failed, the 2 of DP0 brought all their {LONG} tokens")
         with server.client() as client:

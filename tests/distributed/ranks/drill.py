@@ -27,7 +27,7 @@ LIMITS = DetectorLimits(
     silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4
 )
 """A rank is late after a fixed time, independent of step times on this machine."""
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Time limit in seconds, far above the real durations even on a slow machine."""
 
 
