@@ -24,7 +24,7 @@ def test_tokens_are_those_of_one_server(transport: str, tmp_path: Path) -> None:
         for each in ids
     ]
     with ServerProcess(tmp_path, *FLAGS) as one:
-        expected = [httpx.post(one.url + "/generate", json=body, timeout=60).json() for body in bodies]
+        expected = [httpx.post(one.url + "/generate", json=body, timeout=180).json() for body in bodies]
     with Pair(tmp_path, "--disaggregation-transfer-backend", transport) as pair:
         for body, single in zip(bodies, expected):
             got = pair.post("/generate", body).json()

@@ -33,6 +33,16 @@ def start_server(log_path: Path, *arguments: str) -> subprocess.Popen[bytes] | F
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
 
 
+def runs(process: psutil.Process, *modules: str) -> bool:
+    """Whether the process runs one of the modules. A child that it forks has its command line until the exec."""
+    try:
+        command, parent = process.cmdline(), process.parent()
+        named = any(module in part for part in command for module in modules)
+        return named and (parent is None or parent.cmdline() != command)
+    except psutil.Error:  # a short-lived process that probes the machine
+        return False
+
+
 class ServerProcess:
     """``python -m moe_engine.launch_server`` with its output in a file; its processes end with it.
 
@@ -74,16 +84,16 @@ class ServerProcess:
 
     @property
     def core(self) -> psutil.Process:
-        (core,) = [c for c in self.children() if any("core_main" in part for part in c.cmdline())]
+        (core,) = [child for child in self.children() if runs(child, "core_main")]
         return core
 
-    def terminate(self, timeout: float = 60) -> int:
+    def terminate(self, timeout: float = START_SECONDS) -> int:
         """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
     def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, timeout=START_SECONDS, **options)  # type: ignore[arg-type]
 
     def state(self) -> dict:
         with self.client() as client:

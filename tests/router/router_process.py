@@ -46,7 +46,7 @@ class RouterProcess:
         return self._log.read_text(errors="replace")
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=180)
 
     def workers(self) -> list[dict]:
         with self.client() as client:

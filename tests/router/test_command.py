@@ -137,7 +137,7 @@ def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
     body = {"text": "The capital of Japan is", "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
     try:
         _wait(log, "READY: 2 servers", 120)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=180) as client:
             _wait_healthy(client, 2)
             first = client.post("/generate", json=body).raise_for_status().json()
             servers = [c for c in psutil.Process(fleet.pid).children() if "launch_server" in " ".join(c.cmdline())]

@@ -33,8 +33,8 @@ def why_not() -> str | None:
 class Sandbox:
     """`nodes` hosts node1, node2, ... with one fake GPU each; jobs write their logs to `folder`.
 
-    This SLURM needs a minute to detect a lost node, as most clusters do at least. With a shorter limit it loses nodes of
-    a busy machine.
+    This SLURM needs a minute to detect a lost node; most clusters need longer. With a shorter limit it loses nodes of a
+    busy machine.
     """
 
     def __init__(self, nodes: int) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.distributed.ranks.drill import ended
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, runs
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -88,17 +88,8 @@ class Ask:
 
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:
     """The processes of all ranks in the order of their start."""
-    return sorted((child for child in server.children() if is_rank(child)), key=lambda process: process.create_time())
-
-
-def is_rank(process: psutil.Process) -> bool:
-    """A child that a rank forks has the command line of the rank until its exec."""
-    try:
-        command, parent = process.cmdline(), process.parent()
-        names_a_rank = any("core_main" in part or "rank_main" in part for part in command)
-        return names_a_rank and (parent is None or parent.cmdline() != command)
-    except psutil.Error:  # a short-lived process that probes the machine
-        return False
+    ranks = [child for child in server.children() if runs(child, "core_main", "rank_main")]
+    return sorted(ranks, key=lambda process: process.create_time())
 
 
 def until(condition: Callable[[], Any], server: ServerProcess, seconds: float = PATIENCE) -> float:

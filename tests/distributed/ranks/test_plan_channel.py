@@ -22,7 +22,6 @@ from moe_engine.parallel.collectives import PeerLost
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
 
-
 SECONDS = 60.0
 """Time limit, far above the real durations."""
 
