@@ -100,7 +100,7 @@ async def client_of(
     cores = [FakeCore(folder, f"core{i}", count) for i, count in enumerate(groups)]
     client = CoreClient(cores, INFO, method)  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             yield client, cores
     finally:
         await client.shutdown(drain=False)
