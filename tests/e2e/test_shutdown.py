@@ -17,13 +17,13 @@ pytestmark = pytest.mark.drawn(2)
 
 def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
-        threads, answers = in_background(server, 2)
-        wait_running(server, 2)
         core = server.core
+        threads, answers = in_background(server, 1, batch=2)
+        wait_running(server, 2)
         assert server.terminate() == 0
         for thread in threads:
             thread.join(180)
-        finish = [a.json()["meta_info"]["finish_reason"] for a in answers]  # type: ignore[attr-defined]
+        finish = [output["meta_info"]["finish_reason"] for output in answers[0].json()]  # type: ignore[attr-defined]
         assert finish == [{"type": "length", "length": LENGTH}] * 2
         assert not psutil.pid_exists(core.pid)
 
