@@ -171,6 +171,7 @@ class _Source:
     answer_seconds: float
     acceptance: tuple[float, ...]
     arrival_seconds: float = 0.0
+    end_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -184,6 +185,7 @@ class _Source:
             beside,
             file.acceptance,
             file.arrival_seconds,
+            file.end_seconds,
             file.request_seconds,
             file.token_seconds,
             file.idle_seconds,
@@ -239,6 +241,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         experts=_experts(own, config),
         exact=own.exact,
         arrival_seconds=source.arrival_seconds,
+        end_seconds=source.end_seconds,
         idle_seconds=source.idle_seconds,
     )
     return FleetSpec(

@@ -96,8 +96,9 @@ class Probes:
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._points.file()
         found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
-        seconds = file.arrival_seconds if found is None else found.arrival + found.end
-        return replace(file, arrival_seconds=min(seconds, self._most_arrival_seconds))
+        most = self._most_beside
+        arrival = min(file.arrival_seconds if found is None else found.arrival, most)
+        return replace(file, arrival_seconds=arrival, end_seconds=min(found.end if found else 0.0, most - arrival))
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -161,6 +162,8 @@ class Probes:
         streams = await mixed_probe.run(ask, rate, most, self._rng)
         steps = (await self._records()).between(began, time.time())
         unix = time.time() - time.perf_counter()
+        firsts = [unix + stream.started + stream.chunks[0] for stream in streams]
+        self._points.deliveries[True] += mixed_probe.deliveries(steps, firsts)
         self._parts.append(
             mixed_probe.Part(
                 steps,
@@ -185,6 +188,8 @@ class Probes:
                     self._points.rounds.add(point, seconds)
                     if point == (LONE, count):
                         self._points.rounds.add(OUTSIDE, max(what.chunks[0] - seconds, 1e-6))
+                        own = records.between(began, began + what.chunks[-1])
+                        self._points.deliveries[False] += mixed_probe.deliveries(own, [began + what.chunks[0]])
             else:
                 begin, end, seen = what
                 self._points.rounds.add(point, records.decode(count, begin, end) or seen)
@@ -267,7 +272,7 @@ class Probes:
         return time.process_time() + (self._front_end_cpu() if self._front_end_cpu is not None else 0.0)
 
     @property
-    def _most_arrival_seconds(self) -> float:
+    def _most_beside(self) -> float:
         """A request cannot take more from the steps beside it than front end and client compute for it."""
         known = self._front_end_cpu is not None and self._num_lone
         return self._lone_cpu / self._num_lone if known else math.inf

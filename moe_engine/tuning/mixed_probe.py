@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -71,6 +72,14 @@ def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
     """Random tokens of a prompt and an answer."""
     prompt = round(MEAN_PROMPT * rng.uniform(*PROMPT))
     return max(min(prompt, most_prompt), 1), max(round(MEAN_ANSWER * rng.uniform(*ANSWER)), 2)
+
+
+def deliveries(steps: Sequence[Step], firsts: Sequence[float]) -> list[float]:
+    """Seconds from the end of a prompt's last step until the client had the first token: for each of these Unix times,
+    from the newest step with prompts. Steps are in order of time."""
+    ends = [step[-2] for step in steps if step[1]]
+    places = [bisect_right(ends, first) for first in firsts]
+    return [first - ends[place - 1] for first, place in zip(firsts, places) if place]
 
 
 def rate_of(costs: StepCostModel, drafts: int) -> float:
