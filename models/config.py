@@ -277,7 +277,7 @@ class ModelConfig:
     raw: Mapping[str, Any] | None = None
 
     @cached_property
-    def known_sizes(self) -> dict[Any, int]:
+    def known_sizes(self) -> dict[Any, Any]:
         """Sums over the model's tensors that were computed before, by their arguments (`models.sizes`)."""
         return {}
 

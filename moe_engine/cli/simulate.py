@@ -19,9 +19,6 @@ from moe_engine.cli.simulate_checks import check, other_launch, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
-from moe_engine.models.config_fields import merge
-from moe_engine.models.config_file import load_model_config, read_fields
-from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -33,7 +30,7 @@ from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
-from moe_engine.tuning.planner.memory import resolve_for
+from moe_engine.tuning.planner.launch import config_of, held_by, resolve_for, subject_of
 from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.simulator import report
 from moe_engine.tuning.simulator.agents import add_agent_arguments, agents_of
@@ -207,13 +204,13 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     form = given_form(args, cluster, share.engine)[0]
-    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
-    overrides = json.loads(args.model.json_model_override_args)
-    config = resolve_for(args, load_model_config(folder, overrides), cluster)
-    source, fields = read_fields(folder)
-    facts = model_facts(merge(fields, overrides), str(source))
+    folder, fields, source = config_of(args)
+    config = resolve_for(args, subject_of(args, folder), cluster)
+    facts = model_facts(fields, source)
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
-    costs = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args)).cost(form, kv)[0]
+    held = (lambda form: held_by(config)) if share.engine == OURS else None
+    predictor = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args), held=held)
+    costs = predictor.cost(form, kv)[0]
     drafts = config.speculation.num_steps if config.speculation is not None else 0
     return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
 

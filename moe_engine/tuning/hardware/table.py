@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +88,11 @@ class Cluster:
     def domain_size(self) -> int:
         """GPUs that reach each other by NVLink."""
         return self.link.domain_size or self.gpu.domain_size
+
+    @cached_property
+    def machine(self) -> Machine:
+        """A host with these GPUs, for `resolve`."""
+        return self.gpu.machine()
 
 
 def gpu_names() -> list[str]:
