@@ -52,7 +52,6 @@ class MeasuredPoints:
         long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
         prefix: tokens of the long cached prefix.
         entries: seconds until the server had read a request: idle, and beside decodes.
-        deliveries: seconds from the end of a prompt's last step to the client: alone, and beside other requests.
         delays: of steps by requests that arrive at once. between: seconds from one of them to the next, in the front
         end.
         split: steps with several prompts, with their round. steps, accepted: of drafts.
@@ -65,7 +64,6 @@ class MeasuredPoints:
         self.long: tuple[int, int, float] | None = None
         self.prefix: list[int] = []
         self.entries: dict[bool, list[float]] = {False: [], True: []}
-        self.deliveries: dict[bool, list[float]] = {False: [], True: []}
         self.delays: list[float] = []
         self.between: list[float] = []
         self.split: list[tuple[int, mixed_probe.Step]] = []
@@ -92,8 +90,7 @@ class MeasuredPoints:
                 for n, count in of_group.items()
             ]
         )
-        sooner = min(self.sooner(), rounds.value(OUTSIDE))
-        answer = rounds.value(OUTSIDE) - sooner
+        answer = rounds.value(OUTSIDE)
         per_cached, per_pair, behind = self.cached_costs()
         lone = rounds.value((LONE, self.lone_tokens)) - self.prefill_seconds(self.lone_tokens)
         idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE) + lone, 0.0)
@@ -109,18 +106,12 @@ class MeasuredPoints:
             split_second=self.split_second(),
             answer_seconds=answer,
             arrival_seconds=max(median(self.delays), 0.0) if self.delays else 0.0,
-            idle_seconds=idle + sooner,
+            idle_seconds=idle,
             busy_seconds=max(median(self.entries[True]) - median(self.entries[False]), 0.0),
             request_seconds=min(median(self.between), answer),
             token_seconds=min(between, answer),
             acceptance=self.acceptance(),
         )
-
-    def sooner(self) -> float:
-        """Seconds by which a first token reaches the client sooner beside other requests than alone: processes that
-        run already need not be woken up."""
-        alone, beside = self.deliveries[False], self.deliveries[True]
-        return max(median(alone) - median(beside), 0.0) if alone and beside else 0.0
 
     @property
     def lone_tokens(self) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -45,16 +44,20 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True)
 class Part:
-    """Requests that were sent beside each other, and the steps meanwhile. Unix times.
+    """Requests that were sent beside each other, in order of the calls, and the steps meanwhile. Unix times.
 
     Attributes:
         arrivals: of each request, the client's call, and when the front end had read it.
         ends: when the client had the last token.
+        lengths: of each request, tokens of its prompt and its answer.
+        ttfts: seconds from the client's call to the first token.
     """
 
     steps: Sequence[Step]
     arrivals: Sequence[tuple[float, float]]
     ends: Sequence[float]
+    lengths: Sequence[tuple[int, int]] = ()
+    ttfts: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,6 @@ def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
     """Random tokens of a prompt and an answer."""
     prompt = round(MEAN_PROMPT * rng.uniform(*PROMPT))
     return max(min(prompt, most_prompt), 1), max(round(MEAN_ANSWER * rng.uniform(*ANSWER)), 2)
-
-
-def deliveries(steps: Sequence[Step], firsts: Sequence[float]) -> list[float]:
-    """Seconds from the end of a prompt's last step until the client had the first token: for each of these Unix times,
-    from the newest step with prompts. Steps are in order of time."""
-    ends = [step[-2] for step in steps if step[1]]
-    places = [bisect_right(ends, first) for first in firsts]
-    return [first - ends[place - 1] for first, place in zip(firsts, places) if place]
 
 
 def rate_of(costs: StepCostModel, drafts: int) -> float:

@@ -250,14 +250,3 @@ def test_prompts_behind_cached_prefixes():
         assert seconds(file, tail, 0) == pytest.approx(prefill.at(tail))
     beyond = truth[tails[-1]] - prefill.at(tails[-1])
     assert seconds(file, 900, 300) == pytest.approx(prefill.at(900) + beyond + 300 * (token + pair * 900))
-
-
-def test_the_delivery_of_a_first_token_begins_with_the_last_step_before_it_that_has_prompts():
-    steps = [
-        (0, 64, 1, 0, 10.0, 0.01),
-        (3, 0, 0, 0, 10.01, 0.01),
-        (3, 32, 2, 0, 10.02, 0.01),
-        (5, 0, 0, 0, 10.03, 0.01),
-    ]
-    assert mixed_probe.deliveries(steps, [10.001, 10.025, 10.5]) == pytest.approx([0.001, 0.005, 0.48])
-    assert mixed_probe.deliveries(steps, [9.9]) == [] == mixed_probe.deliveries(steps[1:2], [10.5])
