@@ -14,15 +14,22 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseekv32", ("｜DSML｜",)),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
+    ("hunyuan", ("<tool_sep", "<arg_key")),
+    ("hunyuan_a13b", ("<tool_calls>",)),
+    ("dots", ("<dots_function_call>",)),
     ("glm", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("ernie45", ("<tool_call>", "<response>")),
     ("qwen25", ("<tool_call>",)),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
 )
 """Parser and its marks. The first whose marks are all in the template: some have the marks of a later one too."""
-_OF_TOOLS = {"gpt-oss": "gpt-oss", "kimi_k2": "kimi_k2", "minimax-m2": "minimax", "glm": "glm45"}
+_OF_TOOLS = {
+    "gpt-oss": "gpt-oss", "kimi_k2": "kimi_k2", "minimax-m2": "minimax", "glm": "glm45", "ernie45": "ernie45",
+    "hunyuan": "hunyuan", "hunyuan_a13b": "hunyuan_a13b",
+}  # fmt: skip
 _SWITCH = re.compile(r"\bthinking\b")
 
 
@@ -41,7 +48,7 @@ def reasoning_format(template: str) -> str | None:
         return "kimi"
     if "[THINK]" in template and "[/THINK]" in template:
         return "mistral"
-    if THINK_END not in template:
+    if THINK_END not in template and not (tools == "hunyuan" and "</think" in template):
         return None
     if tools in _OF_TOOLS:
         return _OF_TOOLS[tools]

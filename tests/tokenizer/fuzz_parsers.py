@@ -115,7 +115,14 @@ def check_reasoning(rng: random.Random, name: str, text: str) -> None:
         if form.keeps:  # the start tag may come from the prompt
             added = "".join(found[0]).startswith(form.start) and not text.lstrip().startswith(form.start)
             shown = shown.removeprefix(squashed(form.start)) if added else shown
-        assert shown in kept(text, form.start, form.end), ("lost text", name, inside, text, found[0])
+        texts = kept(text, form.start, form.end)
+        for tag in form.answer or ():
+            texts |= {text[:at] + text[at + len(tag) :] for text in texts for at in places(text, tag)}
+        assert shown in texts, ("lost text", name, inside, text, found[0])
+
+
+def places(text: str, tag: str) -> list[int]:
+    return [at for at in range(len(text)) if text.startswith(tag, at)]
 
 
 def kept(text: str, start: str, end: str) -> set[str]:

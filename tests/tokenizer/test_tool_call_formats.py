@@ -34,6 +34,16 @@ def dsml(text: str, block: str = "function_calls") -> str:
     return text.replace("calls>", f"{block}>").replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜")
 
 
+def hunyuan(text: str, suffix: str = "") -> str:
+    return text.replace(">", f"{suffix}>")
+
+
+HUNYUAN = (
+    "a\n<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>s</arg_key>\n<arg_value> </tool_call,\n</arg_value>\n"
+    "<arg_key>n</arg_key>\n<arg_value>-5</arg_value>\n</tool_call>\n<tool_call>g<tool_sep>\n</tool_call>\n</tool_calls>"
+)
+HUNYUAN_CALLS = [("f", {"s": " </tool_call,\n", "n": -5}), ("g", {})]
+DOTS = "<dots_function_call>{}</dots_function_call>"
 DSML = (
     '<calls>\n<invoke name="f">\n<parameter name="s" string="true">5 "q"\n</parameter>\n'
     '<parameter name="n" string="false">5</parameter>\n</invoke>\n<invoke name="g">{"n": [1]}</invoke>\n</calls>'
@@ -83,6 +93,19 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": null}</parameter>\n'
      '<parameter name="b">null</parameter>\n</invoke>\n</minimax:tool_call>', "",
      [("f", {"o": {"a": None}, "b": None})]),
+    ("hunyuan", HUNYUAN, "a\n", HUNYUAN_CALLS),
+    ("hunyuan", "<tool_call>g<arg_key>x</arg_key><arg_value>word</arg_value></tool_call>b", "b",
+     [("g", {"x": "word"})]),
+    ("hy_v3", hunyuan(HUNYUAN, ":opensource"), "a\n", HUNYUAN_CALLS),
+    ("hunyuan_a13b", f'a<tool_calls>[{FUNCTION_CALL}, {{"name": "g", "arguments": {{}}}}]</tool_calls>\n', "a",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
+    ("hunyuan_a13b", '<tool_calls>{"name": "g"}</tool_calls>b', "b", [("g", {})]),
+    ("ernie45", f"<tool_call>\n{FUNCTION_CALL}\n</tool_call>\n", "",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]})]),
+    ("dots", "a " + DOTS.format('\n<invoke name="f">\n<parameter name="s">x > y</parameter>\n<parameter name="n">\n5\n'
+     '</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n'), "a ", [("f", {"s": "x > y", "n": 5}), ("g", {})]),
+    ("dots", DOTS.format('\n{"name": "f", "parameters": {"s": "</invoke>"}}\n') + "\n" + DOTS.format('{"name": "g"}'),
+     "", [("f", {"s": "</invoke>"}), ("g", {})]),
     ("pythonic", '[f(s="a]\'", n=-1), g(o={"k": [1, None]})] b [1, 2] [x] [f(1)]', " b [1, 2] [x] [f(1)]",
      [("f", {"s": "a]\'", "n": -1}), ("g", {"o": {"k": [1, None]}})]),
     ("pythonic", "<|python_start|>[g()]<|python_end|>", "", [("g", {})]),
@@ -185,6 +208,10 @@ NO_CALLS = [
     ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
     ("mistral", "a[TOOL_CALLS]g[CALL_ID]xyz[AR"),
     ("minimax-m2", '<minimax:tool_call><invoke name=""></minimax:tool_call>'),
+    ("hunyuan", "<tool_calls>\n[5]</tool_calls>"),
+    ("hunyuan", "a <tool_calls>\n<tool_call>f"),
+    ("hunyuan_a13b", '<tool_calls>[{"name": 5}]</tool_calls> b'),
+    ("dots", "<dots_function_call>\nsearch\n</dots_function_call>"),
     ("gpt-oss", "<|channel|>final<|message|>Hello<|return|>"),
     ("gpt-oss", "a <|start|>assistant<|channel|>commentary to=functions.f"),
 ]
