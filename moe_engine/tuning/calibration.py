@@ -106,9 +106,10 @@ class Probes:
         found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
         most = self._most_beside
         arrival = min(file.arrival_seconds if found is None else found.arrival, most)
-        end = min(found.end if found is not None else 0.0, most - arrival)
-        file = replace(file, arrival_seconds=arrival, end_seconds=end)
-        return file if self._scheduler is None else mixed_replay.corrected(file, self._parts, self._scheduler)
+        if found is None:
+            return replace(file, arrival_seconds=arrival)
+        file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
+        return file if self._scheduler is None else mixed_replay.corrected(file, self._parts, found, self._scheduler)
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -173,15 +174,15 @@ class Probes:
         lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))
         steps = (await self._records()).between(began, time.time())
         unix = time.time() - time.perf_counter()
-        self._parts.append(
-            mixed_probe.Part(
-                steps,
-                [(unix + stream.started, unix + stream.received) for stream in streams],
-                [unix + stream.started + stream.chunks[-1] for stream in streams],
-                lengths,
-                [stream.chunks[0] for stream in streams],
-            )
+        part = mixed_probe.Part(
+            steps,
+            [(unix + stream.started, unix + stream.received) for stream in streams],
+            [unix + stream.started + stream.chunks[-1] for stream in streams],
+            lengths,
+            [stream.chunks[0] for stream in streams],
         )
+        if len(steps) >= mixed_probe.LEAST_STEPS:
+            self._parts.append(part)
 
     async def _records(self) -> StepRecords:
         async with httpx.AsyncClient(base_url=self._options.base_url, timeout=60) as client:

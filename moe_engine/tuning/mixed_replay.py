@@ -14,8 +14,8 @@ from itertools import accumulate, compress
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
-from moe_engine.tuning.mixed_probe import Part
+from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
+from moe_engine.tuning.mixed_probe import Effects, Part
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed
@@ -25,24 +25,41 @@ TURNS = 4
 """A correction also moves when requests meet that find the engine idle, so one turn does not suffice."""
 
 
-def corrected(file: CostFile, parts: Sequence[Part], scheduler: SchedulerConfig) -> CostFile:
+def corrected(file: CostFile, parts: Sequence[Part], effects: Effects, scheduler: SchedulerConfig) -> CostFile:
     """The file with another `answer_seconds`, and with an `idle_seconds` that leaves the answers of lone requests as
     measured. The work of the front end for a request and a token is its least answer. Requests that find the engine
-    idle are left out: the corrections of both times cancel there."""
+    idle are left out: the corrections of both times cancel there.
+
+    Args:
+        effects: of these parts, whose steps are simulated with their slowness.
+    """
     beside = [_beside_others(part) for part in parts]
     least, found = file.request_seconds + file.token_seconds, file
     for _ in range(TURNS if any(map(any, beside)) else 0):
         late = middle_mean(
             [
                 simulated.ttft - measured
-                for part, chosen in zip(parts, beside)
-                for simulated, measured in compress(zip(replay(found, part, scheduler), part.ttfts), chosen)
+                for part, slowness, chosen in zip(parts, zip(effects.decode, effects.prefill), beside)
+                for simulated, measured in compress(
+                    zip(replay(_slower(found, *slowness), part, scheduler), part.ttfts), chosen
+                )
             ]
         )
         answer = max(found.answer_seconds - late, min(least, file.answer_seconds))
         idle = max(file.idle_seconds + file.answer_seconds - answer, 0.0)
         found = replace(found, answer_seconds=answer, idle_seconds=idle)
     return found
+
+
+def _slower(file: CostFile, decode: float, prefill: float) -> CostFile:
+    """With steps that take these times as long; 0: unknown, as measured."""
+
+    def times(curve: Curve, factor: float) -> Curve:
+        return Curve(curve.counts, tuple(seconds * (factor or 1.0) for seconds in curve.seconds))
+
+    curves = {drafts: times(curve, decode) for drafts, curve in file.decode.items()}
+    behind = times(file.behind, prefill) if file.behind is not None else None
+    return replace(file, decode=curves, prefill=times(file.prefill, prefill), behind=behind)
 
 
 def middle_mean(values: Sequence[float]) -> float:

@@ -37,14 +37,17 @@ def test_the_correction_finds_what_a_request_waits_less_under_load() -> None:
         parts.append(replace(part, ends=ends, ttfts=[answer.ttft for answer in answers]))
     shift = rng.choice([-0.0015, 0.0025])
     lone = replace(true, answer_seconds=true.answer_seconds + shift, idle_seconds=true.idle_seconds - shift)
-    found = mixed_replay.corrected(lone, parts, SCHEDULER)
+    slower = rng.uniform(0.7, 1.4)
+    curve = Curve(true.prefill.counts, tuple(seconds / slower for seconds in true.prefill.seconds))
+    effects = mixed_probe.Effects(0.0, 0.0, (0.0,) * 4, (slower,) * 4)
+    found = mixed_replay.corrected(replace(lone, prefill=curve), parts, effects, SCHEDULER)
     assert found.answer_seconds == pytest.approx(true.answer_seconds, abs=1e-3)
     assert found.idle_seconds == pytest.approx(true.idle_seconds, abs=1e-3)
-    assert mixed_replay.corrected(lone, [], SCHEDULER) == lone
+    assert mixed_replay.corrected(lone, [], effects, SCHEDULER) == lone
 
 
 def test_an_answer_takes_at_least_the_work_of_the_front_end() -> None:
     file = CostFile({0: Curve((1.0,), (0.002,))}, Curve((1.0,), (0.003,)), answer_seconds=0.003, request_seconds=0.002)
     part = mixed_probe.Part([], [(0.0, 0.0), (0.001, 0.002)], [9.0, 9.0], [(8, 4), (8, 4)], [0.0001, 0.0001])
-    found = mixed_replay.corrected(file, [part], SCHEDULER)
+    found = mixed_replay.corrected(file, [part], mixed_probe.Effects(0.0, 0.0, (1.0,), (1.0,)), SCHEDULER)
     assert found.answer_seconds == 0.002 and found.idle_seconds == pytest.approx(0.001)
