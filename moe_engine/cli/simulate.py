@@ -168,6 +168,7 @@ class _Source:
     answer_seconds: float
     acceptance: tuple[float, ...]
     arrival_seconds: float = 0.0
+    end_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -181,6 +182,7 @@ class _Source:
             beside,
             file.acceptance,
             file.arrival_seconds,
+            file.end_seconds,
             file.request_seconds,
             file.token_seconds,
             file.idle_seconds,
@@ -236,6 +238,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         experts=_experts(own, config),
         exact=own.exact,
         arrival_seconds=source.arrival_seconds,
+        end_seconds=source.end_seconds,
         idle_seconds=source.idle_seconds,
     )
     return FleetSpec(
