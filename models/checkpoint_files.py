@@ -31,6 +31,7 @@ _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip
+_HY3_NORM = ".final_layernorm.weight"
 _HEAD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 """Older names of the norms of an EAGLE-3 head's three states."""
 _BODY = ("embed_tokens.", "layers.", "norm.")
@@ -135,10 +136,11 @@ def _outer_name(name: str) -> str:
 
 def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     """An MTP layer that is stored beside the model (Qwen3-Next: ``mtp.``), under DeepSeek's names after the last main
-    layer."""
+    layer; the norm of Hy3's MTP layer too."""
     own = [name for name in files if name.startswith(_MTP)]
     if not own:
-        return files
+        norms = [name for name in files if name.endswith(_HY3_NORM)]
+        return _renamed(files, {name: name.replace(_HY3_NORM, ".shared_head.norm.weight") for name in norms})
     main = [name.split(".")[2] for name in files if name.startswith("model.layers.")]
     layer = f"model.layers.{1 + max((int(part) for part in main if part.isdigit()), default=-1)}"
     names = {}

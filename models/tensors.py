@@ -34,9 +34,11 @@ KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
-_MTP_ON_GQA = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5)
+_MTP_ON_GQA = ("Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5)
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
-renames those of Qwen3-Next and Qwen3.5)."""
+renames those of Hy3, Qwen3-Next and Qwen3.5)."""
+MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
+"""Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -283,7 +285,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, ".embed_tokens.weight", ".shared_head.head.weight", *KV_SCALES)
+    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 

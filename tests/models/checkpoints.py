@@ -304,6 +304,8 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
         _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+    if kind == "hy_v3":
+        tensors = {name.replace(*HY3_NORM).replace(*HY3_HEAD): tensor for name, tensor in tensors.items()}
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         tensors = _beside(tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if fp8:
@@ -371,6 +373,11 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(path)
     torch.random.set_rng_state(state)
+
+
+HY3_NORM = (".shared_head.norm.", ".final_layernorm.")
+HY3_HEAD = (".shared_head.head.", ".shared_head.")
+"""Names of DeepSeek's MTP layers, and those of Hy3's."""
 
 
 def _add_mtp_layer(

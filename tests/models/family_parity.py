@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {},
-    "hy_v3": {},
+    "hy_v3": {"num_mtp_layers": 1},
     "ministral3": {},
     "mistral4": {},
     "solar_open": {},
