@@ -31,6 +31,7 @@ class ReasoningFormat:
         keeps: the reasoning stays in the content, between its tags, for clients that send it back in this form.
         harmony: messages with channels (`harmony.py`); the tags are those of the first one.
         answer: tags around the content, which are removed (`answer_tags.py`).
+        turn: begin of the message with the content, or with calls; removed too.
     """
 
     start: str = THINK_START
@@ -41,6 +42,7 @@ class ReasoningFormat:
     keeps: bool = False
     harmony: bool = False
     answer: tuple[str, str] | None = None
+    turn: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -50,6 +52,8 @@ class ReasoningFormat:
     @property
     def free_end(self) -> str:
         """The end of the reasoning before a constrained text."""
+        if self.turn and self.answer:
+            return self.end + self.turn + self.answer[0]
         return f"{CHANNEL}final{MESSAGE}" if self.harmony else self.end
 
 
@@ -72,6 +76,9 @@ REASONING_FORMATS = {
     "step3": ReasoningFormat(forced=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
+    "solar_open": ReasoningFormat(
+        "<|think|>", "<|end|>", calls="<|tool_calls|>", answer=("<|content|>", "<|end|>"), turn="<|begin|>assistant"
+    ),
     "hunyuan": _hunyuan(),
     "hunyuan_a13b": _hunyuan(),
     "hy_v3": _hunyuan(HY3_SUFFIX),
@@ -101,7 +108,7 @@ class ReasoningParser:
         self._state = "start"
         self._held = ""
         self._gathered: list[str] = []
-        self._answer = AnswerTags(*form.answer, form.calls.lstrip()) if form.answer else None
+        self._answer = AnswerTags(*form.answer, form.calls.lstrip(), form.turn) if form.answer else None
 
     def push(self, text: str) -> tuple[str, str]:
         """Adds text; returns the new reasoning and the new content."""

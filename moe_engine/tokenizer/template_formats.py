@@ -10,6 +10,7 @@ from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
 _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-oss", ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("solar_open", ("<|tool_call:begin|>",)),
     ("minimax-m2", ("<minimax:tool_call>",)),
     ("deepseekv32", ("｜DSML｜",)),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
@@ -42,8 +43,8 @@ def reasoning_format(template: str) -> str | None:
     """The `--reasoning-parser` of the answers to a template's prompts; None: they have no reasoning in a known
     format."""
     tools = tool_format(template)
-    if tools == "gpt-oss":
-        return "gpt-oss"
+    if tools in ("gpt-oss", "solar_open"):
+        return tools
     if "◁think▷" in template:
         return "kimi"
     if "[THINK]" in template and "[/THINK]" in template:

@@ -95,6 +95,17 @@ def test_tags_around_the_answer(size):
     assert reason("why\n</think>\n\n<response>\na\nb\n</response>\n", size, inside=True, form=ernie) == ("why", "a\nb")
     call = "<tool_call>\n{}\n</tool_call>\n"
     assert reason(f"why\n</think>\n\n\n{call}", size, inside=True, form=ernie) == ("why", call)
+    solar, turn = REASONING_FORMATS["solar_open"], "<|begin|>assistant"
+    calls = "<|tool_calls|>x"
+    for text, want in (
+        (f"<|think|>why<|end|>{turn}<|content|>yes", ("why", "yes")),
+        (f"<|think|>why<|end|>{turn}{calls}", ("why", calls)),
+        (f"{turn}<|content|>yes <|end|>{turn}{calls}", ("", f"yes{calls}")),
+        (f"<|content|>a<|end|>b<|end|>{turn}", ("", "a<|end|>b")),
+        (calls, ("", calls)),
+        (f"{turn}<|cont", ("", f"{turn}<|cont")),
+    ):
+        assert reason(text, size, inside=False, form=solar) == want, text
     hy3 = REASONING_FORMATS["hy_v3"]
     text = "why</think:opensource>\n<answer> b <tool_calls:opensource>"
     assert reason(text, size, inside=True, form=hy3) == ("why", "<answer> b <tool_calls:opensource>")

@@ -45,6 +45,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "ERNIE 4.5 Thinking": (HERMES + "<response>" + BACK + ASK + "<think>\n", "ernie45", "ernie45"),
     "Hunyuan-A13B": ("<tool_calls>[{{ calls }}]</tool_calls>" + BACK + "<answer>", "hunyuan_a13b", "hunyuan_a13b"),
     "Hy3": ("{{ '<tool_sep' + s + '>' }}{{ '<arg_key' + s + '>' }}{{ '</think' + s + '>' }}", "hunyuan", "hunyuan"),
+    "Solar Open": ("<|think|><|end|><|tool_calls|><|tool_call:begin|>", "solar_open", "solar_open"),
     "dots": ("<dots_function_call>", None, "dots"),
     "Llama 3.1": ("<|start_header_id|><|python_tag|>", None, "llama3"),
     "Llama 3.2": ('<|start_header_id|>{"name": function, "parameters": {}}', None, "llama3"),

@@ -38,6 +38,10 @@ def hunyuan(text: str, suffix: str = "") -> str:
     return text.replace(">", f"{suffix}>")
 
 
+def solar(call_id: str, name: str, arguments: str) -> str:
+    return f"<|tool_call:begin|>{call_id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
+
+
 HUNYUAN = (
     "a\n<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>s</arg_key>\n<arg_value> </tool_call,\n</arg_value>\n"
     "<arg_key>n</arg_key>\n<arg_value>-5</arg_value>\n</tool_call>\n<tool_call>g<tool_sep>\n</tool_call>\n</tool_calls>"
@@ -100,6 +104,8 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hunyuan_a13b", f'a<tool_calls>[{FUNCTION_CALL}, {{"name": "g", "arguments": {{}}}}]</tool_calls>\n', "a",
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("hunyuan_a13b", '<tool_calls>{"name": "g"}</tool_calls>b', "b", [("g", {})]),
+    ("solar_open", "a <|tool_calls|>" + solar("a1b2", "f", '{"s": "<|tool"}') + solar("a1b2", "g", "{}") + "<|calls|>",
+     "a ", [("f", {"s": "<|tool"}), ("g", {})]),
     ("ernie45", f"<tool_call>\n{FUNCTION_CALL}\n</tool_call>\n", "",
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]})]),
     ("dots", "a " + DOTS.format('\n<invoke name="f">\n<parameter name="s">x > y</parameter>\n<parameter name="n">\n5\n'
@@ -159,6 +165,13 @@ def test_all_formats_are_tested() -> None:
     assert {aliases.get(name, name) for name in TOOL_FORMATS} == {case[0] for case in GOOD}
 
 
+def test_solars_ids_are_kept() -> None:
+    text = "<|tool_calls|>" + solar("a1b2", "f", "{}") + solar("", "g", "{}") + solar("a1b2", "g", "{}")
+    ids = parse("solar_open", text, 3)[2]
+    assert ids[0] == "a1b2" and len(set(ids)) == 3
+    assert parse("solar_open", text, 3, is_json=True)[2][0] != "a1b2"
+
+
 def test_kimis_ids_are_kept() -> None:
     assert parse("kimi_k2", KIMI.format(kimi("functions.f:7", "{}")), 3)[2] == ["functions.f:7"]
 
@@ -211,6 +224,7 @@ NO_CALLS = [
     ("hunyuan", "<tool_calls>\n[5]</tool_calls>"),
     ("hunyuan", "a <tool_calls>\n<tool_call>f"),
     ("hunyuan_a13b", '<tool_calls>[{"name": 5}]</tool_calls> b'),
+    ("solar_open", "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>f"),
     ("dots", "<dots_function_call>\nsearch\n</dots_function_call>"),
     ("gpt-oss", "<|channel|>final<|message|>Hello<|return|>"),
     ("gpt-oss", "a <|start|>assistant<|channel|>commentary to=functions.f"),

@@ -19,6 +19,7 @@ from moe_engine.tokenizer.tool_calls.named import (
     DEEPSEEK_V31,
     KIMI_K2,
     SEPARATOR,
+    SOLAR_OPEN,
 )
 from moe_engine.tokenizer.tool_calls.objects import (
     LLAMA_BEGIN,
@@ -38,6 +39,10 @@ from moe_engine.tokenizer.tool_calls.tagged import DOTS, DSML, GLM45, MINIMAX_M2
 
 DEEPSEEK_MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 KIMI_MARKERS = (KIMI_K2.begin, KIMI_K2.end, KIMI_K2.call_begin, KIMI_K2.after_name, KIMI_K2.call_end)
+SOLAR_MARKERS = (
+    SOLAR_OPEN.begin, SOLAR_OPEN.end, SOLAR_OPEN.call_begin, SOLAR_OPEN.after_id, SOLAR_OPEN.after_name,
+    SOLAR_OPEN.call_end,
+)  # fmt: skip
 QWEN_MARKERS = (QWEN_BEGIN, QWEN_END)
 
 
@@ -219,6 +224,20 @@ TOOL_FORMATS = {
     "glm47": _GLM,
     "minimax-m2": _MINIMAX_M2,
     "dots": ToolFormat(DOTS.parse, (DOTS.begin, DOTS.end), replace(_MINIMAX_M2.syntax, begin=DOTS.begin, end=DOTS.end)),
+    "solar_open": ToolFormat(
+        SOLAR_OPEN.parse,
+        SOLAR_MARKERS,
+        CallSyntax(
+            SOLAR_OPEN.begin,
+            "",
+            "",
+            "",
+            f"{SOLAR_OPEN.call_begin}0{SOLAR_OPEN.after_id}",
+            SOLAR_OPEN.after_name,
+            SOLAR_OPEN.call_end,
+        ),
+        reasoning_end="<|end|><|begin|>assistant",
+    ),
     "ernie45": _QWEN,
     "hunyuan": _hunyuan(),
     "hunyuan_a13b": _hunyuan(as_json=True),
