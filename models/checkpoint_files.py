@@ -32,6 +32,8 @@ _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip
 _HY3_NORM = ".final_layernorm.weight"
+_ERNIE_MTP = "model.mtp_"
+_ERNIE_PARTS = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
 _HEAD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 """Older names of the norms of an EAGLE-3 head's three states."""
 _BODY = ("embed_tokens.", "layers.", "norm.")
@@ -135,14 +137,15 @@ def _outer_name(name: str) -> str:
 
 
 def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    """An MTP layer that is stored beside the model (Qwen3-Next: ``mtp.``), under DeepSeek's names after the last main
-    layer; the norm of Hy3's MTP layer too."""
+    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, the norm of Hy3's), under DeepSeek's
+    names after the last main layer."""
+    if any(name.startswith(_ERNIE_MTP) for name in files):
+        return _with_ernies(files)
     own = [name for name in files if name.startswith(_MTP)]
     if not own:
         norms = [name for name in files if name.endswith(_HY3_NORM)]
         return _renamed(files, {name: name.replace(_HY3_NORM, ".shared_head.norm.weight") for name in norms})
-    main = [name.split(".")[2] for name in files if name.startswith("model.layers.")]
-    layer = f"model.layers.{1 + max((int(part) for part in main if part.isdigit()), default=-1)}"
+    layer = f"model.layers.{_num_layers(files)}"
     names = {}
     for name in own:
         part, _, rest = name.removeprefix(_MTP).partition(".")
@@ -150,6 +153,30 @@ def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
         if part == "layers":
             names[name] = f"{layer}.{rest.removeprefix('0.')}"
     return _renamed(files, names)
+
+
+def _num_layers(files: dict[str, WeightFile]) -> int:
+    main = [name.split(".")[2] for name in files if name.startswith("model.layers.")]
+    return 1 + max((int(part) for part in main if part.isdigit()), default=-1)
+
+
+def _with_ernies(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    """``model.mtp_PART.J.``: part of MTP layer J, whose last norm is the model's (as in FastDeploy's layers)."""
+    first, names, layers = _num_layers(files), dict[str, str](), set[str]()
+    for name in files:
+        part, _, rest = name.removeprefix(_ERNIE_MTP).partition(".")
+        index, _, rest = rest.partition(".")
+        if name.startswith(_ERNIE_MTP) and part in _ERNIE_PARTS and index.isdigit():
+            layer = f"model.layers.{first + int(index)}."
+            names[name] = f"{layer}{_ERNIE_PARTS[part]}{rest}"
+            layers.add(layer)
+    found = _renamed(files, names)
+    if (file := found.get("model.norm.weight")) is not None:
+        for layer in layers:
+            name = f"{layer}shared_head.norm.weight"
+            file.tensors[name] = file.tensors["model.norm.weight"]
+            found[name] = file
+    return found
 
 
 def _renamed(files: dict[str, WeightFile], names: Mapping[str, str]) -> dict[str, WeightFile]:

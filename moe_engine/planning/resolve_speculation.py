@@ -177,11 +177,10 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
             "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
         )
-    stored = model.num_nextn_predict_layers or (model.raw or {}).get("num_nextn_predict_layers")  # or not read
-    if stored and not has_mtp_names(model):
+    if model.num_nextn_predict_layers and not has_mtp_names(model):
         raise NotAvailableYet(
-            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek, GLM, Hy3 and "
-            "Qwen are); use NGRAM"
+            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek, GLM, Hy3, "
+            "ERNIE 4.5 and Qwen are); use NGRAM"
         )
     if not model.num_nextn_predict_layers:
         raise ConfigError(

@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kimi_k25": {},
     "dots1": {},
     "ernie4_5": {},
-    "ernie4_5_moe": {},
+    "ernie4_5_moe": {"num_mtp_layers": 1},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {},
     "hy_v3": {"num_mtp_layers": 1},

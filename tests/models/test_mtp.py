@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_mtp
 from tests.models import stepper
-from tests.models.checkpoints import HY3_NORM, dequantised_copy, make_checkpoint, write_tensors
+from tests.models.checkpoints import dequantised_copy, make_checkpoint
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, make_kv
 from tests.models.test_parity import FP8_DIMS, assert_close
@@ -26,7 +24,9 @@ from tests.models.test_parity import FP8_DIMS, assert_close
 PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 every_row = pytest.mark.parametrize("row", all_rows())
 MakeOracle = Callable[..., "Oracle"]
-FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "hy_v3": "HYV3"}
+FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "hy_v3": "HYV3", "ernie4_5_moe": "Ernie4_5_Moe"}
+OWN_NAMES = ("hy_v3", "ernie4_5_moe")
+"""Their MTP layers have names that transformers does not know."""
 every_family = pytest.mark.parametrize("kind", FAMILIES)
 
 
@@ -65,16 +65,6 @@ class Oracle:
         return self._model.lm_head(v)
 
 
-def with_deepseek_names(source: Path, target: Path) -> Path:
-    """A copy of Hy3's checkpoint with the names of MTP layers that transformers knows."""
-    tensors = load_file(source / "model.safetensors")
-    shutil.copytree(source, target)
-    write_tensors(target, {name.replace(*HY3_NORM[::-1]): tensor for name, tensor in tensors.items()})
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}))
-    return target
-
-
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
     """oracle(num_mtp_layers=1, kind=..., **checkpoint options) -> Oracle, cached by its arguments."""
@@ -86,8 +76,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
             folder = tmp_path_factory.mktemp("mtp")
             path = make_checkpoint(kind, folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
             plain = dequantised_copy(path, folder / "plain") if options.get("fp8") else path
-            if kind == "hy_v3":
-                plain = with_deepseek_names(path, folder / "plain")
+            if kind in OWN_NAMES:
+                more = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
+                plain = make_checkpoint(kind, folder / "plain", 3, num_mtp_layers=1, deepseek_names=True, **options)
+                config = json.loads((plain / "config.json").read_text())
+                (plain / "config.json").write_text(json.dumps(config | more))
             made[key] = Oracle(path, plain, len(made), FAMILIES[kind])
         return made[key]
 

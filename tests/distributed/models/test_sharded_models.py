@@ -44,7 +44,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
-    "ernie4_5_moe": {"num_hidden_layers": 2},  # a dense layer before one of experts, tied head
+    "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
     "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
     "solar_open": {"num_hidden_layers": 2},
@@ -149,7 +149,7 @@ def test_sparse_attention_with_mtp(world: World, alone: Any, checkpoint: Checkpo
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("name", ["glm4_moe", "hy_v3", "ernie4_5_moe"])
 def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather")
     path = checkpoint(name)
@@ -160,7 +160,7 @@ def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: st
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "hunyuan_v1_moe", "ernie4_5_moe", "mistral4", "solar_open", "dots1",
+        "hunyuan_v1_moe", "mistral4", "solar_open", "dots1",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
