@@ -68,7 +68,7 @@ REASONING_FORMATS = {
     "deepseek-v3": ReasoningFormat(switch="thinking"),
     "qwen3": ReasoningFormat(calls="\n<tool_call>"),
     "qwen3-thinking": ReasoningFormat(forced=True, calls="\n<tool_call>"),
-    "glm45": ReasoningFormat(),
+    "glm45": ReasoningFormat(calls="<tool_call>"),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),

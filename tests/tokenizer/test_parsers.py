@@ -72,8 +72,8 @@ def test_calls_end_the_reasoning(size):
         "<tool_call>x",
     )
     assert reason("why</think>\n<tool_call>x", size, inside=True, form=form) == ("why", "<tool_call>x")
-    begin = "<|tool_calls_section_begin|>"
-    assert reason(f"why{begin}x", size, inside=True, form=REASONING_FORMATS["kimi_k2"]) == ("why", f"{begin}x")
+    for name, begin in (("kimi_k2", "<|tool_calls_section_begin|>"), ("glm45", "<tool_call>")):
+        assert reason(f"why{begin}x", size, inside=True, form=REASONING_FORMATS[name]) == ("why", f"{begin}x")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
