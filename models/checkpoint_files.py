@@ -41,13 +41,14 @@ _BODY = ("embed_tokens.", "layers.", "norm.")
 ReadHeader = Callable[[Path], dict[str, TensorHeader]]
 
 
-def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, WeightFile]:
+def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int | None = None) -> dict[str, WeightFile]:
     """Tensor name -> its file; empty if the directory has no weight files.
 
     Args:
         directory: or a GGUF file.
         load_format: ``safetensors``, ``pt`` (files of torch.save) or ``gguf`` reads only this format; other values read
         safetensors files, else files of torch.save or GGUF.
+        num_layers: main layers of the model, for folders with some of its tensors. None: all layers are there.
 
     Raises:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
@@ -67,7 +68,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
-    return _with_mtp(_with_prefix(files))
+    return _with_mtp(_with_prefix(files), num_layers)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -136,17 +137,17 @@ def _outer_name(name: str) -> str:
     return name
 
 
-def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str, WeightFile]:
     """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, the norm of Hy3's), under DeepSeek's
     names after the last main layer."""
+    first = _num_layers(files) if num_layers is None else num_layers
     if any(name.startswith(_ERNIE_MTP) for name in files):
-        return _with_ernies(files)
+        return _with_ernies(files, first)
     own = [name for name in files if name.startswith(_MTP)]
     if not own:
-        norms = [name for name in files if name.endswith(_HY3_NORM)]
+        norms = [name for name in files if name.startswith("model.layers.") and name.endswith(_HY3_NORM)]
         return _renamed(files, {name: name.replace(_HY3_NORM, ".shared_head.norm.weight") for name in norms})
-    layer = f"model.layers.{_num_layers(files)}"
-    names = {}
+    layer, names = f"model.layers.{first}", {}
     for name in own:
         part, _, rest = name.removeprefix(_MTP).partition(".")
         names[name] = f"{layer}.{_MTP_PARTS[part]}.{rest}" if part in _MTP_PARTS else name
@@ -160,9 +161,9 @@ def _num_layers(files: dict[str, WeightFile]) -> int:
     return 1 + max((int(part) for part in main if part.isdigit()), default=-1)
 
 
-def _with_ernies(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+def _with_ernies(files: dict[str, WeightFile], first: int) -> dict[str, WeightFile]:
     """``model.mtp_PART.J.``: part of MTP layer J, whose last norm is the model's (as in FastDeploy's layers)."""
-    first, names, layers = _num_layers(files), dict[str, str](), set[str]()
+    names, layers = dict[str, str](), set[str]()
     for name in files:
         part, _, rest = name.removeprefix(_ERNIE_MTP).partition(".")
         index, _, rest = rest.partition(".")
