@@ -145,7 +145,7 @@ def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str,
         return _with_ernies(files, first)
     own = [name for name in files if name.startswith(_MTP)]
     if not own:
-        norms = [name for name in files if name.endswith(_HY3_NORM)]
+        norms = [name for name in files if name.startswith("model.layers.") and name.endswith(_HY3_NORM)]
         return _renamed(files, {name: name.replace(_HY3_NORM, ".shared_head.norm.weight") for name in norms})
     layer, names = f"model.layers.{first}", {}
     for name in own:

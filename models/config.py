@@ -249,7 +249,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     attention: MLAConfig | GQAConfig
     rope: RopeConfig
     moe: MoEConfig | None

@@ -310,7 +310,7 @@ def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[fl
     try:
         if own.dataset_name.startswith("random") and not own.dataset_path:
             shape = own.random_input_len, own.random_output_len, own.random_range_ratio
-            requests = datasets.iter_random_requests(own.num_prompts, *shape, vocabulary, random.Random(own.seed))
+            requests = datasets.random_requests(own.num_prompts, *shape, vocabulary, random.Random(own.seed))
             total = own.num_prompts
         else:
             requests = datasets.make_dataset(own, vocabulary)

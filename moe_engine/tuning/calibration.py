@@ -73,7 +73,6 @@ class Probes:
         self,
         base_url: str,
         limits: Limits,
-        seed: int = 0,
         front_end_cpu: Callable[[], float] | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> None:
@@ -84,7 +83,7 @@ class Probes:
                 ones.
         """
         self._options, self._limits = CallOptions(base_url), limits
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._points = MeasuredPoints(limits)
         self._parts: list[mixed_probe.Part] = []
         self._unread: list[tuple[Hashable, int, Stream | Span]] = []

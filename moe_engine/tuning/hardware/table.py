@@ -82,7 +82,6 @@ class Cluster:
     link: LinkFacts
     num_gpus: int
     gpu_key: str
-    link_key: str
 
     @property
     def domain_size(self) -> int:
@@ -125,8 +124,7 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
             f"--hardware {hardware}: unknown GPU {name}; use one of {', '.join(gpu_names())}, or a TOML file with "
             "the fields of those in moe_engine/tuning/hardware/gpus"
         )
-    link_key = interconnect or gpu.network
-    return Cluster(gpu, parse_link(link_key), int(found[1] or 1), name, link_key)
+    return Cluster(gpu, parse_link(interconnect or gpu.network), int(found[1] or 1), name)
 
 
 def parse_link(name: str) -> LinkFacts:
