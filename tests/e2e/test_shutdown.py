@@ -28,6 +28,17 @@ def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None
         assert not psutil.pid_exists(core.pid)
 
 
+def test_a_profiled_server_ends_without_a_list_of_leaks(checkpoint: Path, tmp_path: Path) -> None:
+    """torch's profiler imports Triton, whose bindings print such a list at the end of an interpreter."""
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        with server.client() as client:
+            assert client.post("/start_profile", json={"output_dir": str(tmp_path)}).status_code == 200
+            client.post("/generate", json={"text": "hello", "sampling_params": {"max_new_tokens": 2}})
+            assert client.post("/stop_profile").status_code == 200
+        assert server.terminate() == 0
+        assert "leaked" not in server.log
+
+
 def lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
