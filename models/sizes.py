@@ -21,6 +21,7 @@ from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
 _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
+_ROW_PARALLEL = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens that the MLA layer expands at once (its constructor's default)."""
@@ -133,7 +134,8 @@ def tensor_bytes(
         elif spec.name == "lm_head.weight" and head and head.takes(spec.shape[1]):
             kept += held * Fraction(head.num_bytes(1, spec.shape[1]), spec.shape[1])
         elif spec.kind is Kind.LINEAR and (spec.name.startswith(_LAYER) or _head_as_stored(spec, format, topology)):
-            kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
+            shape = _local_shape(config, spec, topology)
+            kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), shape, dtype_bytes)
         else:
             plain += held
     rotary = config.context_length * config.rope.width
@@ -153,6 +155,13 @@ def _absorbed_bytes(config: ModelConfig, elements: int, format: WeightFormat) ->
     keys, values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
     forms = [(shape, derived_codes(format, shape[1])) for shape in (keys, values)]
     return heads * sum(form.num_bytes(*shape) for shape, form in forms if form is not None)
+
+
+def _local_shape(config: ModelConfig, spec: TensorSpec, topology: Topology) -> tuple[int, ...]:
+    """Shape of the part of a matrix on a rank, as far as its columns are sharded; of experts the whole shape."""
+    if spec.copies > 1 or not spec.name.endswith(_ROW_PARALLEL):
+        return spec.shape
+    return spec.shape[0], spec.shape[1] // _parts(config, spec.name, topology)
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
