@@ -179,9 +179,10 @@ class TritonExperts:
         triton_four_bits.store(up, codes[width:], scales[:, width:])
         triton_four_bits.store(down, data.down[expert], data.down_scales[expert])
         if data.format.nvfp4:
-            for place, part in enumerate((gate, up)):
-                data.gate_up_whole[expert, place] = part.whole[0]
-            data.down_whole[expert, 0] = down.whole[0]
+            whole = (data.gate_up_whole[expert, 0], data.gate_up_whole[expert, 1], data.down_whole[expert, 0])
+            for place, part in zip(whole, (gate, up, down)):
+                assert part.whole is not None
+                place.copy_(part.whole[0])
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [part[expert] for part in weights.data.memory]

@@ -23,15 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.group_tiles import expert_tiles, find_tile, num_programs
 from moe_engine.kernels.experts.tiles import ExpertTiles
-from moe_engine.kernels.linear.triton_four_bits import (
-    HALF,
-    add_four_bits,
-    first_columns,
-    options_of,
-    scale_tile,
-    whole_factor,
-)
-from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits_constants
 from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
@@ -41,6 +32,15 @@ from moe_engine.kernels.linear.products import (
 )
 from moe_engine.kernels.linear.tiles import Tiles
 from moe_engine.kernels.linear.triton_block_gemm import fits_tma
+from moe_engine.kernels.linear.triton_four_bits import (
+    HALF,
+    add_four_bits,
+    first_columns,
+    options_of,
+    scale_tile,
+    whole_factor,
+)
+from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits_constants
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile

@@ -13,8 +13,8 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 
 @dataclass(frozen=True)
 class LinearShape:
-    """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16. `format`: of a weight in
-    4 bits, beside x in 16 bits."""
+    """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16. `format`: of a weight
+    in 4 bits, with x in 16 bits."""
 
     name: str
     rows: int

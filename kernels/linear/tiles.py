@@ -64,11 +64,12 @@ FOUR_BITS = TileTable(
     (
         (16, Tiles(16, 64, 4, 5, swap_ab=True)),
         (32, Tiles(32, 64, 4, 5, swap_ab=True)),
-        (96, Tiles(64, 128, 4, 4, swap_ab=True)),
+        (96, Tiles(64, 128, 8, 4, swap_ab=True)),
         (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
     ),
 )
-"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded."""
+"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded: each group of
+four warps decodes 64 rows of them."""
 FOUR_BITS_WIDE = TileTable("float32, without tensor cores: correct, not fast", ((None, Tiles(32, 64, 4, 2)),))
 
 
@@ -96,7 +97,7 @@ def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
 FIXED_BLOCK_FP8 = Tiles(64, 64, 4, 4, group=8)
 """Tiles of every product in deterministic mode (--enable-deterministic-inference), independent of the number of rows: K
 is not split, and the smallest tile that fills tensor cores leaves few SMs idle in decodes."""
-FIXED_FOUR_BITS = Tiles(64, 128, 4, 4, swap_ab=True, group=8)
+FIXED_FOUR_BITS = Tiles(64, 128, 8, 4, swap_ab=True, group=8)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     form        number                          scale
     mxfp4       e2m1                            e8m0 of 32 columns
-    nvfp4       e2m1                            e4m3 of 16 columns, and a float32 factor of an expert's matrix or of a row
+    nvfp4       e2m1                            e4m3 of 16 columns, and a float32 factor of the matrix or a row
     int4        code - 8                        of 32, 64 or 128 columns, in the checkpoint's dtype
     int4_zeros  code - zero point of a group    the same, each beside its zero point
 
@@ -118,7 +118,8 @@ def first_columns(FORM: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def scale_tile(scales, rows, SCALES: tl.constexpr, FORM: tl.constexpr):
-    """Pointers [rows, G] to the scales of the first step, of `rows` of a matrix; SCALES numbers a row and step. Of NVFP4 the scale of high bits follows that of low bits, as a zero point follows its scale."""
+    """Pointers [rows, G] to the scales of the first step, of `rows` of a matrix; SCALES numbers a row and step. Of
+    NVFP4 the scale of high bits follows that of low bits, as a zero point follows its scale."""
     PAIR: tl.constexpr = 2 if FORM == "nvfp4" or FORM == "int4_zeros" else 1
     lane = tl.arange(0, SCALES // PAIR) * PAIR
     return scales + rows[:, None] * SCALES + lane[None, :]
@@ -155,8 +156,8 @@ def add_four_bits(
 
 @triton.jit
 def whole_factor(place, x):
-    """The factor of a finished sum of NVFP4: that of the matrix or the rows at `place`, without the power of two of `_fp4_half`.
-    x: pointer to the rows."""
+    """The factor of a finished sum of NVFP4: that of the matrix or the rows at `place`, without the power of two of
+    `_fp4_half`. x: pointer to the rows."""
     factor = tl.load(place)
     if x.dtype.element_ty == tl.bfloat16:
         factor *= 67108864.0  # 2^26

@@ -1,4 +1,5 @@
-"""Linear layers on a GPU: weights in block FP8 and 4 bits stay so and use this project's Triton products, others torch's.
+"""Linear layers on a GPU: weights in block FP8 and in 4 bits stay so and use this project's Triton products, others
+torch's.
 
 Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 """
