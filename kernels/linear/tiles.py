@@ -68,8 +68,8 @@ FOUR_BITS = TileTable(
         (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
     ),
 )
-"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded: each group of
-four warps decodes 64 rows of them."""
+"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded: each group
+of four warps decodes 64 rows of them."""
 FOUR_BITS_WIDE = TileTable("float32, without tensor cores: correct, not fast", ((None, Tiles(32, 64, 4, 2)),))
 
 

@@ -81,7 +81,12 @@ def resolve(
     found = checkpoint, speculation, drafts, parallel, experts, lora
     steps = resolve_steps(args, model, part, dtype, kv_dtype, context_len, *found, record)
     sizing, kv_dtype = steps.sizing, steps.kernels.model.need.kv_dtype
-    model = with_latent_scales(args, model, kv_dtype, checkpoint, record)
+    scales = {} if checkpoint is None else checkpoint.latent_scales
+    model = with_latent_scales(args, model, kv_dtype, scales, record)
+    if drafts is not None:
+        own = with_latent_scales(args, drafts.config, kv_dtype, drafts.latent_scales, record)
+        head = None if drafts.head is None else dataclasses.replace(drafts.head, layer=own)
+        drafts = dataclasses.replace(drafts, config=own, head=head)
     return ResolvedConfig(
         args=with_demo_parsers(args, path, record),
         parallel=steps.parallel,
