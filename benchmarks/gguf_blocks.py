@@ -30,7 +30,9 @@ def blocks_of(kind: str, weight: np.ndarray) -> np.ndarray:
 
 
 def type_for(kind: str, columns: int) -> str:
-    """The type of a matrix in a file of type `kind`."""
+    """The type of a matrix in a file of type `kind`; BF16 has no blocks."""
+    if kind == "BF16":
+        return kind
     if columns % BLOCK[kind][0]:
         kind = SMALL_BLOCKS.get(kind, kind)
     return "F16" if columns % BLOCK[kind][0] else kind

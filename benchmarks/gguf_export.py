@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -174,8 +175,6 @@ def _token(value: str | Mapping[str, Any]) -> str:
 
 def gguf_tensors(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their names in the GGUF file, in its order of rows, the experts of a layer in one."""
-    import torch
-
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
         own = gguf_name(name)
@@ -213,7 +212,9 @@ def export(source: Path, path: Path, kind: str) -> Path:
     for name, tensor in gguf_tensors(tensors, fields):
         plain = "F32" if tensor.dim() == 1 or "gate_inp" in name else type_for(kind, tensor.shape[-1])
         array = tensor.float().numpy()
-        if plain in BLOCK:
+        if plain == "BF16":
+            data = tensor.bfloat16().view(torch.int16).numpy().tobytes()
+        elif plain in BLOCK:
             data = blocks_of(plain, array.reshape(-1, array.shape[-1])).tobytes()
         else:
             data = array.astype("<f2" if plain == "F16" else "<f4").tobytes()
@@ -227,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench gguf_export", description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="checkpoint in hub layout, unquantized")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--type", choices=tuple(BLOCK), default="Q4_0")
+    parser.add_argument("--type", choices=("BF16", *BLOCK), default="Q4_0")
     own = parser.parse_args(argv)
     print(export(own.source, own.output, own.type))
     return 0

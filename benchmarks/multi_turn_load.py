@@ -210,7 +210,8 @@ def draw(points: list[dict[str, Any]], path: Path, title: str) -> None:
         rates.plot(loads, [each["tokens_per_second"] for each in mine], marker="o", label=way)
         known = [each for each in mine if each["ttft_returning"]]
         times.plot([e["load"] for e in known], [e["ttft_returning"]["median"] for e in known], marker="o", label=way)
-    rates.set(xlabel="sessions, in units of the KV cache", ylabel="output tokens/s", ylim=(0, None))
+    top = 1.1 * max(each["tokens_per_second"] for each in points)
+    rates.set(xlabel="sessions, in units of the KV cache", ylabel="output tokens/s", ylim=(0, top))
     times.set(
         xlabel="sessions, in units of the KV cache", ylabel="time to first token, returning turns, s", yscale="log"
     )

@@ -19,13 +19,13 @@ from moe_engine.worker.model_runner import ModelRunner
 
 
 class StubModel:
-    """Logits that favour `token` for any input. They are shared, so requests that edit their logits are not
+    """Logits that favour token 1 for any input. They are shared, so requests that edit their logits are not
     supported."""
 
-    def __init__(self, vocab_size: int, max_rows: int, max_tokens: int, token: int = 1) -> None:
+    def __init__(self, vocab_size: int, max_rows: int, max_tokens: int) -> None:
         self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.zeros(max_rows, vocab_size)
-        self._logits[:, token] = 1.0
+        self._logits[:, 1] = 1.0
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self._hidden[: batch.num_tokens]
@@ -53,12 +53,11 @@ def stub_runner(
     context_len: int = 4096,
     vocab_size: int = 1024,
     num_slots: int = 1 << 20,
-    page_size: int = 1,
     sampling: SamplingKernel | None = None,
 ) -> ModelRunner:
     """A runner whose model takes no time; its KV pool is one element wide. `sampling`: see `ModelRunner`."""
     stream = DeviceStream("cpu")
-    pool = KVPool(KVSpec.mla(1, 1, 0, torch.float32), num_slots, page_size, stream)
+    pool = KVPool(KVSpec.mla(1, 1, 0, torch.float32), num_slots, 1, stream)
     rows = RequestRows(max_rows, context_len, vocab_size, stream)
     model = StubModel(vocab_size, max_rows, max(max_rows, context_len))
     return ModelRunner(model, pool, rows, StubAttention(), stream, sampling=sampling)

@@ -50,17 +50,17 @@ def _psutil_memory() -> Memory:
     return Memory(memory.total, memory.available, "psutil")
 
 
-def own_cgroup(controller: str = "memory", root: Path = CGROUP_ROOT) -> Path:
+def own_cgroup(controller: str = "memory") -> Path:
     """The folder of this process's cgroup for a controller; inside a container usually the root itself."""
-    unified = root
+    unified = CGROUP_ROOT
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
-                folder = root / controller / path.lstrip("/")
-                return folder if folder.exists() else root / controller
-            if number == "0" and (root / path.lstrip("/")).exists():
-                unified = root / path.lstrip("/")
+                folder = CGROUP_ROOT / controller / path.lstrip("/")
+                return folder if folder.exists() else CGROUP_ROOT / controller
+            if number == "0" and (folder := CGROUP_ROOT / path.lstrip("/")).exists():
+                unified = folder
     except (OSError, ValueError):
         pass
     return unified

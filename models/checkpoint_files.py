@@ -31,6 +31,9 @@ _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip
+_HY3_NORM = ".final_layernorm.weight"
+_ERNIE_MTP = "model.mtp_"
+_ERNIE_PARTS = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
 _HEAD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 """Older names of the norms of an EAGLE-3 head's three states."""
 _BODY = ("embed_tokens.", "layers.", "norm.")
@@ -38,13 +41,14 @@ _BODY = ("embed_tokens.", "layers.", "norm.")
 ReadHeader = Callable[[Path], dict[str, TensorHeader]]
 
 
-def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, WeightFile]:
+def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int | None = None) -> dict[str, WeightFile]:
     """Tensor name -> its file; empty if the directory has no weight files.
 
     Args:
         directory: or a GGUF file.
         load_format: ``safetensors``, ``pt`` (files of torch.save) or ``gguf`` reads only this format; other values read
         safetensors files, else files of torch.save or GGUF.
+        num_layers: main layers of the model, for folders with some of its tensors. None: all layers are there.
 
     Raises:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
@@ -64,7 +68,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
-    return _with_mtp(_with_prefix(files))
+    return _with_mtp(_with_prefix(files), num_layers)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -133,21 +137,47 @@ def _outer_name(name: str) -> str:
     return name
 
 
-def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    """An MTP layer that is stored beside the model (Qwen3-Next: ``mtp.``), under DeepSeek's names after the last main
-    layer."""
+def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str, WeightFile]:
+    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, the norm of Hy3's), under DeepSeek's
+    names after the last main layer."""
+    first = _num_layers(files) if num_layers is None else num_layers
+    if any(name.startswith(_ERNIE_MTP) for name in files):
+        return _with_ernies(files, first)
     own = [name for name in files if name.startswith(_MTP)]
     if not own:
-        return files
-    main = [name.split(".")[2] for name in files if name.startswith("model.layers.")]
-    layer = f"model.layers.{1 + max((int(part) for part in main if part.isdigit()), default=-1)}"
-    names = {}
+        norms = [name for name in files if name.startswith("model.layers.") and name.endswith(_HY3_NORM)]
+        return _renamed(files, {name: name.replace(_HY3_NORM, ".shared_head.norm.weight") for name in norms})
+    layer, names = f"model.layers.{first}", {}
     for name in own:
         part, _, rest = name.removeprefix(_MTP).partition(".")
         names[name] = f"{layer}.{_MTP_PARTS[part]}.{rest}" if part in _MTP_PARTS else name
         if part == "layers":
             names[name] = f"{layer}.{rest.removeprefix('0.')}"
     return _renamed(files, names)
+
+
+def _num_layers(files: dict[str, WeightFile]) -> int:
+    main = [name.split(".")[2] for name in files if name.startswith("model.layers.")]
+    return 1 + max((int(part) for part in main if part.isdigit()), default=-1)
+
+
+def _with_ernies(files: dict[str, WeightFile], first: int) -> dict[str, WeightFile]:
+    """``model.mtp_PART.J.``: part of MTP layer J, whose last norm is the model's (as in FastDeploy's layers)."""
+    names, layers = dict[str, str](), set[str]()
+    for name in files:
+        part, _, rest = name.removeprefix(_ERNIE_MTP).partition(".")
+        index, _, rest = rest.partition(".")
+        if name.startswith(_ERNIE_MTP) and part in _ERNIE_PARTS and index.isdigit():
+            layer = f"model.layers.{first + int(index)}."
+            names[name] = f"{layer}{_ERNIE_PARTS[part]}{rest}"
+            layers.add(layer)
+    found = _renamed(files, names)
+    if (file := found.get("model.norm.weight")) is not None:
+        for layer in layers:
+            name = f"{layer}shared_head.norm.weight"
+            file.tensors[name] = file.tensors["model.norm.weight"]
+            found[name] = file
+    return found
 
 
 def _renamed(files: dict[str, WeightFile], names: Mapping[str, str]) -> dict[str, WeightFile]:

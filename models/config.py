@@ -249,7 +249,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     attention: MLAConfig | GQAConfig
     rope: RopeConfig
     moe: MoEConfig | None
@@ -258,6 +257,8 @@ class ModelConfig:
     weight_format: WeightFormat = PLAIN
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
+    mtp_like_first: bool = False
+    """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
     state_groups: tuple[StateGroup, ...] = ()
@@ -277,7 +278,7 @@ class ModelConfig:
     raw: Mapping[str, Any] | None = None
 
     @cached_property
-    def known_sizes(self) -> dict[Any, int]:
+    def known_sizes(self) -> dict[Any, Any]:
         """Sums over the model's tensors that were computed before, by their arguments (`models.sizes`)."""
         return {}
 
@@ -327,6 +328,11 @@ class ModelConfig:
     @property
     def is_moe(self) -> bool:
         return any(self.moe_layers)
+
+    @property
+    def is_mtp_moe(self) -> bool:
+        """Whether MTP layers have experts."""
+        return self.moe_layers[0] if self.mtp_like_first else self.is_moe
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
         """Cached bytes of one token in all layers, optionally with MTP layers; scales of FP8 rows included."""

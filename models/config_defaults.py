@@ -16,6 +16,7 @@ _DEEPSEEK_V3: Mapping[str, Any] = {
     "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
 }  # fmt: skip
 _ERNIE: Mapping[str, Any] = {**_EPS, "rope_theta": 500000.0, "tie_word_embeddings": True}
+_THETAS = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5, "qwen3_vl_moe": 5e5}
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
@@ -26,9 +27,8 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8},
     "glm_moe_dsa": {**_EPS, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     "gpt_oss": {
-        **_EPS, "sliding_window": 128,
-        "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-        | {"rope_theta": 150000.0},
+        **_EPS, "sliding_window": 128, "rope_theta": 150000.0,
+        "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     },
     "hunyuan_v1_dense": _EPS,
     "hunyuan_v1_moe": _EPS,
@@ -47,6 +47,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {**_EPS, "rope_theta": 1000000.0},
     "solar_open": {**_EPS, "head_dim": 128, "rope_theta": 1000000.0, "intermediate_size": 1},
+    **{kind + part: {"rope_theta": theta} for kind, theta in _THETAS.items() for part in ("", "_text")},
 }  # fmt: skip
 
 

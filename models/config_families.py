@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from moe_engine.models.config_fields import Fields, is_whole, parse_eos, parse_rope
+from moe_engine.models.config_fields import Fields, parse_eos, parse_rope
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
 
@@ -211,7 +211,6 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
     if activation not in ("silu", "swish"):
         fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
     dtype = fields.text("dtype", None) or fields.text("torch_dtype", None) or "bfloat16"
-    bos = fields.raw.get("bos_token_id")
     return ModelConfig(
         source=fields.source,
         architecture=(fields.raw.get("architectures") or [""])[0],
@@ -224,7 +223,6 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         eos_token_ids=parse_eos(fields, generation),
-        bos_token_id=int(bos) if is_whole(bos) else None,
         weight_format=parse_format(fields),
         checkpoint_dtype=dtype.removeprefix("torch."),
         mlp_bias=fields.flag("mlp_bias"),

@@ -44,9 +44,7 @@ def _hunyuan(fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | Non
 
 
 def parse_hy_v3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Hy3: norms of q and k before the rotation, a sigmoid router with a bias, a shared expert. Its MTP layer is not
-    read."""
-    read = Fields({**fields.raw, "num_nextn_predict_layers": 0}, fields.source)
+    """Hy3: norms of q and k before the rotation, a sigmoid router with a bias, a shared expert, MTP layers."""
     if not fields.flag("moe_router_use_sigmoid", True) or fields.flag("mlp_bias"):
         fields.fail("moe_router_use_sigmoid, mlp_bias", "must be true and false; other values are not supported")
     width = fields.integer("moe_intermediate_size")
@@ -62,7 +60,7 @@ def parse_hy_v3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     )
     check_moe(fields, moe)
     norm = "head" if fields.flag("qk_norm", True) else ""
-    return replace(parse_gqa(read, generation, moe, deepseek_moe_layers(read, moe), qk_norm=norm), raw=fields.raw)
+    return parse_gqa(fields, generation, moe, deepseek_moe_layers(fields, moe), qk_norm=norm)
 
 
 def _of_all_layers(fields: Fields, name: str, default: int | None = None) -> int:

@@ -111,8 +111,8 @@ def parse_ernie(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 
 
 def parse_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """ERNIE 4.5 with experts: a softmax over all experts, whose bias affects the choice only. Its MTP layer is not
-    read."""
+    """ERNIE 4.5 with experts: a softmax over all experts, whose bias affects the choice only; an MTP layer with
+    a dense MLP."""
     width, layers = fields.integer("moe_intermediate_size"), fields.integer("num_hidden_layers")
     moe = MoEConfig(
         num_experts=fields.integer("moe_num_experts"),
@@ -135,6 +135,4 @@ def _ernie(
 ) -> ModelConfig:
     if fields.flag("use_bias"):
         fields.fail("use_bias", "is true: biases are not supported for this model")
-    read = Fields({**fields.raw, "num_nextn_predict_layers": 0}, fields.source)
-    config = parse_gqa(read, generation, moe, moe_layers, interleaved=True)
-    return replace(config, raw=fields.raw)
+    return replace(parse_gqa(fields, generation, moe, moe_layers, interleaved=True), mtp_like_first=moe is not None)

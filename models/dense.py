@@ -48,7 +48,7 @@ class DenseModel(Decoder):
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, layer = self.config, f"model.layers.{layer_index}"
         is_mtp = layer_index >= config.num_layers
-        if config.is_moe if is_mtp else config.moe_layers[layer_index]:
+        if config.is_mtp_moe if is_mtp else config.moe_layers[layer_index]:
             return MoE(config, layer_index, self.backends, reader, self.parallel)
         widths = config.hidden_size, config.intermediate_size
         return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, config.mlp_bias)

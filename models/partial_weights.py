@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
@@ -40,13 +42,17 @@ class ReceivedWeights(WeightReader):
 
     Args:
         structure: the served model's weights, to know which are kept quantized.
+        num_layers: the model's main layers, see `read_checkpoint`.
 
     Attributes:
         missed: whether a tensor was missing.
     """
 
-    def __init__(self, directory: str | Path | TensorFile, structure: WeightSource) -> None:
-        super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names)
+    def __init__(
+        self, directory: str | Path | TensorFile, structure: WeightSource, num_layers: int | None = None
+    ) -> None:
+        read = partial(read_checkpoint, num_layers=num_layers)
+        super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names, read=read)
         self._structure = structure
         self.served_gates = structure.served_gates
         self.missed = False

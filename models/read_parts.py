@@ -28,11 +28,6 @@ class PartReads:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    @property
-    def num_buffers(self) -> int:
-        """Max buffers of `in_order` at a time, the consumer's included."""
-        return self._num_threads + 1 if self._num_threads > 1 else 1
-
     def all(self, reads: Sequence[Callable[[], None]]) -> None:
         """Runs reads that write to distinct memory, and waits for all of them. Raises the first error, by order."""
         if self._num_threads <= 1 or len(reads) < 2 or in_load_thread():

@@ -107,7 +107,63 @@ def _weight_bytes(
     redundant_experts: int,
     format: WeightFormat,
 ) -> int:
-    return tensor_bytes(config, model_tensors(config, include_mtp), dtype_bytes, topology, redundant_experts, format)
+    format = _of_whole_groups(config, format, topology)
+    found = _alike_of_model(config, include_mtp, dtype_bytes, topology, format)
+    return _sum_of(config, found, dtype_bytes, topology, redundant_experts, format)
+
+
+def bytes_per_weight(
+    config: ModelConfig, dtype_bytes: int, topology: Topology, format: WeightFormat
+) -> tuple[float, float]:
+    """Mean memory of a weight of the layers' projections as kernels hold them: of routed experts, and of the others."""
+    format = _of_whole_groups(config, format, topology)
+    held = {True: Fraction(0), False: Fraction(0)}
+    elements = {True: 0, False: 0}
+    for spec, each, count in _alike_of_model(config, False, dtype_bytes, topology, format):
+        if each is not None:
+            number = spec.num_elements * spec.copies * count
+            elements[spec.copies > 1] += number
+            held[spec.copies > 1] += number * each
+    means = {routed: float(held[routed] / elements[routed]) if elements[routed] else dtype_bytes for routed in held}
+    return means[True], means[False]
+
+
+Alike = tuple[TensorSpec, Fraction | None, int]
+"""A tensor, bytes of an element if it is a projection of a layer, and the number of such tensors, in other layers."""
+
+
+def _alike_of_model(
+    config: ModelConfig, include_mtp: bool, dtype_bytes: int, topology: Topology, format: WeightFormat
+) -> list[Alike]:
+    topology = _of_columns(topology, format)
+    if (key := ("alike", include_mtp, dtype_bytes, topology, format)) not in config.known_sizes:
+        config.known_sizes[key] = _alike(config, model_tensors(config, include_mtp), dtype_bytes, topology, format)
+    found: list[Alike] = config.known_sizes[key]
+    return found
+
+
+def _of_columns(topology: Topology, format: WeightFormat) -> Topology:
+    """The topology if the format's bytes depend on a rank's columns, else that of all columns."""
+    return topology if isinstance(format, SchemeFormat) and "linear" in format.kept else ONE_RANK
+
+
+def _alike(
+    config: ModelConfig, specs: Iterable[TensorSpec], dtype_bytes: int, topology: Topology, format: WeightFormat
+) -> list[Alike]:
+    """Layers have the same tensors but for their number; a format may store them differently."""
+    found: dict[tuple[object, ...], Alike] = {}
+    for spec in specs:
+        layered = spec.name.startswith(_LAYER)
+        each = None
+        if layered and spec.kind is Kind.LINEAR and not spec.name.endswith(_KV_B):
+            shape = _local_shape(config, spec, topology)
+            each = format.bytes_per_element(spec.name.removesuffix(".weight"), shape, dtype_bytes)
+        name = spec.name[len(_LAYER) :].partition(".")[2] if layered else spec.name
+        size = each and each.as_integer_ratio()
+        key = layered, name, spec.shape, spec.kind, spec.copies, size
+        known = found.get(key)
+        found[key] = (spec, each, 1 if known is None else known[2] + 1)
+    return list(found.values())
 
 
 def tensor_bytes(
@@ -120,22 +176,32 @@ def tensor_bytes(
 ) -> int:
     """`weight_bytes` of some tensors of a model, and of its rotary table."""
     format = _of_whole_groups(config, format, topology)
+    alike = _alike(config, specs, dtype_bytes, _of_columns(topology, format), format)
+    return _sum_of(config, alike, dtype_bytes, topology, redundant_experts, format)
+
+
+def _sum_of(
+    config: ModelConfig, tensors: Iterable[Alike], dtype_bytes: int, topology: Topology, redundant_experts: int,
+    format: WeightFormat,
+) -> int:  # fmt: skip
+    """format: with experts as a rank holds them."""
     plain = wide = 0
     kept, derived = Fraction(0), derived_codes(format, 1) is not None
     head = derived_codes(format, config.hidden_size, is_head=True)
-    for spec in specs:
-        held = _held_elements(config, spec, topology, redundant_experts)
+    for spec, each, count in tensors:
+        held = count * _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
             sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name
-            wide += held if sharded else spec.num_elements
+            wide += held if sharded else count * spec.num_elements
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
             kept += _absorbed_bytes(config, held, format) if derived else 0
         elif spec.name == "lm_head.weight" and head and head.takes(spec.shape[1]):
             kept += held * Fraction(head.num_bytes(1, spec.shape[1]), spec.shape[1])
-        elif spec.kind is Kind.LINEAR and (spec.name.startswith(_LAYER) or _head_as_stored(spec, format, topology)):
-            shape = _local_shape(config, spec, topology)
-            kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), shape, dtype_bytes)
+        elif each is not None:
+            kept += held * each
+        elif _head_as_stored(spec, format, topology):
+            kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
         else:
             plain += held
     rotary = config.context_length * config.rope.width

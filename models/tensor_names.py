@@ -11,11 +11,9 @@ from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_files, hint_for
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors
+from moe_engine.models.tensors import EMBEDDING, MTP_COPIES, Kind, layer_index, model_tensors
 
 MAX_SHOWN = 5
-_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Tensors of an MTP layer that are shared with the model: embedding and head."""
 _SCALES = (".weight_scale_inv", ".scale")
 
 
@@ -89,7 +87,7 @@ class TensorNames:
         config, index = self._config, layer_index(name)
         stop = config.num_layers + config.num_nextn_predict_layers
         if config.num_layers <= index < max(stop, config.stored_layers):
-            return not self._include_mtp or index >= stop or name.endswith(_COPIES)
+            return not self._include_mtp or index >= stop or name.endswith(MTP_COPIES)
         no_head = config.tie_word_embeddings or config.pooling is not None
         return name.endswith("rotary_emb.inv_freq") or (no_head and name.startswith("lm_head."))
 

@@ -24,8 +24,6 @@ BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 """Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
-_OTHER_MTP = "model.mtp_"
-"""Begin of the names of ERNIE's MTP layers."""
 LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.kv_scale")
 """Ends of the names of a layer's scale of its latent, in MLA."""
 KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
@@ -34,9 +32,13 @@ KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
-_MTP_ON_GQA = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5)
+_MTP_ON_GQA = (
+    "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
+)  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
-renames those of Qwen3-Next and Qwen3.5)."""
+renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
+MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
+"""Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -151,7 +153,7 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden = config.hidden_size
     yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
     yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
-    yield from layer_tensors(config, config.is_moe)
+    yield from layer_tensors(config, config.is_mtp_moe)
 
 
 def attention_tensors(config: ModelConfig, layer: int | None = None) -> Iterator[TensorSpec]:
@@ -275,7 +277,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
-    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + (_OTHER_MTP,)
+    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None)
     ends = (_ROTARY, *KV_SCALES)
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
@@ -283,7 +285,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, ".embed_tokens.weight", ".shared_head.head.weight", *KV_SCALES)
+    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 

@@ -89,18 +89,10 @@ class PeerLink:
         groups: all groups of this type; this rank's group is used.
         timeout_s: timeout after which a message raises `PeerLost`.
         device: device of the communicated tensors.
-        backend: None: the default group's.
     """
 
-    def __init__(
-        self,
-        groups: RankLists,
-        rank: int,
-        timeout_s: float,
-        device: torch.device | str = "cpu",
-        backend: str | None = None,
-    ) -> None:
-        made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend) for ranks in groups]
+    def __init__(self, groups: RankLists, rank: int, timeout_s: float, device: torch.device | str = "cpu") -> None:
+        made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups]
         self._group, members = next(found for found in zip(made, groups) if rank in found[1])
         self._connect(len(members), members.index(rank), device)
 

@@ -10,8 +10,11 @@ import gc
 import inspect
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
+import httpx
+import httpx._transports.default as http_transport
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -33,6 +36,12 @@ from tests.random_seed import (  # noqa: F401
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: an engine's threads in this process sleep
 
+
+TIMEOUT = inspect.signature(httpx.get).parameters["timeout"].default
+TIMEOUT.connect = TIMEOUT.read = TIMEOUT.write = TIMEOUT.pool = 120.0
+"""httpx's default of all calls without an own time limit. Its 5 s are too short on a busy machine."""
+http_transport.create_ssl_context = lru_cache(http_transport.create_ssl_context)  # type: ignore[attr-defined]
+"""Each client and each call of `httpx.get` loads all certificates anew: 30 ms of processor time."""
 
 # test processes share the cores: times of examples say nothing
 settings.register_profile("without times", deadline=None, suppress_health_check=[HealthCheck.too_slow])

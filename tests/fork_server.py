@@ -130,7 +130,10 @@ def children(process: psutil.Process, recursive: bool = False) -> list[psutil.Pr
         with contextlib.suppress(psutil.Error):
             if shown in other.cmdline():
                 found.append(other)
-    return [*found, *(deeper for child in found for deeper in children(child, True))] if recursive else found
+    for child in list(found) if recursive else ():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            found += children(child, True)
+    return found
 
 
 class Starter:

@@ -48,7 +48,7 @@ def run(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "--timeout", "2", "--reruns", "1"]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.run(
-        [*command, *options], cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+        [*command, *options], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
     ).stdout  # fmt: skip
 
 

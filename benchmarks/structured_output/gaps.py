@@ -30,19 +30,25 @@ NEIGHBOURS = 4
 NEIGHBOUR_TOKENS = 400
 COUNTED_SECONDS = 0.1
 """Gaps count that end within this time after the arrival; all kinds of requests are answered within it."""
-KINDS = ("free", "free again", "cached enum", "new enum")
-"""Arriving requests: two kinds without a constraint, whose difference is the noise; a grammar that the server has
-compiled; a new one."""
+FIELDS = 40
+"""Of the object that a usual schema describes: about 3 KB."""
+KINDS = ("free", "free again", "free large", "cached enum", "new enum", "new object")
+"""Arriving requests: two kinds without a constraint, whose difference is the noise; one without a constraint whose
+body is as large as that of an enum; an enum that the server has compiled; a new enum; a new object of `FIELDS`."""
+BASES = {"free again": "free", "free large": "free", "cached enum": "free large", "new enum": "free large",
+         "new object": "free"}  # fmt: skip
+"""The kind without a constraint that each kind is compared with: the one with a body of its size."""
 
 
 def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]:
     """The largest gap of four free streams after a request of each kind arrives, in random order within a round.
 
-    `ratio`: to the mean of the two kinds without a constraint, of the same round.
+    `ratio`: to the kind of `BASES` in the same round; for "free", to the mean of the two small kinds without a
+    constraint.
     """
     rng = random.Random(seed)
     numbers = itertools.count()
-    kept = _enum(next(numbers))
+    kept = {"enum": _enum(next(numbers))}
     largest: dict[str, list[float]] = {name: [] for name in KINDS}
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     with ServerProcess(flags) as server, _other_process() as sender:
@@ -50,8 +56,11 @@ def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]
         streams = [request_bytes(server.port, "/v1/completions", _neighbour(rng)) for _ in range(NEIGHBOURS)]
         for number in range(rounds + 1):
             for name in rng.sample(KINDS, len(KINDS)):
-                enum = {"cached enum": kept, "new enum": _enum(next(numbers))}.get(name)
-                sender.send_bytes(request_bytes(server.port, "/v1/chat/completions", arriving(enum)))
+                schema = _schema(name, next(numbers), kept)
+                body = arriving(schema)
+                if name == "free large":
+                    body["metadata"] = {"unused": _enum(next(numbers))}
+                sender.send_bytes(request_bytes(server.port, "/v1/chat/completions", body))
                 sent: list[float] = []
                 total, read = read_streams(server.port, streams, when_running=partial(_send, sender, sent))
                 arrived = sent[0] - (time.perf_counter() - total)
@@ -59,12 +68,16 @@ def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]
                 if number:  # the first round starts the process that checks grammars
                     largest[name].append(max(_largest_gap(stream, arrived) for stream in read))
                     seconds[name].append(took)
-    free = [(one + other) / 2 for one, other in zip(largest["free"], largest["free again"])]
+    bases = dict(largest)
+    bases["free"] = [(one + other) / 2 for one, other in zip(largest["free"], largest["free again"])]
     return {
         "largest_s": {name: median(values) for name, values in largest.items()},
         "worst_s": {name: percentile(values, 100) for name, values in largest.items()},
         "request_s": {name: median(values) for name, values in seconds.items()},
-        "ratio": {name: median([one / base for one, base in zip(values, free)]) for name, values in largest.items()},
+        "ratio": {
+            name: median([one / base for one, base in zip(values, bases[BASES.get(name, "free")])])
+            for name, values in largest.items()
+        },
         "enum_size": ENUM_SIZE,
     }
 
@@ -79,6 +92,30 @@ def _largest_gap(stream: ReadStream, arrived: float) -> float:
     return max(b - a for a, b in pairwise(moments) if arrived < b < arrived + COUNTED_SECONDS)
 
 
+def _schema(kind: str, number: int, kept: dict[str, Any]) -> dict[str, Any] | None:
+    match kind:
+        case "cached enum":
+            return kept
+        case "new enum":
+            return {"enum": _enum(number)}
+        case "new object":
+            return _object(number)
+    return None
+
+
+def _object(number: int) -> dict[str, Any]:
+    """An object with fields of several types, all required, whose names no other number has."""
+    words = random.Random(number)
+    types: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 80},
+        {"type": "integer", "minimum": 0},
+        {"type": "array", "items": {"type": "number"}, "maxItems": 8},
+        {"enum": ["low", "medium", "high"]},
+    ]
+    fields = {f"field_{i}_{words.getrandbits(32):x}": types[i % len(types)] for i in range(FIELDS)}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
 def _enum(number: int) -> list[str]:
     words = random.Random(number)
     return [f"{i}-{words.getrandbits(64):x}" for i in range(ENUM_SIZE)]
@@ -90,10 +127,10 @@ def _neighbour(rng: random.Random) -> dict[str, Any]:
             "ignore_eos": True}  # fmt: skip
 
 
-def arriving(enum: list[str] | None) -> dict[str, Any]:
+def arriving(schema: dict[str, Any] | None) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "Data: "}], "max_tokens": 1}
-    if enum is not None:
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "data", "schema": {"enum": enum}}}
+    if schema is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "data", "schema": schema}}
     return body
 
 

@@ -134,13 +134,13 @@ def norm_case(
     return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
 
 
-def silu_case(label: str, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+def silu_case(label: str, width: int) -> AotCase:
     """The specialisation launched by `silu_and_mul` for I = `width`."""
-    kind = f"*{element(dtype)}"
-    signature = {"gate_up": kind, "out": kind, "stride": "i32:16"}
+    signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16"}
     constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK}
-    name = f"silu_and_mul_{label}_{element(dtype)}"
-    return AotCase(name, silu_and_mul_kernel, signature, constants, warps_for(_SILU_BLOCK), 3, False)
+    return AotCase(
+        f"silu_and_mul_{label}_bf16", silu_and_mul_kernel, signature, constants, warps_for(_SILU_BLOCK), 3, False
+    )
 
 
 def aot_cases() -> list[AotCase]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -201,7 +203,29 @@ def report(libraries: Sequence[Library] = LIBRARIES) -> dict[str, str]:
     }
 
 
+_remembered: ContextVar[dict[str, bool] | None] = ContextVar("remembered", default=None)
+
+
+@contextmanager
+def remembering(found: dict[str, bool]) -> Iterator[None]:
+    """Modules are searched once each while it is open: a search over hundreds of launches asks for the same ones."""
+    token = _remembered.set(found)
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
+
+
 def _found(name: str) -> bool:
+    remembered = _remembered.get()
+    if remembered is None:
+        return _search(name)
+    if name not in remembered:
+        remembered[name] = _search(name)
+    return remembered[name]
+
+
+def _search(name: str) -> bool:
     """For a submodule only its file is searched: find_spec would import its package."""
     package, *parts = name.split(".")
     try:

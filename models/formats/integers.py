@@ -147,8 +147,9 @@ def parse_bits(section: Fields, name: str = "bits") -> int:
     return bits
 
 
-def parse_group(section: Fields, name: str = "group_size") -> int:
+def parse_group(section: Fields) -> int:
     """Columns of a group; 0: a scale per row (-1 in files)."""
+    name = "group_size"
     size = section.raw.get(name)
     if size is None or size == -1:
         return 0

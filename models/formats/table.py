@@ -23,6 +23,7 @@ from moe_engine.models.formats.protocol import FAMILIES, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat, has_four_bits
 
 if TYPE_CHECKING:
+    from moe_engine.kernels.backends import KernelPlan
     from moe_engine.kernels.quantization.codes import GroupCodes
 
 FORMATS: dict[str, type[Any]] = {
@@ -87,6 +88,11 @@ def kept_format(
             return PLAIN
         return replace(declared, scale_bytes=2 if "experts" in coded else 1)
     return declared if declared.kept_on(device) else PLAIN
+
+
+def format_of_kernels(declared: WeightFormat, device: str, kernels: KernelPlan) -> WeightFormat:
+    """The format in which the kernels of a launch hold the weights."""
+    return kept_format(declared, device, kernels.codes, kernels.blocks, kernels.four_bits)
 
 
 def experts_format(format: WeightFormat) -> GroupCodes | None:

@@ -21,6 +21,7 @@ from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.calibration import Probes
 from moe_engine.tuning.costs.measured import CostFile
@@ -74,7 +75,12 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             _wait(server, url, log)
             info = httpx.get(f"{url}/server_info", timeout=60).json()
             front_end = psutil.Process(server.pid)
-            probes = Probes(url, _limits(config), front_end_cpu=lambda: sum(front_end.cpu_times()[:2]))
+            probes = Probes(
+                url,
+                _limits(config),
+                front_end_cpu=lambda: sum(front_end.cpu_times()[:2]),
+                scheduler=scheduler_config(config),
+            )
             costs = uvloop.run(probes.run(_say))
         finally:
             server.terminate()
@@ -160,11 +166,12 @@ def _summary(costs: CostFile) -> str:
         f"prefill step, by tokens: {prompts}",
         f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a cached token before a prompt: "
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns, "
-        f"of different prompts {(costs.split_second or 0.0) * 1e9:.2f} ns less; an answer outside "
-        f"the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps longer by "
-        f"{costs.arrival_seconds * 1e3:.2f} ms; the front end takes {costs.request_seconds * 1e3:.2f} ms for a request "
-        f"and {costs.token_seconds * 1e6:.0f} us for a token, of several; a request waits "
-        f"{costs.idle_seconds * 1e3:.2f} ms more for an idle engine, {costs.busy_seconds * 1e3:.2f} ms for a busy one",
+        f"of different prompts {(costs.split_second or 0.0) * 1e9:.2f} ns less",
+        f"an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps "
+        f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms; the front end "
+        f"takes {costs.request_seconds * 1e3:.2f} ms for a request and {costs.token_seconds * 1e6:.0f} us for a token, "
+        f"of several; a request waits {costs.idle_seconds * 1e3:.2f} ms more for an idle engine, "
+        f"{costs.busy_seconds * 1e3:.2f} ms for a busy one",
     ]
     for name, sizes in costs.ledger.items():
         lines.append(f"{name}: predicted {sizes['predicted']} bytes, allocated {sizes['allocated']}")

@@ -14,15 +14,13 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.models.config_fields import merge
-from moe_engine.models.config_file import load_model_config, read_fields
-from moe_engine.planning.checkpoint import locate
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
-from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
+from moe_engine.tuning.costs.form import WEIGHTS, Form
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 from moe_engine.tuning.hardware.table import Cluster, gpu_names, link_names, parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
+from moe_engine.tuning.planner.launch import config_of, subject_of
 from moe_engine.tuning.planner.memory import EstimatedMemory, Memory, RoomOf
 from moe_engine.tuning.planner.plot import check_plot, plot_front
 from moe_engine.tuning.planner.predict import Predictor
@@ -55,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--plot", "draw the Pareto front (needs matplotlib)", metavar="FILE.svg|png")
     add(
         "--weight-dtype",
-        f"dtype of the experts, if not that of config.json: {', '.join(WEIGHT_BYTES)}",
+        f"dtype of the experts, if not that of config.json: {', '.join(WEIGHTS)}",
         metavar="DTYPE",
     )
     add("--mtp-acceptance", "chance that a draft token is accepted after accepted ones (default: 0.8)", metavar="P")
@@ -105,25 +103,29 @@ def _predictor(
 ) -> tuple[Predictor, RoomOf]:
     like = own.get("like", OURS)
     share = load_efficiency(like)
-    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
-    overrides = json.loads(args.model.json_model_override_args)
-    file, fields = read_fields(folder)
-    facts = model_facts(merge(fields, overrides), str(file))
+    folder, fields, file = config_of(args)
+    facts = model_facts(fields, file)
     dtype = own.get("weight_dtype", facts.stored_dtype)
-    if dtype not in WEIGHT_BYTES:
-        raise ConfigError(f"--weight-dtype {dtype}: use one of {', '.join(WEIGHT_BYTES)}")
-    _check_experts(args, facts, str(file))
-    predictor = Predictor(facts, cluster, share, dtype, _acceptance(own), host_bytes(args))
+    if dtype not in WEIGHTS:
+        raise ConfigError(f"--weight-dtype {dtype}: use one of {', '.join(WEIGHTS)}")
+    if like == OURS and dtype != facts.stored_dtype:
+        raise ConfigError(
+            f"--weight-dtype {dtype}: {OURS} holds weights as config.json or --quantization says; give the config.json "
+            "of such a checkpoint, or another engine (--like)"
+        )
+    _check_experts(args, facts, file)
+    memory: RoomOf
     try:
-        model = load_model_config(folder, overrides)
-        _check_length(workload, args.model.context_length or model.context_length)
-        memory: RoomOf = Memory(model, cluster, args)
+        subject = subject_of(args, folder)
+        _check_length(workload, args.model.context_length or subject.model.context_length)
+        memory = Memory(subject, cluster, args)
     except MoeEngineError as error:
         if like == OURS or isinstance(error, _TooLongError):
             raise
         memory = EstimatedMemory(facts, cluster, dtype)
         print(f"note: {OURS} does not serve this model; memory is estimated as for {like}", file=sys.stderr)
-    return predictor, memory
+    held = memory.held if like == OURS else None
+    return Predictor(facts, cluster, share, dtype, _acceptance(own), host_bytes(args), held), memory
 
 
 class _TooLongError(ConfigError):

@@ -19,9 +19,6 @@ from moe_engine.cli.simulate_checks import check, other_launch, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
-from moe_engine.models.config_fields import merge
-from moe_engine.models.config_file import load_model_config, read_fields
-from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -33,7 +30,7 @@ from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
-from moe_engine.tuning.planner.memory import resolve_for
+from moe_engine.tuning.planner.launch import config_of, held_by, resolve_for, subject_of
 from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.simulator import report
 from moe_engine.tuning.simulator.agents import add_agent_arguments, agents_of
@@ -171,6 +168,7 @@ class _Source:
     answer_seconds: float
     acceptance: tuple[float, ...]
     arrival_seconds: float = 0.0
+    end_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -184,6 +182,7 @@ class _Source:
             beside,
             file.acceptance,
             file.arrival_seconds,
+            file.end_seconds,
             file.request_seconds,
             file.token_seconds,
             file.idle_seconds,
@@ -205,13 +204,13 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     form = given_form(args, cluster, share.engine)[0]
-    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
-    overrides = json.loads(args.model.json_model_override_args)
-    config = resolve_for(args, load_model_config(folder, overrides), cluster)
-    source, fields = read_fields(folder)
-    facts = model_facts(merge(fields, overrides), str(source))
+    folder, fields, source = config_of(args)
+    config = resolve_for(args, subject_of(args, folder), cluster)
+    facts = model_facts(fields, source)
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
-    costs = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args)).cost(form, kv)[0]
+    held = (lambda form: held_by(config)) if share.engine == OURS else None
+    predictor = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args), held=held)
+    costs = predictor.cost(form, kv)[0]
     drafts = config.speculation.num_steps if config.speculation is not None else 0
     return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
 
@@ -239,6 +238,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         experts=_experts(own, config),
         exact=own.exact,
         arrival_seconds=source.arrival_seconds,
+        end_seconds=source.end_seconds,
         idle_seconds=source.idle_seconds,
     )
     return FleetSpec(
@@ -310,7 +310,7 @@ def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[fl
     try:
         if own.dataset_name.startswith("random") and not own.dataset_path:
             shape = own.random_input_len, own.random_output_len, own.random_range_ratio
-            requests = datasets.iter_random_requests(own.num_prompts, *shape, vocabulary, random.Random(own.seed))
+            requests = datasets.random_requests(own.num_prompts, *shape, vocabulary, random.Random(own.seed))
             total = own.num_prompts
         else:
             requests = datasets.make_dataset(own, vocabulary)

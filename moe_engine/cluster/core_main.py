@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 import zmq
 
@@ -34,7 +35,7 @@ from moe_engine.processes.zmq_sockets import connect
 logger = logging.getLogger("moe_engine")
 
 
-def main() -> int:
+def main() -> NoReturn:
     # torch's OpenMP threads would spin for milliseconds after each operator and take the CPU cores from our own
     # threads, the front end and other processes. Read at torch's import, so it must be set before.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -55,21 +56,23 @@ def main() -> int:
         text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
         ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
         ready.close(5000)
-        return _leave(ranks, 1)
+        _leave(ranks, 1)
     ready.send(messages.encode(serving.ready))
     ready.close(5000)
     # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
     gc.collect()
     gc.freeze()
-    return _leave(ranks, _serve(serving.run, serving.transport))
+    _leave(ranks, _serve(serving.run, serving.transport))
 
 
-def _leave(ranks: RankParent | None, code: int) -> int:
-    """Stops the other ranks, if any, and exits this process: one of its threads may hang in a collective."""
-    if ranks is None:
-        return code
-    ranks.close()
+def _leave(ranks: RankParent | None, code: int) -> NoReturn:
+    """Stops the other ranks, if any, and exits this process without the end of its interpreter: a thread may hang in a
+    collective, and Triton prints lists of its types there."""
+    if ranks is not None:
+        ranks.close()
     zmq.Context.instance().destroy(1000)
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
@@ -102,4 +105,4 @@ def _single(spec: CoreSpec) -> Serving:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -110,7 +110,8 @@ class EngineArgs:
 
     def flat(self) -> dict[str, Any]:
         """All fields by flag name, as /server_info shows them. Keys are not hidden here."""
-        return {name: value for part in PARTS for name, value in dataclasses.asdict(getattr(self, part)).items()}
+        parts = ((getattr(self, name), part) for name, part in PARTS.items())
+        return {info.name: getattr(values, info.name) for values, part in parts for info in fields_of(part)}
 
 
 def build_parser(prog: str | None = None, **options: Any) -> Parser:

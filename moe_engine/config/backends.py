@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from moe_engine.config.field import flag
 from moe_engine.kernels import tables
@@ -17,26 +18,6 @@ def _names(*families: str) -> tuple[str, ...]:
     return ("auto", *found)
 
 
-def _attention() -> tuple[str, ...]:
-    return _names("MLA", "GQA")
-
-
-def _experts() -> tuple[str, ...]:
-    return _names("EXPERTS")
-
-
-def _linear() -> tuple[str, ...]:
-    return _names("LINEAR")
-
-
-def _ops() -> tuple[str, ...]:
-    return _names("OPS")
-
-
-def _sampling() -> tuple[str, ...]:
-    return _names("SAMPLING")
-
-
 CPU_SYNONYMS = {"torch_native": "torch", "intel_amx": "cpu"}
 
 
@@ -46,7 +27,7 @@ class BackendArgs:
         "auto",
         "Attention kernels. auto: the most preferred backend that can run on this device. A named backend that cannot "
         "run is an error.",
-        choices=_attention,
+        choices=partial(_names, "MLA", "GQA"),
         synonyms=CPU_SYNONYMS | {"dsa": "auto", "nsa": "auto"},  # sparse attention is part of the model here
         unsupported={
             "trtllm_mha": TENSORRT,
@@ -63,7 +44,7 @@ class BackendArgs:
         "auto",
         "Grouped GEMM of the routed experts. flashinfer_trtllm: TensorRT-LLM's fused experts on Blackwell, for weights "
         "in block FP8, without --moe-a2a-backend.",
-        choices=_experts,
+        choices=partial(_names, "EXPERTS"),
         synonyms=CPU_SYNONYMS,
         unsupported={
             **dict.fromkeys(
@@ -90,12 +71,16 @@ class BackendArgs:
             **dict.fromkeys(("aiter", "intel_xpu"), OTHER_DEVICES),
         },
     )
-    linear_backend: str = flag("auto", "GEMM of dense weights.", choices=_linear)
-    ops_backend: str = flag("auto", "Norms, rotary embedding, activation, KV cache writes and routing.", choices=_ops)
+    linear_backend: str = flag("auto", "GEMM of dense weights.", choices=partial(_names, "LINEAR"))
+    ops_backend: str = flag(
+        "auto",
+        "Norms, rotary embedding, activation, KV cache writes and routing.",
+        choices=partial(_names, "OPS"),
+    )
     sampling_backend: str = flag(
         "auto",
         "Sampling of tokens from logits. pytorch is another name of torch.",
-        choices=_sampling,
+        choices=partial(_names, "SAMPLING"),
         synonyms={"pytorch": "torch"},
         unsupported=dict.fromkeys(("ascend", "intel_xpu"), OTHER_DEVICES),
     )

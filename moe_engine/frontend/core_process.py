@@ -100,15 +100,15 @@ class CoreProcess:
             pass
         return info
 
-    def poll_ready(self, seconds: float = 0.05) -> EngineInfo | None:
-        """The core's info once it is ready; None if it is not within `seconds`.
+    def poll_ready(self) -> EngineInfo | None:
+        """The core's info once it is ready; None if it is not within 50 ms.
 
         Raises:
             ConfigError: the core rejected the configuration or the checkpoint; its message.
             EngineDeadError: the core failed, died or is stopped by a signal; its own report if there is one.
         """
         try:
-            if self._ready.poll(int(seconds * 1000)):
+            if self._ready.poll(50):
                 return self._take(messages.decode_from_core(self._ready.recv()))
             if self.dead and not self._ready.poll(0):
                 self._cleanup()

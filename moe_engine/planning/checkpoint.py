@@ -43,9 +43,11 @@ def embedded_model() -> Path:
 
 
 def locate(
-    path: str | None, revision: str | None = None, download_dir: str | None = None, flag: str = "--model-path"
-) -> Path:
+    path: str | None, revision: str | None = None, download_dir: str | None = None, flag: str = "--model-path",
+    weights: bool = True,
+) -> Path:  # fmt: skip
     """The local folder of a model: a folder, the embedded model (None), or a downloaded hub id. `flag`: for messages.
+    `weights`: of a hub model also the weight files are downloaded.
 
     Raises:
         ConfigError: there is no such folder, or the download fails.
@@ -60,14 +62,14 @@ def locate(
         return folder
     if not HUB_ID.fullmatch(path):
         raise ConfigError(f"{flag} {path}: no such folder, and not a hub id like owner/name")
-    return _download(path, revision, download_dir, flag)
+    return _download(path, revision, download_dir, flag, HUB_PATTERNS if weights else HUB_PATTERNS[:1])
 
 
-def _download(hub_id: str, revision: str | None, download_dir: str | None, flag: str) -> Path:
+def _download(hub_id: str, revision: str | None, download_dir: str | None, flag: str, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(

@@ -55,7 +55,7 @@ GPUS = {
 }
 
 
-def parse_hardware(text: str, flag: str = "--hardware") -> Machine:
+def parse_hardware(text: str) -> Machine:
     """``h200`` or ``8xH200``: a host with that number of GPUs.
 
     Raises:
@@ -63,5 +63,5 @@ def parse_hardware(text: str, flag: str = "--hardware") -> Machine:
     """
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z][\w-]*)", text.strip().lower())
     if found is None or found[2] not in GPUS or found[1] == "0":
-        raise ConfigError(f"{flag} {text}: must be one of {', '.join(GPUS)}, or a number of them, as in 8xH200")
+        raise ConfigError(f"--hardware {text}: must be one of {', '.join(GPUS)}, or a number of them, as in 8xH200")
     return GPUS[found[2]].machine(int(found[1]) if found[1] else None)

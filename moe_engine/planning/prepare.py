@@ -36,6 +36,7 @@ from moe_engine.planning.quantization import with_quantization
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_lora import read_adapters
+from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.resolve_storage import storage_settings
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.template_parsers import with_template_parsers
@@ -66,16 +67,12 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
             named backend that cannot run here.
     """
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
-    model = load_model_config(folder, json.loads(args.model.json_model_override_args))
-    model = with_quantization(with_pooling(model, args.model.is_embedding), args)
-    model = with_images(model, args, folder if folder.is_dir() else folder.parent)
+    model, draft = read_model(args, folder)
     found = machine or probe_machine(args.model.device)
     folder = find_gguf(folder) or folder
     config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
     check_deletion(args, config_folder)
     args, remarks = with_template_parsers(args, config_folder)
-    draft = load_draft(args, model)
-    model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
     facts = sums(files, model.num_layers, model.weight_format, _unloaded(model)) if files else None
     exported = draft is not None and draft.is_nextn
@@ -114,6 +111,16 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *remarks, *unread_variables(os.environ), *more))
+
+
+def read_model(args: EngineArgs, folder: Path) -> tuple[ModelConfig, DraftModel | None]:
+    """The model of a launch and the model that drafts for it, without weight files. `folder` may be a bare config.json.
+    Raises ConfigError."""
+    model = load_model_config(folder, json.loads(args.model.json_model_override_args))
+    model = with_quantization(with_pooling(model, args.model.is_embedding), args)
+    model = with_images(model, args, folder if folder.is_dir() else folder.parent)
+    draft = load_draft(args, model)
+    return with_nextn(model, draft), draft
 
 
 def _unloaded(model: ModelConfig) -> str | None:

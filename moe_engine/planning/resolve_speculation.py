@@ -180,6 +180,11 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
             "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
         )
+    if model.num_nextn_predict_layers and not has_mtp_names(model):
+        raise NotAvailableYet(
+            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek, GLM, Hy3, "
+            "ERNIE 4.5 and Qwen are); use NGRAM"
+        )
     if not model.num_nextn_predict_layers:
         raise ConfigError(
             f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0); "
@@ -190,11 +195,6 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
         raise ConfigError(
             f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
             f"the MTP layers follow layer {model.stored_layers - 1}, which the override removes; drop one of them"
-        )
-    if not has_mtp_names(model):
-        raise NotAvailableYet(
-            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek "
-            "and GLM-4.5 models are); use NGRAM"
         )
 
 

@@ -10,7 +10,7 @@ from moe_engine.config.disaggregation import OFF
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.formats.table import kept_format
+from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.checkpoint import CheckpointFacts
@@ -83,8 +83,7 @@ def resolve_steps(
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
-    rows = kernels.model
-    kept = kept_format(model.weight_format, part.device, rows.codes, rows.blocks, rows.four_bits)
+    kept = format_of_kernels(model.weight_format, part.device, kernels.model)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
     )  # fmt: skip

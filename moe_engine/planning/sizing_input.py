@@ -9,7 +9,7 @@ from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.formats.table import kept_format
+from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.checkpoint import CheckpointFacts
@@ -90,9 +90,7 @@ class SizingInput:
     @property
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
-        kernels = self.kernels.model
-        rows = kernels.codes, kernels.blocks, kernels.four_bits
-        return kept_format(self.model.weight_format, self.machine.device, *rows)
+        return format_of_kernels(self.model.weight_format, self.machine.device, self.kernels.model)
 
     def bf16_gates(self, mtp: bool = False) -> int:
         """Elements of the routers' weights that the ops keep in bfloat16, as stored; every rank has all of them. `mtp`:

@@ -286,8 +286,9 @@ def _hidden_states(args: EngineArgs) -> Iterator[str]:
 
 
 def _buckets(args: EngineArgs) -> Iterator[str]:
+    values = args.flat()
     for name in BUCKETS:
-        given = args.flat()[name]
+        given = values[name]
         if given is None:
             continue
         option = option_of(name)

@@ -76,6 +76,11 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 512, 1 << 14
 CLEAR_LOSS_FACTOR = 4
 """Factor of the backoff after a clear loss."""
 
+_DECAY = 0.97
+"""Factor on earlier counts for every new step."""
+_PRIOR, _PRIOR_TRIES = 0.7, 2.0
+"""Rate of the first position before any step, and the number of tries that each position's default counts as."""
+
 
 class Acceptance:
     """Acceptance rate of each draft position, given that the drafts before it were accepted; recent steps count more.
@@ -83,10 +88,7 @@ class Acceptance:
     The rate of a rarely reached position defaults to that of the position before it.
     """
 
-    def __init__(self, max_depth: int, decay: float = 0.97, prior: float = 0.7, weight: float = 2.0) -> None:
-        self._decay = decay
-        self._prior = prior
-        self._weight = weight
+    def __init__(self, max_depth: int) -> None:
         self._hits = [0.0] * max_depth
         self._tries = [0.0] * max_depth
         self.num_seen = 0
@@ -102,15 +104,15 @@ class Acceptance:
                 right[i] += 1
         for i, tries in enumerate(judged):
             if tries:
-                self._tries[i] = self._tries[i] * self._decay + tries
-                self._hits[i] = self._hits[i] * self._decay + right[i]
+                self._tries[i] = self._tries[i] * _DECAY + tries
+                self._hits[i] = self._hits[i] * _DECAY + right[i]
         self.num_seen += len(accepted)
 
     def expected(self, depth: int) -> float:
         """Expected tokens of a request in a step of this depth, the target model's own included."""
-        tokens, chance, rate = 1.0, 1.0, self._prior
+        tokens, chance, rate = 1.0, 1.0, _PRIOR
         for hits, tries in zip(self._hits[:depth], self._tries):
-            rate = (hits + self._weight * rate) / (tries + self._weight)
+            rate = (hits + _PRIOR_TRIES * rate) / (tries + _PRIOR_TRIES)
             chance *= rate
             tokens += chance
         return tokens

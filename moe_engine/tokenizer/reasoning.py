@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.structured_output.constraint import FreeReasoning
+from moe_engine.tokenizer.answer_tags import AnswerTags
 from moe_engine.tokenizer.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyReasoning
 from moe_engine.tokenizer.stop import overlap
 
 THINK_START = "<think>"
 THINK_END = "</think>"
+HY3_SUFFIX = ":opensource"
+"""Of the names of all tags in the published tokenizers of Hy3."""
+HY3 = ("hunyuan", "hy_v3")
+"""Hy3's parsers of reasoning and tool calls, for tags without and with the suffix."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class ReasoningFormat:
         calls: begin of tool calls, which ends the reasoning without an end tag.
         keeps: the reasoning stays in the content, between its tags, for clients that send it back in this form.
         harmony: messages with channels (`harmony.py`); the tags are those of the first one.
+        answer: tags around the content, which are removed (`answer_tags.py`).
+        turn: begin of the message with the content, or with calls; removed too.
     """
 
     start: str = THINK_START
@@ -34,16 +41,26 @@ class ReasoningFormat:
     calls: str = ""
     keeps: bool = False
     harmony: bool = False
+    answer: tuple[str, str] | None = None
+    turn: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens, which outputs must keep."""
-        return MARKERS if self.harmony else (self.start, self.end)
+        return MARKERS if self.harmony else (self.start, self.end, *(self.answer or ()))
 
     @property
     def free_end(self) -> str:
         """The end of the reasoning before a constrained text."""
+        if self.turn and self.answer:
+            return self.end + self.turn + self.answer[0]
         return f"{CHANNEL}final{MESSAGE}" if self.harmony else self.end
+
+
+def _hunyuan(suffix: str = "") -> ReasoningFormat:
+    """Args: suffix: of the names of tags, in published tokenizers of Hy3."""
+    answer = None if suffix else ("<answer>", "</answer>")
+    return ReasoningFormat(f"<think{suffix}>", f"</think{suffix}>", calls=f"<tool_calls{suffix}>", answer=answer)
 
 
 REASONING_FORMATS = {
@@ -51,13 +68,20 @@ REASONING_FORMATS = {
     "deepseek-v3": ReasoningFormat(switch="thinking"),
     "qwen3": ReasoningFormat(calls="\n<tool_call>"),
     "qwen3-thinking": ReasoningFormat(forced=True, calls="\n<tool_call>"),
-    "glm45": ReasoningFormat(),
+    "glm45": ReasoningFormat(calls="<tool_call>"),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "step3": ReasoningFormat(forced=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
+    "solar_open": ReasoningFormat(
+        "<|think|>", "<|end|>", calls="<|tool_calls|>", answer=("<|content|>", "<|end|>"), turn="<|begin|>assistant"
+    ),
+    "hunyuan": _hunyuan(),
+    "hunyuan_a13b": _hunyuan(),
+    "hy_v3": _hunyuan(HY3_SUFFIX),
     "gpt-oss": ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", END, harmony=True),
 }
 REASONING_PARSERS = tuple(REASONING_FORMATS)
@@ -84,6 +108,7 @@ class ReasoningParser:
         self._state = "start"
         self._held = ""
         self._gathered: list[str] = []
+        self._answer = AnswerTags(*form.answer, form.calls.lstrip(), form.turn) if form.answer else None
 
     def push(self, text: str) -> tuple[str, str]:
         """Adds text; returns the new reasoning and the new content."""
@@ -98,10 +123,15 @@ class ReasoningParser:
                 self._state = "content"
         if self._state == "content":
             content, self._held = self._held, ""
+            content = content if self._answer is None else self._answer.push(content)
         return self._gather(reasoning), content
 
     def finish(self) -> tuple[str, str]:
         """Text held back; call after the last text."""
+        reasoning, content = self._rest()
+        return reasoning, content if self._answer is None else self._answer.push(content) + self._answer.finish()
+
+    def _rest(self) -> tuple[str, str]:
         held, self._held = self._held, ""
         self._stream_reasoning = True
         if self._state == "start" and self._inside and self._keeps:

@@ -10,19 +10,27 @@ from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
 _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-oss", ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("solar_open", ("<|tool_call:begin|>",)),
     ("minimax-m2", ("<minimax:tool_call>",)),
     ("deepseekv32", ("｜DSML｜",)),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
+    ("hunyuan", ("<tool_sep", "<arg_key")),
+    ("hunyuan_a13b", ("<tool_calls>",)),
+    ("dots", ("<dots_function_call>",)),
     ("glm", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("ernie45", ("<tool_call>", "<response>")),
     ("qwen25", ("<tool_call>",)),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
 )
 """Parser and its marks. The first whose marks are all in the template: some have the marks of a later one too."""
-_OF_TOOLS = {"gpt-oss": "gpt-oss", "kimi_k2": "kimi_k2", "minimax-m2": "minimax", "glm": "glm45"}
+_OF_TOOLS = {
+    "gpt-oss": "gpt-oss", "kimi_k2": "kimi_k2", "minimax-m2": "minimax", "glm": "glm45", "ernie45": "ernie45",
+    "hunyuan": "hunyuan", "hunyuan_a13b": "hunyuan_a13b",
+}  # fmt: skip
 _SWITCH = re.compile(r"\bthinking\b")
 
 
@@ -35,13 +43,13 @@ def reasoning_format(template: str) -> str | None:
     """The `--reasoning-parser` of the answers to a template's prompts; None: they have no reasoning in a known
     format."""
     tools = tool_format(template)
-    if tools == "gpt-oss":
-        return "gpt-oss"
+    if tools in ("gpt-oss", "solar_open"):
+        return tools
     if "◁think▷" in template:
         return "kimi"
     if "[THINK]" in template and "[/THINK]" in template:
         return "mistral"
-    if THINK_END not in template:
+    if THINK_END not in template and not (tools == "hunyuan" and "</think" in template):
         return None
     if tools in _OF_TOOLS:
         return _OF_TOOLS[tools]

@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.tuning import mixed_probe
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.tuning import mixed_probe, mixed_replay
 from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, between_tokens, chunks_of, common_steps
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
@@ -69,14 +70,20 @@ class Probes:
     """All measurements of a server."""
 
     def __init__(
-        self, base_url: str, limits: Limits, seed: int = 0, front_end_cpu: Callable[[], float] | None = None
+        self,
+        base_url: str,
+        limits: Limits,
+        front_end_cpu: Callable[[], float] | None = None,
+        scheduler: SchedulerConfig | None = None,
     ) -> None:
         """
         Args:
             front_end_cpu: CPU seconds of the server's front end so far.
+            scheduler: of the server, for `mixed_replay`; None: answers beside others are not compared with simulated
+                ones.
         """
         self._options, self._limits = CallOptions(base_url), limits
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._points = MeasuredPoints(limits)
         self._parts: list[mixed_probe.Part] = []
         self._unread: list[tuple[Hashable, int, Stream | Span]] = []
@@ -84,7 +91,7 @@ class Probes:
         and the time span."""
         self._bursts: list[tuple[float, float]] = []
         """Unix times of prompts that were sent at once, and whose steps have not been read."""
-        self._front_end_cpu = front_end_cpu
+        self._front_end_cpu, self._scheduler = front_end_cpu, scheduler
         self._lone_cpu, self._num_lone = 0.0, 0
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
@@ -96,8 +103,12 @@ class Probes:
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._points.file()
         found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
-        seconds = file.arrival_seconds if found is None else found.arrival + found.end
-        return replace(file, arrival_seconds=min(seconds, self._most_arrival_seconds))
+        most = self._most_beside
+        arrival = min(file.arrival_seconds if found is None else found.arrival, most)
+        if found is None:
+            return replace(file, arrival_seconds=arrival)
+        file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
+        return file if self._scheduler is None else mixed_replay.corrected(file, self._parts, found, self._scheduler)
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -152,22 +163,25 @@ class Probes:
         if limits.num_groups > 1:
             return
 
-        async def ask(prompt: int, answer: int) -> Stream:
-            return await self._ask(self._prompt(prompt), answer)
+        async def ask(prompt: int, answer: int) -> tuple[tuple[int, int], Stream]:
+            return (prompt, answer), await self._ask(self._prompt(prompt), answer)
 
         most = min(limits.max_input // 2, limits.pool // 8)
         rate = mixed_probe.rate_of(MeasuredCosts(self._points.file()), limits.drafts)
         began = time.time()
-        streams = await mixed_probe.run(ask, rate, most, self._rng)
+        answered = await mixed_probe.run(ask, rate, most, self._rng)
+        lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))
         steps = (await self._records()).between(began, time.time())
         unix = time.time() - time.perf_counter()
-        self._parts.append(
-            mixed_probe.Part(
-                steps,
-                [(unix + stream.started, unix + stream.received) for stream in streams],
-                [unix + stream.started + stream.chunks[-1] for stream in streams],
-            )
+        part = mixed_probe.Part(
+            steps,
+            [(unix + stream.started, unix + stream.received) for stream in streams],
+            [unix + stream.started + stream.chunks[-1] for stream in streams],
+            lengths,
+            [stream.chunks[0] for stream in streams],
         )
+        if len(steps) >= mixed_probe.LEAST_STEPS:
+            self._parts.append(part)
 
     async def _records(self) -> StepRecords:
         async with httpx.AsyncClient(base_url=self._options.base_url, timeout=60) as client:
@@ -267,7 +281,7 @@ class Probes:
         return time.process_time() + (self._front_end_cpu() if self._front_end_cpu is not None else 0.0)
 
     @property
-    def _most_arrival_seconds(self) -> float:
+    def _most_beside(self) -> float:
         """A request cannot take more from the steps beside it than front end and client compute for it."""
         known = self._front_end_cpu is not None and self._num_lone
         return self._lone_cpu / self._num_lone if known else math.inf

@@ -110,7 +110,7 @@ def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Bench
     if args.dataset_name in ("random", "random-ids"):
         source = args.dataset_path if args.dataset_name == "random" else ""
         shape = args.random_input_len, args.random_output_len, args.random_range_ratio
-        return random_requests(args.num_prompts, *shape, vocabulary, rng, text_source=source)
+        return list(random_requests(args.num_prompts, *shape, vocabulary, rng, text_source=source))
     return generated_shared_prefix(
         args.gsp_num_groups,
         args.gsp_prompts_per_group,
@@ -136,23 +136,8 @@ def random_requests(
     rng: random.Random,
     *,
     text_source: str = "",
-) -> list[BenchRequest]:
-    """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise."""
-    lengths = input_len, output_len, range_ratio
-    return list(iter_random_requests(count, *lengths, vocabulary, rng, text_source=text_source))
-
-
-def iter_random_requests(
-    count: int,
-    input_len: int,
-    output_len: int,
-    range_ratio: float,
-    vocabulary: Vocabulary,
-    rng: random.Random,
-    *,
-    text_source: str = "",
 ) -> Iterator[BenchRequest]:
-    """`random_requests`, one by one."""
+    """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise."""
     if not 0 <= range_ratio <= 1:
         raise ValueError(f"--random-range-ratio is {range_ratio}; it must be in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []

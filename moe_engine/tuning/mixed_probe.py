@@ -44,16 +44,20 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True)
 class Part:
-    """Requests that were sent beside each other, and the steps meanwhile. Unix times.
+    """Requests that were sent beside each other, in order of the calls, and the steps meanwhile. Unix times.
 
     Attributes:
         arrivals: of each request, the client's call, and when the front end had read it.
         ends: when the client had the last token.
+        lengths: of each request, tokens of its prompt and its answer.
+        ttfts: seconds from the client's call to the first token.
     """
 
     steps: Sequence[Step]
     arrivals: Sequence[tuple[float, float]]
     ends: Sequence[float]
+    lengths: Sequence[tuple[int, int]] = ()
+    ttfts: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class WeightUpdate:
     def check_tensors(self, args: TensorArgs) -> dict[str, str | int]:
         """`check` of some tensors: compares names, shapes and dtypes with the model; reads no data, changes nothing."""
         path = self._path(args)
-        files = read_checkpoint(path)
+        files = self._some(path)
         if not files:
             raise CheckpointError(
                 f"{socket.gethostname()} does not see the tensors, which are passed in files of the server's node; "
@@ -146,7 +146,7 @@ class WeightUpdate:
     def stage_tensors(self, args: TensorArgs) -> None:
         """`stage` of some tensors: builds the modules that hold them. Raises MoeEngineError, as `stage`."""
         path = self._path(args)
-        self._stage_files(read_checkpoint(path), path)
+        self._stage_files(self._some(path), path)
 
     def check_received(self, args: ReceiveArgs) -> dict[str, str | int]:
         """`check_tensors` for tensors that a trainer is about to broadcast."""
@@ -164,6 +164,9 @@ class WeightUpdate:
         received = ReceivedTensors(TENSORS, self.groups.take(args.group_name))
         self._stage_files(as_files(TENSORS, received.entries), received)
 
+    def _some(self, path: Path) -> dict[str, WeightFile]:
+        return read_checkpoint(path, num_layers=self._options.model.num_layers)
+
     def _check_files(self, files: Mapping[str, WeightFile]) -> dict[str, str | int]:
         if self.refusal is not None:
             raise MoeEngineError(self.refusal)
@@ -177,7 +180,10 @@ class WeightUpdate:
         parts = self._parts()
         names = TensorNames(self._options.model, len(parts) > 1).check(TENSORS, files)
         structure = structure_of(self._runner, self._options)
-        received, marks = ReceivedWeights(source, structure), mask_source(structure, names)
+        received, marks = (
+            ReceivedWeights(source, structure, self._options.model.num_layers),
+            mask_source(structure, names),
+        )
         staged: dict[tuple[int, int], _Staged] = {}
         with torch.no_grad():
             for module in modules_of(parts, names):

@@ -49,12 +49,12 @@ def test_random_lengths(name):
 
 
 def test_full_ratio_gives_exact_lengths_and_zero_at_least_one_token():
-    exact = datasets.random_requests(20, 16, 4, 1.0, vocabulary(), random.Random(0))
+    exact = list(datasets.random_requests(20, 16, 4, 1.0, vocabulary(), random.Random(0)))
     assert {(r.prompt_len, r.output_len) for r in exact} == {(16, 4)}
-    loose = datasets.random_requests(200, 3, 2, 0.0, vocabulary(), random.Random(0))
+    loose = list(datasets.random_requests(200, 3, 2, 0.0, vocabulary(), random.Random(0)))
     assert {r.prompt_len for r in loose} == {1, 2, 3}
     with pytest.raises(ValueError, match="random-range-ratio"):
-        datasets.random_requests(1, 3, 2, 1.5, vocabulary(), random.Random(0))
+        next(datasets.random_requests(1, 3, 2, 1.5, vocabulary(), random.Random(0)))
 
 
 def test_shared_prefixes():
@@ -97,5 +97,5 @@ def test_sharegpt_limits(tmp_path):
 
 def test_random_text_is_repeated_and_cut_to_length(tmp_path):
     path = sharegpt_file(tmp_path)
-    requests = datasets.random_requests(8, 12, 3, 1.0, vocabulary(), random.Random(0), text_source=path)
+    requests = list(datasets.random_requests(8, 12, 3, 1.0, vocabulary(), random.Random(0), text_source=path))
     assert all(len(r.prompt) == 12 and set(r.prompt) <= set(WORDS.values()) for r in requests)

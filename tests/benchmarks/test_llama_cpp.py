@@ -53,7 +53,7 @@ def test_both_sides_get_the_same_prompts_in_turn(tmp_path: Path) -> None:
 
     def run(ids: list[list[int]], output_len: int) -> Any:
         prompts.append(ids)
-        return SimpleNamespace(seconds=2.0)
+        return 2.0
 
     try:
         workload = Workload("W", num_streams=2, own_len=4, output_len=3)

@@ -54,10 +54,10 @@ class Pair:
         thread = threading.Thread(target=self._prefill, args=(path, whole))
         thread.start()
         try:
-            return httpx.post(self.decode.url + path, json=whole, timeout=60)
+            return httpx.post(self.decode.url + path, json=whole, timeout=180)
         finally:
             thread.join()
 
     def _prefill(self, path: str, body: dict[str, Any]) -> None:
         with suppress(httpx.HTTPError):
-            httpx.post(self.prefill.url + path, json=body, timeout=60)
+            httpx.post(self.prefill.url + path, json=body, timeout=180)

@@ -44,11 +44,11 @@ def test_tokens_are_those_of_one_server(sides: str, model: str, tmp_path: Path) 
     asked = bodies(2)
     with ExitStack() as stack:
         one = stack.enter_context(ServerProcess(tmp_path, *FLAGS, *flags))
-        expected = [httpx.post(one.url + "/generate", json=body, timeout=60).json() for body in asked]
+        expected = [httpx.post(one.url + "/generate", json=body, timeout=180).json() for body in asked]
     with TwoNodes(tmp_path, sides, *flags) as pair:
         for body, single in zip(asked, expected):
             got = pair.post("/generate", body).json()
             assert got["output_ids"] == single["output_ids"], pair.decode.log
             assert got["meta_info"]["cached_tokens"] >= 297, pair.decode.log + pair.prefill.log
         for server in (pair.prefill, pair.decode):
-            assert server.wait_idle()["num_used"] == 0
+            server.wait_free()

@@ -110,7 +110,7 @@ def test_other_requests_keep_their_tokens(server: ServerProcess) -> None:
                 assert client.post(path, json=bad).status_code >= 400
             disconnect_mid_stream(server)
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
     assert answers == [alone] * 3
     state = server.wait_idle()
     assert state["num_free"] + state["num_evictable"] == state["num_slots"]
@@ -136,8 +136,7 @@ def test_request_that_never_fits(tmp_path: Path) -> None:
 def test_disconnect_frees_everything(server: ServerProcess) -> None:
     for _ in range(5):
         disconnect_mid_stream(server)
-    state = server.wait_idle()
-    assert state["num_used"] == 0
+    state = server.wait_free()
     with httpx.Client(base_url=server.url, timeout=30) as client:
         assert client.get("/flush_cache").status_code == 200
     assert server.state()["num_free"] == state["num_slots"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.server_process import ServerProcess
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
@@ -37,10 +37,7 @@ def answer(client: httpx.Client, prompt: list[int]) -> dict:
 
 
 def flush(client: httpx.Client) -> None:
-    deadline = time.monotonic() + 20
-    while client.post("/flush_cache").status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: client.post("/flush_cache").status_code == 200, "requests still run")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Served:
     files: Path
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(self.server.url + "/generate", json={"sampling_params": GREEDY, **body}, timeout=60)
+        return httpx.post(self.server.url + "/generate", json={"sampling_params": GREEDY, **body}, timeout=180)
 
     def pixels(self, picture: Any) -> Pixels:
         found = self.processor(images=[picture], return_tensors="pt")
@@ -120,7 +120,7 @@ def test_the_other_forms_of_chats(served: Served) -> None:
     text = {"type": "text", "text": "see"}
     ours, theirs = {"type": "base64", "media_type": "image/png", "data": data}, {"type": "input_text", "text": "see"}
     chat, message, response = (
-        httpx.post(f"{served.server.url}/v1/{path}", json={**body, "temperature": 0}, timeout=60).json()
+        httpx.post(f"{served.server.url}/v1/{path}", json={**body, "temperature": 0}, timeout=180).json()
         for path, body in (
             ("chat/completions", {"max_tokens": 5, "messages": [{"role": "user", "content": [
                 text, {"type": "image_url", "image_url": {"url": address}}]}]}),
@@ -223,19 +223,19 @@ def test_embeddings(vectors: Served) -> None:
     items: list[Any] = [{"text": "a panda", "image": data_address(first)}, {"image": data_address(second)}]
     for _ in range(2):
         body = {"input": [*items, {"text": "only text"}], "model": "any"}
-        answer = httpx.post(vectors.server.url + "/v1/embeddings", json=body, timeout=60).json()
+        answer = httpx.post(vectors.server.url + "/v1/embeddings", json=body, timeout=180).json()
         assert [item["embedding"] for item in answer["data"]] == [pytest.approx(one, abs=1e-4) for one in wanted]
     content = [
         {"type": "text", "text": "x"},
         *({"type": "image_url", "image_url": {"url": data_address(picture)}} for picture in (first, second)),
     ]
     body = {"messages": [{"role": "user", "content": content}], "dimensions": 8}
-    (item,) = httpx.post(vectors.server.url + "/v1/embeddings", json=body, timeout=60).json()["data"]
+    (item,) = httpx.post(vectors.server.url + "/v1/embeddings", json=body, timeout=180).json()["data"]
     short = vectors.vector(f"[user]x{place}{place}", [first, second])[:8]
     norm = sum(x * x for x in short) ** 0.5
     assert item["embedding"] == pytest.approx([x / norm for x in short], abs=1e-4)
     body = {"text": [f"{place} b", "b"], "image_data": [data_address(second), None]}
-    found = httpx.post(vectors.server.url + "/encode", json=body, timeout=60).json()
+    found = httpx.post(vectors.server.url + "/encode", json=body, timeout=180).json()
     wanted = [vectors.vector(f"{place} b", [second]), vectors.vector("b", [])]
     assert [one["embedding"] for one in found] == [pytest.approx(one, abs=1e-4) for one in wanted]
     for given, words in (
@@ -245,5 +245,5 @@ def test_embeddings(vectors: Served) -> None:
         ([{"image": "data:image/png;base64,####"}], "input[0].image: "),
         (None, "give exactly one of input and messages"),
     ):
-        answer = httpx.post(vectors.server.url + "/v1/embeddings", json={"input": given}, timeout=60)
+        answer = httpx.post(vectors.server.url + "/v1/embeddings", json={"input": given}, timeout=180)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text

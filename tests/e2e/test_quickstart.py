@@ -133,7 +133,7 @@ def test_start_log_lines(server: ServerProcess) -> None:
 
 def test_port_in_use_is_named(server: ServerProcess, tmp_path: Path) -> None:
     second = ServerProcess(tmp_path, "--port", str(server.port))
-    assert second.process.wait(60) == 2
+    assert second.process.wait(180) == 2
     assert str(server.port) in second.log and "Traceback" not in second.log
 
 

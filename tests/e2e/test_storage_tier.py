@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import httpx
@@ -11,6 +10,7 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_host_tier import COMMON, FORMS, answer, flush
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(2)]
 
@@ -19,12 +19,13 @@ EXTRA = '{"prefetch_threshold": 16}'
 
 
 def written(folder: Path, atleast: int) -> int:
-    """Waits until the servers have written `number` pages."""
-    deadline = time.monotonic() + 30
-    while (count := len(list(folder.rglob("*.kvpage")))) < atleast:
-        assert time.monotonic() < deadline, count
-        time.sleep(0.05)
-    return count
+    """Waits until the servers have written so many pages."""
+
+    def count() -> int:
+        return len(list(folder.rglob("*.kvpage")))
+
+    until(lambda: count() >= atleast, "the pages are not written")
+    return count()
 
 
 @pytest.mark.parametrize(

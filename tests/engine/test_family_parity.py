@@ -27,6 +27,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("qwen3_vl_moe", "chunked"),
         ("hunyuan_v1_moe", "chunked"),
         ("mistral4", "chunked"),
+        ("hy_v3", "MTP drafts"),
+        ("ernie4_5_moe", "MTP drafts"),
     ],
 )
 def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_drain_continues_after_drops_and_is_bounded(
     reader = FrameReader("test", messages.decode_to_core)
     for parts in ([CALL], [b"\xc1"], [CALL, CALL], [b"", b"", b""], [CALL]):
         sending.send_multipart(parts)
-    assert reading.poll(5000)
+    assert reading.poll(60_000)
     assert [message.id for message in reader.drain(reading) if isinstance(message, messages.Call)] == [7, 7]
     assert reader.num_dropped == 3
     monkeypatch.setattr(frames, "MAX_DRAIN", 10)

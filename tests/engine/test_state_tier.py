@@ -4,7 +4,6 @@ of states over device, host and storage."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.engine.test_qwen3_next import MTP
 from tests.engine.test_states import check
 from tests.engine.test_storage_tier import EXTRA, wait_for
 from tests.models.checkpoints import make_checkpoint
+from tests.waiting import until
 
 FLAGS: dict[str, Any] = {
     "page_size": 4, "hicache_storage_backend": "file", "hicache_storage_backend_extra_config": EXTRA,
@@ -87,10 +87,8 @@ def test_answers_equal_transformers_with_every_write_policy(served: Any) -> None
             check(model, item.prompt_ids, answers[item.rid].token_ids, own, f"{changes} {item.rid}", tolerance=5e-4)
         stats = engine.scheduler.stats()
         loaded.append((stats.host_hit_tokens_total > 0, stats.storage_hit_tokens_total > 0))
-        storage, deadline = engine.worker.runner.kv_copies.storage, time.monotonic() + 30
-        while storage.num_open:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        storage = engine.worker.runner.kv_copies.storage
+        until(lambda storage=storage: not storage.num_open)
     assert loaded[0] == (False, False) and loaded[1][0] and loaded[-1][1]
 
 

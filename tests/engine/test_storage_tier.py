@@ -30,6 +30,7 @@ from tests.engine.test_host_tier import CHAIN, LIMITS, sessions
 from tests.engine.test_windows import ALTERNATING
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
+from tests.waiting import until
 
 FORMS: dict[str, dict[str, Any]] = {
     "write-through": {"page_size": 4, "hicache_storage_backend": "file"},
@@ -91,10 +92,8 @@ def run(engine: InProcessEngine, **changes: Any) -> dict[str, list[int]]:
     answers: dict[str, Answer] = engine.run(sessions(1, turns=2), **changes)
     copies = engine.worker.runner.kv_copies
     assert copies is not None and copies.storage is not None
-    deadline = time.monotonic() + 30
-    while copies.storage.num_open:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    storage = copies.storage
+    until(lambda: not storage.num_open)
     return {rid: answer.token_ids for rid, answer in answers.items()}
 
 
@@ -122,11 +121,8 @@ def copies_of(pool: KVPool, layout: str, folder: Path, page: int) -> tuple[KVCop
 
 
 def wait_for(reports: list[KVReport], number: int) -> int:
-    deadline = time.monotonic() + 20
-    while not (ended := [report.num_pages for report in reports if report.id == number and report.ended]):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return ended[0]
+    ended = until(lambda: [report for report in reports if report.id == number and report.ended])
+    return ended[0].num_pages
 
 
 def round_trip(pool: KVPool, folder: Path, layouts: tuple[str, str]) -> None:

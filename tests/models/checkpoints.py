@@ -280,6 +280,7 @@ def make_checkpoint(
     dialect: str = "hub",
     max_shard_bytes: int | None = None,
     tokenizer: bool = True,
+    deepseek_names: bool = False,
     **overrides: Any,
 ) -> Path:
     """Writes a checkpoint directory of that kind and returns its path.
@@ -292,6 +293,7 @@ def make_checkpoint(
         num_mtp_layers: multi-token-prediction modules after the last layer (DeepSeek V3).
         dialect: ``hub`` (rope_theta + rope_scaling, torch_dtype) or ``transformers`` (rope_parameters, dtype).
         max_shard_bytes: split into several files with an index when given.
+        deepseek_names: the MTP layers of every kind have DeepSeek's names, which transformers reads.
         overrides: fields of config.json.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -304,6 +306,8 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
         _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+    if num_mtp_layers and not deepseek_names:
+        tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         tensors = _beside(tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if fp8:
@@ -373,10 +377,31 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     torch.random.set_rng_state(state)
 
 
+def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """The MTP layer under the names that Hy3 and ERNIE publish, instead of DeepSeek's."""
+    if kind == "hy_v3":
+        parts = {"shared_head.norm.": "final_layernorm.", "shared_head.head.": "shared_head."}
+        names = {name: f"{layer}{_swapped(name.removeprefix(layer), parts)}" for name in tensors if layer in name}
+    elif kind == "ernie4_5_moe":
+        tensors = {name: t for name, t in tensors.items() if not name.startswith((f"{layer}emb", f"{layer}shared"))}
+        parts = {"enorm.": "mtp_emb_norm.0.", "hnorm.": "mtp_hidden_norm.0.", "eh_proj.": "mtp_linear_proj.0."}
+        parts[""] = "mtp_block.0."
+        names = {name: f"model.{_swapped(name.removeprefix(layer), parts)}" for name in tensors if layer in name}
+    else:
+        return tensors
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _swapped(name: str, parts: dict[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in parts.items() if name.startswith(old)), name)
+
+
 def _add_mtp_layer(
     tensors: dict[str, Tensor], num_layers: int, index: int, hidden: int, generator: torch.Generator
 ) -> None:
+    ernie = any("moe_statics" in name for name in tensors)
     like_it = 1 if "model.layers.0.linear_attn.A_log" in tensors else num_layers - 1  # the last layer with attention
+    like_it = 0 if ernie else like_it  # a dense layer
     source, target = f"model.layers.{like_it}.", f"model.layers.{num_layers + index}."
     like = tensors["model.norm.weight"]
 
@@ -387,10 +412,13 @@ def _add_mtp_layer(
         tensor = tensors[name]
         tensors[name.replace(source, target)] = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
     tensors[target + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[target + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    tensors[target + "shared_head.head.weight"] = tensors[head].clone()
     tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{target}{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
+    if ernie:
+        tensors[f"{target}shared_head.norm.weight"] = like.clone()
 
 
 def with_mtp_beside(tensors: dict[str, Tensor], num_layers: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -15,9 +15,11 @@ from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_header
 from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig, activation_dtype
+from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.registry import _BY_MODEL_TYPE
 from tests.config.conftest import V3 as V3_OF_PLANS
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
@@ -329,7 +331,7 @@ def test_ints_may_be_floats_and_eos_ids_are_joined(tmp_path: Path) -> None:
     path = write(tmp_path, fields, {"eos_token_id": [1, 128805]})
     config = load_model_config(path)
     assert config.hidden_size == 7168 and isinstance(config.hidden_size, int)
-    assert config.eos_token_ids == (1, 128805) and config.bos_token_id == 0
+    assert config.eos_token_ids == (1, 128805)
     assert config.weight_format == BlockFP8Format((128, 64))
 
 
@@ -445,6 +447,17 @@ def test_activation_dtype(tmp_path: Path) -> None:
     assert activation_dtype(unquantized) == "bfloat16"
     with pytest.raises(ConfigError, match="--dtype"):
         activation_dtype(llama, "int8")
+
+
+def test_rotary_base_of_scaled_positions_without_one() -> None:
+    """The default of transformers' config class, of whole models and of their text models."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for kind in [kind for kind in _BY_MODEL_TYPE if kind in CONFIG_MAPPING]:
+        text: Any = CONFIG_MAPPING[kind].sub_configs.get("text_config", CONFIG_MAPPING[kind])
+        for name in {kind, getattr(text, "model_type", "") or kind}:
+            found = with_defaults({"model_type": name, "rope_scaling": {"type": "linear", "factor": 2.0}})
+            assert found.get("rope_theta", 1e4) == getattr(text, "default_theta", 1e4), name
 
 
 def test_activation_estimate_grows(tmp_path: Path) -> None:

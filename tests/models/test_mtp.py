@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from tests.models.test_parity import FP8_DIMS, assert_close
 PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 every_row = pytest.mark.parametrize("row", all_rows())
 MakeOracle = Callable[..., "Oracle"]
-FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe"}
+FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "hy_v3": "HYV3", "ernie4_5_moe": "Ernie4_5_Moe"}
+OWN_NAMES = ("hy_v3", "ernie4_5_moe")
+"""Their MTP layers have names that transformers does not know."""
 every_family = pytest.mark.parametrize("kind", FAMILIES)
 
 
@@ -73,6 +76,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
             folder = tmp_path_factory.mktemp("mtp")
             path = make_checkpoint(kind, folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
             plain = dequantised_copy(path, folder / "plain") if options.get("fp8") else path
+            if kind in OWN_NAMES:
+                more = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
+                plain = make_checkpoint(kind, folder / "plain", 3, num_mtp_layers=1, deepseek_names=True, **options)
+                config = json.loads((plain / "config.json").read_text())
+                (plain / "config.json").write_text(json.dumps(config | more))
             made[key] = Oracle(path, plain, len(made), FAMILIES[kind])
         return made[key]
 

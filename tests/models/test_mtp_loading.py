@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
@@ -20,6 +22,19 @@ from tests.models.test_mtp import Drafter
 
 EH_PROJ = "model.layers.3.eh_proj.weight"
 COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "ernie4_5_moe", "hy_v3"])
+def test_names_of_a_part_of_the_tensors(tmp_path: Path, kind: str) -> None:
+    """A folder with the MTP layer alone, as weight updates send it: its names do not become those of layer 0."""
+    whole = make_checkpoint(kind, tmp_path, num_mtp_layers=1, tokenizer=False)
+    count = load_model_config(whole).num_layers
+    first = f"model.layers.{count}."
+    wanted = {name for name in read_checkpoint(whole) if name.startswith(first)}
+    main = (*(f"model.layers.{i}." for i in range(count)), "model.embed", "model.norm", "lm_head")
+    part = edited(whole, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(main)])
+    found = set(read_checkpoint(part, num_layers=count))
+    assert found == (wanted - {f"{first}shared_head.norm.weight"} if kind == "ernie4_5_moe" else wanted)
 
 
 def edited(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:

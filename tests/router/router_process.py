@@ -14,7 +14,7 @@ import pytest
 
 from moe_engine.processes.addresses import free_port
 
-START_SECONDS = 60
+START_SECONDS = 120
 
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None, reason="needs sglang-router: pip install '.[router]'"
@@ -46,7 +46,7 @@ class RouterProcess:
         return self._log.read_text(errors="replace")
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=180)
 
     def workers(self) -> list[dict]:
         with self.client() as client:

@@ -23,6 +23,8 @@ from tests.server.fake_engine import FakeClient
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = "Hello world, how are you today?"
+SECONDS = 240.0
+"""Limit of a test's requests, far above the real durations."""
 
 
 def make_app(client: FakeClient, **settings: Any) -> Any:
@@ -40,11 +42,11 @@ def make_app(client: FakeClient, **settings: Any) -> Any:
 
 @asynccontextmanager
 async def in_process(client: FakeClient, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client of the application, without a socket; ends after a minute."""
+    """An HTTP client of the application, without a socket; ends after `SECONDS`."""
     app = make_app(client, **settings)
     try:
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(SECONDS),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http,
         ):
             yield http
@@ -124,11 +126,11 @@ def real_server(client: FakeClient, certificate: Certificate | None = None, **se
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     host, port = sock.getsockname()[:2]
     try:
         yield f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
         sock.close()

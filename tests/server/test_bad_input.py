@@ -280,7 +280,7 @@ def test_oversized_body_closes_the_connection(form):
     body = b" " * 4000 if "Length" in form else b"fa0\r\n" + b" " * 4000 + b"\r\n"
     with real_server(FakeClient(), max_body_bytes=1000) as address:
         host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(head + body)
             received = b""
             while data := connection.recv(65536):  # ends by the server's hand, or this test by its timeout

@@ -31,7 +31,7 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
 def exchange(address: str, *parts: bytes) -> list[tuple[int, Any]]:
     """Sends the parts one by one on one connection; returns status and body of every answer until it closes."""
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for part in parts:
             connection.sendall(part)
@@ -95,7 +95,7 @@ def test_http_1_0_answers_end_with_the_connection():
     with real_server(FakeClient()) as address:
         host, port = address.removeprefix("http://").split(":")
         for sent in (body, whole):
-            with socket.create_connection((host, int(port)), timeout=10) as connection:
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
                 connection.sendall(request(sent).replace(b"HTTP/1.1", b"HTTP/1.0"))
                 received[sent] = b""
                 while data := connection.recv(65536):
@@ -140,7 +140,7 @@ def test_private_attributes_of_uvicorn_exist():
 
 def connected(address: str) -> socket.socket:
     host, port = address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def answer_to(address: str, *parts: bytes) -> bytes:
@@ -271,7 +271,7 @@ def test_an_ipv6_address_serves():
 def test_uvicorn_logs_in_the_format_of_all_lines(capfd):
     with real_server(FakeClient()) as address:
         host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 400")
     lines = [line for line in capfd.readouterr().err.splitlines() if "Invalid HTTP request" in line]

@@ -31,11 +31,11 @@ def test_a_client_that_leaves_ends_its_waiting_request(size, in_parts, reset):
             connection.sendall(sent[-100:])
         else:
             connection.sendall(sent)
-        until(lambda: client.running, seconds=30)
+        until(lambda: client.running)
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-        until(lambda: not client.running, "the request still waits", seconds=30)
+        until(lambda: not client.running, "the request still waits")
         assert len(client.closed_early) == 1
 
 

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.weight_updates import WeightUpdates
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, in_process, post, real_server, talk
+from tests.waiting import until
 
 CHECKED = {"host": "here", "needed": 100, "available": 1 << 40}
 UPDATE = "/update_weights_from_disk"
@@ -199,18 +199,14 @@ def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Waiting, Callabl
         update = pool.submit(httpx.post, url + UPDATE, json={"model_path": "/new"}, timeout=60)
 
         def waiting(count: int) -> None:
-            deadline = time.monotonic() + 20
-            while made[0].num_waiting != count:
-                assert time.monotonic() < deadline, made[0].num_waiting
-                time.sleep(0.01)
+            until(lambda: made[0].num_waiting == count, "another number of requests waits")
 
         def finish() -> dict[str, Any]:
             go_on.set()
             return dict(update.result(60).json())
 
         try:
-            while "stage_weights" not in client.called:
-                time.sleep(0.01)
+            until(lambda: "stage_weights" in client.called)
             yield http, client, waiting, finish
         finally:
             finish()
@@ -230,14 +226,14 @@ def test_an_abort_ends_a_request_that_waits_for_an_update(stream: bool, fields: 
         first, second = pool.submit(ask, json=body), pool.submit(ask, json={"text": "stays", "rid": "y"})
         waiting(2)
         http.post("/abort_request", json={"rid": "x"})
-        answer = first.result(20)  # the update still runs
+        answer = first.result(60)  # the update still runs
         assert answer.status_code == 200 and "Abort in /abort_request" in answer.text
         assert aborted(http) == (2 if fields else 1)
         again = pool.submit(ask, json={"text": "hi", "rid": "x"})
         waiting(2)
         assert not again.done() and not second.done() and not client.requests
         assert finish()["num_paused_requests"] == 2
-        for done in (second.result(20), again.result(20)):
+        for done in (second.result(60), again.result(60)):
             assert done.json()["meta_info"]["finish_reason"]["type"] == "stop"
         assert http.get("/server_info").json()["internal_states"]
 
@@ -497,7 +493,7 @@ async def test_an_update_is_given_up_if_requests_do_not_end() -> None:
     assert not found.success and "requests still run after 0.2 s" in found.message
     assert client.called == ["check_weights"] and frontend.weights.version == "default"
     client.mute = False
-    answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
+    answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 60)
     assert answer["meta_info"]["weight_version"] == "default"
     endless.cancel()
 

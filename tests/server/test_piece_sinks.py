@@ -20,6 +20,7 @@ from moe_engine.frontend.inbox import Inbox
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, TEXT, post, real_server
+from tests.waiting import until
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
 CALL = f'think</think>{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEPARATOR}{{"city": "Paris"}}{CALL_END}{CALLS_END}'
@@ -103,9 +104,7 @@ def test_a_parser_that_fails_in_the_lane_ends_the_stream_and_the_request(monkeyp
         response = httpx.post(address + "/v1/chat/completions", json={**CHAT, "stream": True})
     assert client.num_direct == 2  # the first piece contains the head, the fourth fails
     assert b"broken parser" in response.content and response.content.endswith(b"data: [DONE]\n\n")
-    end = time.monotonic() + 2
-    while client.running and time.monotonic() < end:
-        time.sleep(0.005)
+    until(lambda: not client.running)
     assert len(client.closed_early) == 1
 
 

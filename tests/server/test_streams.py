@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import httpx
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient, clients_id
 from tests.server.harness import CHAT, TEXT, events, post, real_server
+from tests.waiting import until
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
 CALL = f'{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEPARATOR}{{"city": "Paris"}}{CALL_END}{CALLS_END}'
@@ -177,10 +177,7 @@ def test_disconnect_aborts_at_once(path, body, stream):
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     http.post(path, json=body, timeout=0.2)
-        end = time.monotonic() + 2
-        while client.running and time.monotonic() < end:
-            time.sleep(0.005)
-        assert not client.running
+        until(lambda: not client.running)
         assert len(client.closed_early) == len(client.requests)
         assert httpx.get(address + "/health").status_code == 200
 
@@ -191,10 +188,7 @@ def test_disconnect_before_the_first_token():
     with real_server(client) as address:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(address + "/generate", json={"text": "x", "stream": True}, timeout=0.2)
-        end = time.monotonic() + 2
-        while client.running and time.monotonic() < end:
-            time.sleep(0.005)
-        assert not client.running
+        until(lambda: not client.running)
 
 
 def test_json_is_utf8():

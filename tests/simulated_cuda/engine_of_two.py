@@ -53,7 +53,7 @@ async def after_a_death(engine: Engine, prompt: list[int]) -> str:
     """The error of a request whose rank is killed."""
     ranks = [child for child in children(psutil.Process(), True) if "rank_main" in " ".join(child.cmdline())]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while True:  # the request during the kill may still end
                 pieces: Any = await engine.async_generate(
                     input_ids=prompt, sampling_params={"max_new_tokens": 30, "ignore_eos": True}, stream=True

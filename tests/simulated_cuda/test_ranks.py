@@ -19,7 +19,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.simulated_cuda import rank_calls
 from tests.simulated_cuda.install import COUNT
 
-SECONDS = 90.0
+SECONDS = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import pytest
 from tests.slurm.sandbox import Sandbox, why_not
 
 
-def _sandbox(nodes: int, slurmd_timeout: int) -> Iterator[Sandbox]:
+def _sandbox(nodes: int) -> Iterator[Sandbox]:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    sandbox = Sandbox(nodes, slurmd_timeout)
+    sandbox = Sandbox(nodes)
     try:
         yield sandbox
     finally:
@@ -20,11 +20,11 @@ def _sandbox(nodes: int, slurmd_timeout: int) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Sandbox]:
-    """Three nodes of a SLURM that detects a lost node within seconds."""
-    yield from _sandbox(3, slurmd_timeout=2)
+    """Three nodes, which no test of a file loses."""
+    yield from _sandbox(3)
 
 
 @pytest.fixture
-def slow_cluster() -> Iterator[Sandbox]:
-    """Two nodes of a SLURM that needs a minute to detect a lost node; most clusters need longer."""
-    yield from _sandbox(2, slurmd_timeout=60)
+def losing_cluster() -> Iterator[Sandbox]:
+    """Two nodes, of which the test may lose one."""
+    yield from _sandbox(2)

@@ -70,7 +70,7 @@ class Shell:
         path = self.checkout / "slurm" / script
         variables = {**self.environ, "JOB_SCRIPT": str(path), **environ}
         command = ["bash", str(path), *arguments]
-        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture
@@ -199,12 +199,14 @@ def test_the_python_of_a_program_on_the_path_is_the_one_it_names(shell: Shell, t
     python = shell.program(tmp_path / "env/bin/python3", "#!/bin/bash\n")
     shell.program(shell.bin / "moe-engine", f"#!{python}\n")
     command = f"REPOSITORY={shell.checkout}; source {shell.checkout}/slurm/env.sh && echo $PYTHON"
-    done = subprocess.run(["bash", "-c", command], env=shell.environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], env=shell.environ, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == str(python), done.stderr
 
 
 def test_the_scripts_are_syntactically_right() -> None:
     for file in SCRIPTS.iterdir():
         if file.suffix in (".sh", ".sbatch"):
-            done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, timeout=60, env=os.environ)
+            done = subprocess.run(
+                ["bash", "-n", str(file)], capture_output=True, text=True, timeout=240, env=os.environ
+            )
             assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def master() -> Iterator[str]:
     port = free_port()
     command = [str(program), "--rpc_port", str(port), "--metrics_port", str(free_port())]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while True:
             assert process.poll() is None and time.monotonic() < deadline
             try:

@@ -25,7 +25,7 @@ from tests.structured_output.test_tool_calls import spells, tool
 
 __all__ = ["backend", "tokenizer"]  # fixtures
 
-FORMS = ("qwen3_coder", "glm45", "deepseekv32", "deepseekv4", "minimax-m2", "pythonic")
+FORMS = ("qwen3_coder", "glm45", "deepseekv32", "deepseekv4", "minimax-m2", "pythonic", "hunyuan", "hy_v3", "dots")
 LEAVES: list[Any] = [
     {"type": "string"},
     {"type": "string", "minLength": 2, "maxLength": 5},
@@ -133,6 +133,8 @@ CALLS = {
     '<｜DSML｜parameter name="city" string="true">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "pythonic": '[weather(city="%s")]',
+    "hunyuan": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n"
+    "</tool_call>\n</tool_calls>",
 }
 
 

@@ -61,7 +61,7 @@ def test_a_process_that_has_ended_is_no_error():
 
 def test_a_thread_that_yields_is_interrupted_until_its_work_ends():
     """Python's handler, which counts, takes the place of the yield."""
-    count, limit = 0, time.monotonic() + 10
+    count, limit = 0, time.monotonic() + 60
 
     def counted(number: int, frame: object) -> None:
         nonlocal count

@@ -60,7 +60,15 @@ def squashed(text: str) -> str:
     return "".join(text.split())
 
 
-MARKERS = ("<|python_start|>", "<|python_end|>", CALLS_BEGIN, CALLS_END, *KIMI.split("{}"))
+MARKERS = (
+    "<|python_start|>",
+    "<|python_end|>",
+    CALLS_BEGIN,
+    CALLS_END,
+    *KIMI.split("{}"),
+    "<|tool_calls|>",
+    "<|calls|>",
+)
 """Special tokens around all calls; a parser may drop them without a call."""
 
 
@@ -115,7 +123,14 @@ def check_reasoning(rng: random.Random, name: str, text: str) -> None:
         if form.keeps:  # the start tag may come from the prompt
             added = "".join(found[0]).startswith(form.start) and not text.lstrip().startswith(form.start)
             shown = shown.removeprefix(squashed(form.start)) if added else shown
-        assert shown in kept(text, form.start, form.end), ("lost text", name, inside, text, found[0])
+        texts = kept(text, form.start, form.end)
+        for tag in filter(None, (*(form.answer or ()), form.turn)):
+            texts |= {text[:at] + text[at + len(tag) :] for text in texts for at in places(text, tag)}
+        assert shown in texts, ("lost text", name, inside, text, found[0])
+
+
+def places(text: str, tag: str) -> list[int]:
+    return [at for at in range(len(text)) if text.startswith(tag, at)]
 
 
 def kept(text: str, start: str, end: str) -> set[str]:

@@ -72,8 +72,43 @@ def test_calls_end_the_reasoning(size):
         "<tool_call>x",
     )
     assert reason("why</think>\n<tool_call>x", size, inside=True, form=form) == ("why", "<tool_call>x")
-    begin = "<|tool_calls_section_begin|>"
-    assert reason(f"why{begin}x", size, inside=True, form=REASONING_FORMATS["kimi_k2"]) == ("why", f"{begin}x")
+    for name, begin in (("kimi_k2", "<|tool_calls_section_begin|>"), ("glm45", "<tool_call>")):
+        assert reason(f"why{begin}x", size, inside=True, form=REASONING_FORMATS[name]) == ("why", f"{begin}x")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_tags_around_the_answer(size):
+    form = REASONING_FORMATS["hunyuan_a13b"]
+    for text, want in (
+        ("<think>\nwhy\n</think>\n<answer>\nyes\n</answer>", ("why", "yes")),
+        ("<answer>\nyes</answer>\n", ("", "yes")),
+        ("<think>why</think>yes </answer>", ("why", "yes </answer>")),
+        ("<answer>a </answer> b </answer", ("", "a </answer> b </answer")),
+        ("<answer>a\n<tool_calls>[]</tool_calls>\n</answer>", ("", "a\n<tool_calls>[]</tool_calls>")),
+        ("<answer>a </answer>\n<tool_calls>[]</tool_calls>", ("", "a<tool_calls>[]</tool_calls>")),
+        ("<answer>a </answer>\n<tool", ("", "a<tool")),
+        (" <answ", ("", " <answ")),
+        ("<think>why <tool_calls>[]</tool_calls>", ("why", "<tool_calls>[]</tool_calls>")),
+    ):
+        assert reason(text, size, inside=False, form=form) == want
+    ernie = REASONING_FORMATS["ernie45"]
+    assert reason("why\n</think>\n\n<response>\na\nb\n</response>\n", size, inside=True, form=ernie) == ("why", "a\nb")
+    call = "<tool_call>\n{}\n</tool_call>\n"
+    assert reason(f"why\n</think>\n\n\n{call}", size, inside=True, form=ernie) == ("why", call)
+    solar, turn = REASONING_FORMATS["solar_open"], "<|begin|>assistant"
+    calls = "<|tool_calls|>x"
+    for text, want in (
+        (f"<|think|>why<|end|>{turn}<|content|>yes", ("why", "yes")),
+        (f"<|think|>why<|end|>{turn}{calls}", ("why", calls)),
+        (f"{turn}<|content|>yes <|end|>{turn}{calls}", ("", f"yes{calls}")),
+        (f"<|content|>a<|end|>b<|end|>{turn}", ("", "a<|end|>b")),
+        (calls, ("", calls)),
+        (f"{turn}<|cont", ("", f"{turn}<|cont")),
+    ):
+        assert reason(text, size, inside=False, form=solar) == want, text
+    hy3 = REASONING_FORMATS["hy_v3"]
+    text = "why</think:opensource>\n<answer> b <tool_calls:opensource>"
+    assert reason(text, size, inside=True, form=hy3) == ("why", "<answer> b <tool_calls:opensource>")
 
 
 def test_starts_inside():

@@ -42,6 +42,11 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss", "gpt-oss"),
     "Mistral": ("[AVAILABLE_TOOLS][TOOL_CALLS]", None, "mistral"),
     "Ministral 3 Reasoning": ("[AVAILABLE_TOOLS][THINK]{{ block }}[/THINK][TOOL_CALLS]", "mistral", "mistral"),
+    "ERNIE 4.5 Thinking": (HERMES + "<response>" + BACK + ASK + "<think>\n", "ernie45", "ernie45"),
+    "Hunyuan-A13B": ("<tool_calls>[{{ calls }}]</tool_calls>" + BACK + "<answer>", "hunyuan_a13b", "hunyuan_a13b"),
+    "Hy3": ("{{ '<tool_sep' + s + '>' }}{{ '<arg_key' + s + '>' }}{{ '</think' + s + '>' }}", "hunyuan", "hunyuan"),
+    "Solar Open": ("<|think|><|end|><|tool_calls|><|tool_call:begin|>", "solar_open", "solar_open"),
+    "dots": ("<dots_function_call>", None, "dots"),
     "Llama 3.1": ("<|start_header_id|><|python_tag|>", None, "llama3"),
     "Llama 3.2": ('<|start_header_id|>{"name": function, "parameters": {}}', None, "llama3"),
     "plain": ("{{ messages }}", None, None),
@@ -63,6 +68,8 @@ def test_formats_of_published_templates(name: str) -> None:
         (HERMES, {"skip_tokenizer_init": True}, (None, None)),
         (None, {}, (None, None)),
         (None, {"reasoning_parser": "glm45"}, ("glm45", None)),
+        (TEMPLATES["Hy3"][0], {}, ("hunyuan", "hunyuan")),
+        (None, {"reasoning_parser": "hy_v3", "tool_call_parser": "hunyuan"}, ("hunyuan", "hunyuan")),
     ],
 )
 def test_auto(
@@ -78,5 +85,25 @@ def test_auto(
     args = EngineArgs.from_kwargs(model_path=str(tmp_path), **asked)
     found, remarks = with_template_parsers(args, tmp_path)
     assert (found.server.reasoning_parser, found.server.tool_call_parser) == expected
-    assert len(remarks) == list(asked.values()).count("auto") and all("auto:" in remark for remark in remarks)
+    changed = [value for value, name in zip(asked.values(), expected) if value != name]
+    assert len(remarks) == len(changed) and all(f"{value}:" in remark for value, remark in zip(changed, remarks))
     assert with_template_parsers(found, tmp_path) == (found, ())
+
+
+@pytest.mark.parametrize("asked", ["auto", "hunyuan", "hy_v3"])
+def test_hy3_by_its_vocabulary(asked: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "tokenizer.json"
+    text = json.loads(file.read_text())
+    added = {"content": "<tool_calls:opensource>", "id": 400, "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    text["added_tokens"].append(added)
+    file.write_text(json.dumps(text))
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATES["Hy3"][0]}))
+    args = EngineArgs.from_kwargs(model_path=str(tmp_path), reasoning_parser=asked, tool_call_parser=asked)
+    found, remarks = with_template_parsers(args, tmp_path)
+    assert (found.server.reasoning_parser, found.server.tool_call_parser) == ("hy_v3", "hy_v3")
+    assert len(remarks) == 2 * (asked != "hy_v3")

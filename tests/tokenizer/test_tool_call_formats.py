@@ -34,6 +34,20 @@ def dsml(text: str, block: str = "function_calls") -> str:
     return text.replace("calls>", f"{block}>").replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜")
 
 
+def hunyuan(text: str, suffix: str = "") -> str:
+    return text.replace(">", f"{suffix}>")
+
+
+def solar(call_id: str, name: str, arguments: str) -> str:
+    return f"<|tool_call:begin|>{call_id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
+
+
+HUNYUAN = (
+    "a\n<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>s</arg_key>\n<arg_value> </tool_call,\n</arg_value>\n"
+    "<arg_key>n</arg_key>\n<arg_value>-5</arg_value>\n</tool_call>\n<tool_call>g<tool_sep>\n</tool_call>\n</tool_calls>"
+)
+HUNYUAN_CALLS = [("f", {"s": " </tool_call,\n", "n": -5}), ("g", {})]
+DOTS = "<dots_function_call>{}</dots_function_call>"
 DSML = (
     '<calls>\n<invoke name="f">\n<parameter name="s" string="true">5 "q"\n</parameter>\n'
     '<parameter name="n" string="false">5</parameter>\n</invoke>\n<invoke name="g">{"n": [1]}</invoke>\n</calls>'
@@ -83,6 +97,21 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": null}</parameter>\n'
      '<parameter name="b">null</parameter>\n</invoke>\n</minimax:tool_call>', "",
      [("f", {"o": {"a": None}, "b": None})]),
+    ("hunyuan", HUNYUAN, "a\n", HUNYUAN_CALLS),
+    ("hunyuan", "<tool_call>g<arg_key>x</arg_key><arg_value>word</arg_value></tool_call>b", "b",
+     [("g", {"x": "word"})]),
+    ("hy_v3", hunyuan(HUNYUAN, ":opensource"), "a\n", HUNYUAN_CALLS),
+    ("hunyuan_a13b", f'a<tool_calls>[{FUNCTION_CALL}, {{"name": "g", "arguments": {{}}}}]</tool_calls>\n', "a",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
+    ("hunyuan_a13b", '<tool_calls>{"name": "g"}</tool_calls>b', "b", [("g", {})]),
+    ("solar_open", "a <|tool_calls|>" + solar("a1b2", "f", '{"s": "<|tool"}') + solar("a1b2", "g", "{}") + "<|calls|>",
+     "a ", [("f", {"s": "<|tool"}), ("g", {})]),
+    ("ernie45", f"<tool_call>\n{FUNCTION_CALL}\n</tool_call>\n", "",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]})]),
+    ("dots", "a " + DOTS.format('\n<invoke name="f">\n<parameter name="s">x > y</parameter>\n<parameter name="n">\n5\n'
+     '</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n'), "a ", [("f", {"s": "x > y", "n": 5}), ("g", {})]),
+    ("dots", DOTS.format('\n{"name": "f", "parameters": {"s": "</invoke>"}}\n') + "\n" + DOTS.format('{"name": "g"}'),
+     "", [("f", {"s": "</invoke>"}), ("g", {})]),
     ("pythonic", '[f(s="a]\'", n=-1), g(o={"k": [1, None]})] b [1, 2] [x] [f(1)]', " b [1, 2] [x] [f(1)]",
      [("f", {"s": "a]\'", "n": -1}), ("g", {"o": {"k": [1, None]}})]),
     ("pythonic", "<|python_start|>[g()]<|python_end|>", "", [("g", {})]),
@@ -136,6 +165,13 @@ def test_all_formats_are_tested() -> None:
     assert {aliases.get(name, name) for name in TOOL_FORMATS} == {case[0] for case in GOOD}
 
 
+def test_solars_ids_are_kept() -> None:
+    text = "<|tool_calls|>" + solar("a1b2", "f", "{}") + solar("", "g", "{}") + solar("a1b2", "g", "{}")
+    ids = parse("solar_open", text, 3)[2]
+    assert ids[0] == "a1b2" and len(set(ids)) == 3
+    assert parse("solar_open", text, 3, is_json=True)[2][0] != "a1b2"
+
+
 def test_kimis_ids_are_kept() -> None:
     assert parse("kimi_k2", KIMI.format(kimi("functions.f:7", "{}")), 3)[2] == ["functions.f:7"]
 
@@ -185,6 +221,11 @@ NO_CALLS = [
     ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
     ("mistral", "a[TOOL_CALLS]g[CALL_ID]xyz[AR"),
     ("minimax-m2", '<minimax:tool_call><invoke name=""></minimax:tool_call>'),
+    ("hunyuan", "<tool_calls>\n[5]</tool_calls>"),
+    ("hunyuan", "a <tool_calls>\n<tool_call>f"),
+    ("hunyuan_a13b", '<tool_calls>[{"name": 5}]</tool_calls> b'),
+    ("solar_open", "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>f"),
+    ("dots", "<dots_function_call>\nsearch\n</dots_function_call>"),
     ("gpt-oss", "<|channel|>final<|message|>Hello<|return|>"),
     ("gpt-oss", "a <|start|>assistant<|channel|>commentary to=functions.f"),
 ]

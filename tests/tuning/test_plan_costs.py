@@ -121,7 +121,7 @@ DEEPEP = [(1, 8, 16.05 + 14.37), (1, 128, 39.83 + 72.38), (2, 128, 102.1 + 186.1
 @pytest.mark.parametrize(("nodes", "tokens", "measured"), DEEPEP)
 def test_dispatch_and_combine_are_those_measured(nodes: int, tokens: int, measured: float):
     ranks = 8 * nodes
-    exchange = AllToAll(model_facts(V3), Form(ranks, ranks, ranks, True), parse_cluster(f"{ranks}xh200"))
+    exchange = AllToAll(model_facts(V3), Form(ranks, ranks, ranks, True), FP8, parse_cluster(f"{ranks}xh200"))
     assert exchange.seconds(tokens, 1.0) / 58 * 1e6 == pytest.approx(measured, rel=0.3)
     times = [exchange.seconds(count, 1.0) for count in range(1, 4 * LOW_LATENCY_TOKENS, 7)]
     assert times == sorted(times)  # also where the mode changes

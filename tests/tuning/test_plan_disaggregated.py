@@ -19,6 +19,7 @@ from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate, serve_command
 from moe_engine.tuning.planner.disaggregated import BUSY, Disaggregated, DisaggregatedSearch, engine_counts
+from moe_engine.tuning.planner.launch import Subject
 from moe_engine.tuning.planner.memory import Memory
 from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.report import json_of, text_of
@@ -47,7 +48,7 @@ def parts(folder: str) -> tuple[Predictor, Memory]:
     cluster, facts = parse_cluster(HARDWARE), model_facts(CONFIG)
     given = EngineArgs.from_kwargs(model_path=folder, context_length=16384)
     predictor = Predictor(facts, cluster, load_efficiency("moe-engine"), facts.stored_dtype)
-    return predictor, Memory(load_model_config(folder), cluster, given)
+    return predictor, Memory(Subject(load_model_config(folder)), cluster, given)
 
 
 def one_rank(form: Form) -> bool:

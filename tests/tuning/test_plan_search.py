@@ -19,6 +19,7 @@ from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate, serve_command
 from moe_engine.tuning.planner.forms import forms
+from moe_engine.tuning.planner.launch import Subject
 from moe_engine.tuning.planner.memory import Memory
 from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.search import Found, Search, pareto
@@ -33,7 +34,7 @@ def search(folder: str, hardware: str, slo: Slo = ANY, workload: Workload = WORK
     facts = model_facts(V3)
     predictor = Predictor(facts, cluster, load_efficiency("moe-engine"), facts.stored_dtype)
     given = EngineArgs.from_kwargs(model_path=folder, context_length=8192)
-    memory = Memory(load_model_config(folder), cluster, given)
+    memory = Memory(Subject(load_model_config(folder)), cluster, given)
     return Search(predictor, memory, workload, slo).run(cluster.num_gpus, folder, top)
 
 
@@ -113,7 +114,7 @@ def test_forms_use_all_gpus_and_divide_the_model():
 def test_many_gpus_are_searched_by_few_ledgers(folder: str):
     """Ledgers are the slow part: 256 GPUs need at most a few hundred."""
     cluster = parse_cluster("256xH200")
-    memory = Memory(load_model_config(Path(folder)), cluster, EngineArgs.from_kwargs(model_path=folder))
+    memory = Memory(Subject(load_model_config(Path(folder))), cluster, EngineArgs.from_kwargs(model_path=folder))
     asked: list[Candidate] = []
     counted = memory.of
 
@@ -123,7 +124,9 @@ def test_many_gpus_are_searched_by_few_ledgers(folder: str):
 
     memory.of = of  # type: ignore[method-assign]
     facts = model_facts(V3)
-    predictor = Predictor(facts, cluster, load_efficiency("moe-engine"), "fp8")
-    result = Search(predictor, memory, WORKLOAD, Slo(), kept=lambda form: form.ranks >= 32).run(256, folder, 2)
+    predictor, lines = Predictor(facts, cluster, load_efficiency("moe-engine"), "fp8"), list[str]()
+    whole = Search(predictor, memory, WORKLOAD, Slo(), kept=lambda form: form.ranks >= 32, progress=lines.append)
+    result = whole.run(256, folder, 2)
     assert result.tried > 2000 and len(result.plans) == 2
     assert len(set(asked)) < 600
+    assert len(lines) > 20 and sum("separate engines" in line for line in lines) > 10  # shown in every stage

@@ -123,7 +123,8 @@ def test_runs_equal_single_steps(example):
         experts = ExpertLoad(counts, ExpertLayout(16, 4), ExpertSettings(rebalance=rebalance))
     num_groups = rng.choice([2, 5, 16]) if small else rng.choice([1, 1, 2, 5, 16])
     spec = ReplicaSpec(limits, Linear(), num_groups, overlap=small or rng.random() < 0.8, experts=experts)
-    spec = replace(spec, arrival_seconds=rng.choice([0.0, 0.003]), idle_seconds=rng.choice([0.0, 0.002]))
+    beside = {name: rng.choice([0.0, 0.003]) for name in ("arrival_seconds", "end_seconds")}
+    spec = replace(spec, **beside, idle_seconds=rng.choice([0.0, 0.002]))
     num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
     faults = ()
     if spec.num_groups > 1 and rng.random() < 0.2:
@@ -137,7 +138,7 @@ def test_runs_equal_single_steps(example):
     found = []
     turns = rng.random() < 0.5  # sessions of several turns, whose KV is held
     if turns and num_replicas > 1:  # an answer's follower may delay the step before or after that of single steps
-        spec = replace(spec, arrival_seconds=0.0)
+        spec = replace(spec, arrival_seconds=0.0, end_seconds=0.0)
     for exact in (True, False):
         one = replace(fleet_spec, replica=replace(spec, exact=exact))
         load = sessions(random.Random(seed), rate) if turns else requests(random.Random(seed), count, rate)
@@ -209,6 +210,17 @@ def test_a_request_that_arrives_delays_the_step_that_runs():
         outcome = simulate(spec, Fixed([replace(arrival) for arrival in arrivals], 2))[1]
         ends.append(max(answer.latency for answer in outcome.recorder.answers))
     assert ends[1] - ends[0] == pytest.approx(0.003, abs=1e-6)
+
+
+def test_a_request_that_ends_delays_the_step_behind():
+    """The first request ends after three steps, which delays the fourth step of the second request."""
+    delay, ends = random.uniform(0.001, 0.008), []
+    for seconds in (0.0, delay):
+        spec = FleetSpec(ReplicaSpec(config(), Linear(row=0, token=0), end_seconds=seconds))
+        outcome = simulate(spec, Fixed([Arrival(0.0, [1, 2, 3], 3), Arrival(0.0, [4, 5, 6], 9)], 2))[1]
+        ends.append(sorted(answer.latency for answer in outcome.recorder.answers))
+    assert ends[1][0] == pytest.approx(ends[0][0], abs=1e-6)
+    assert ends[1][1] - ends[0][1] == pytest.approx(delay, abs=1e-6)
 
 
 def test_an_idle_engine_and_a_busy_one_answer_later():

@@ -35,7 +35,7 @@ class Ranks:
     """A group of threads."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.tables = size, threading.Barrier(size, timeout=30), [torch.empty(0)] * size
+        self.size, self.barrier, self.tables = size, threading.Barrier(size, timeout=240), [torch.empty(0)] * size
 
     def group(self, rank: int) -> Any:
         return SimpleNamespace(rank=rank, size=self.size, all_reduce=lambda x: self._sum(rank, x))

@@ -183,9 +183,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return out
 
 
-def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> DemoModel:
+def load_checkpoint(folder: Path) -> DemoModel:
     """The training model, filled with the dequantized weights of a checkpoint folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = DemoModel(DemoConfig(**{f.name: config[f.name] for f in fields(DemoConfig)}), dtype)
+    model = DemoModel(DemoConfig(**{f.name: config[f.name] for f in fields(DemoConfig)}), torch.float32)
     load_hub_tensors(model, dequantize(read_tensors(folder)))
     return model.eval()

@@ -37,15 +37,15 @@ def _padded(rows: list[list[int]], pad: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def exact_matches(model: DemoModel, tokenizer: Tokenizer, examples: list[Example], batch: int = 64) -> list[bool]:
+def exact_matches(model: DemoModel, tokenizer: Tokenizer, examples: list[Example]) -> list[bool]:
     """True if the greedy answer equals the expected one: every expected token is the argmax."""
     pad = tokenizer.token_to_id(PAD)
     prompts = [tokenizer.encode(e.prompt, add_special_tokens=False).ids for e in examples]
     whole = [p + tokenizer.encode(e.answer, add_special_tokens=False).ids for p, e in zip(prompts, examples)]
     good = [False] * len(examples)
     order = sorted(range(len(examples)), key=lambda i: len(whole[i]))
-    for start in range(0, len(order), batch):
-        chunk = order[start : start + batch]
+    for start in range(0, len(order), 64):
+        chunk = order[start : start + 64]
         ids = _padded([whole[i] for i in chunk], pad)
         choice = model.logits(model.hidden(ids[:, :-1])).argmax(-1)
         for row, i in enumerate(chunk):

@@ -15,10 +15,10 @@ from .model import DemoConfig, DemoModel, count_parameters
 from .vocabulary import write_tokenizer
 
 
-def load_state(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DemoModel, int]:
+def load_state(folder: Path) -> tuple[DemoModel, int]:
     """The model of DIR/state.pt (float32 weights) and the step it was saved at."""
     content = torch.load(folder / "state.pt", weights_only=False)
-    model = DemoModel(DemoConfig(**content["config"]), dtype)
+    model = DemoModel(DemoConfig(**content["config"]), torch.float32)
     model.load_state_dict(content["state"])
     return model.eval(), content["step"]
 

@@ -93,7 +93,7 @@ def average(model: DemoModel) -> None:
 
 
 @torch.no_grad()
-def quick_score(model: DemoModel, packer: Packer, per_task: int = 48) -> dict[str, float]:
+def quick_score(model: DemoModel, packer: Packer) -> dict[str, float]:
     """Exact-match accuracy on a few held-out items of every task (greedy answers, by teacher forcing)."""
     from .evaluate import exact_matches
 
@@ -102,7 +102,7 @@ def quick_score(model: DemoModel, packer: Packer, per_task: int = 48) -> dict[st
     chosen = []
     for task in dict.fromkeys(e.task for e in items):
         group = [e for e in items if e.task == task]
-        chosen += group[:: max(1, len(group) // per_task)]
+        chosen += group[:: max(1, len(group) // 48)]
     for example, good in zip(chosen, exact_matches(model, packer.tokenizer, chosen)):
         by_task.setdefault(example.task, []).append(good)
     return {task: round(sum(v) / len(v), 3) for task, v in by_task.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_engine.tokenizer.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from moe_engine.tokenizer.harmony import MARKERS as HARMONY_MARKERS
+from moe_engine.tokenizer.reasoning import HY3_SUFFIX
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 from moe_engine.tokenizer.tool_calls.harmony import parse_harmony
 from moe_engine.tokenizer.tool_calls.named import (
@@ -18,6 +19,7 @@ from moe_engine.tokenizer.tool_calls.named import (
     DEEPSEEK_V31,
     KIMI_K2,
     SEPARATOR,
+    SOLAR_OPEN,
 )
 from moe_engine.tokenizer.tool_calls.objects import (
     LLAMA_BEGIN,
@@ -33,10 +35,14 @@ from moe_engine.tokenizer.tool_calls.objects import (
 from moe_engine.tokenizer.tool_calls.pythonic import BEGIN as PYTHON_BEGIN
 from moe_engine.tokenizer.tool_calls.pythonic import END as PYTHON_END
 from moe_engine.tokenizer.tool_calls.pythonic import parse_pythonic
-from moe_engine.tokenizer.tool_calls.tagged import DSML, GLM45, MINIMAX_M2, QWEN3_CODER, dsml
+from moe_engine.tokenizer.tool_calls.tagged import DOTS, DSML, GLM45, MINIMAX_M2, QWEN3_CODER, dsml, hunyuan
 
 DEEPSEEK_MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 KIMI_MARKERS = (KIMI_K2.begin, KIMI_K2.end, KIMI_K2.call_begin, KIMI_K2.after_name, KIMI_K2.call_end)
+SOLAR_MARKERS = (
+    SOLAR_OPEN.begin, SOLAR_OPEN.end, SOLAR_OPEN.call_begin, SOLAR_OPEN.after_id, SOLAR_OPEN.after_name,
+    SOLAR_OPEN.call_end,
+)  # fmt: skip
 QWEN_MARKERS = (QWEN_BEGIN, QWEN_END)
 
 
@@ -155,6 +161,24 @@ def _dsml(block: str) -> ToolFormat:
     return ToolFormat(dsml(block).parse, (DSML,), syntax)
 
 
+def _hunyuan(suffix: str = "", *, as_json: bool = False) -> ToolFormat:
+    """Args: as_json: enforced calls are written as by Hunyuan-A13B. Both are read."""
+    form = hunyuan(suffix)
+    tags = (
+        form.begin, form.end, form.call_begin, form.call_end, form.name_ends[0], form.key_begin, form.key_end,
+        form.value_begin, form.value_end,
+    )  # fmt: skip
+    if as_json:
+        return ToolFormat(form.parse, tags, _object_syntax(form.begin, "[", f"]{form.end}", ", ", "arguments"))
+    before = f"{form.key_end}\n{form.value_begin}"
+    parameters = ParameterSyntax(form.key_begin, before, before, f"{form.value_end}\n", form.value_end)
+    syntax = CallSyntax(
+        form.begin, "\n", f"\n{form.end}", "\n", form.call_begin, f"{form.name_ends[0]}\n", form.call_end,
+        parameters=parameters, also_begins=form.call_begin,
+    )  # fmt: skip
+    return ToolFormat(form.parse, tags, syntax)
+
+
 TOOL_FORMATS = {
     "deepseekv3": ToolFormat(
         DEEPSEEK_V3.parse,
@@ -199,6 +223,25 @@ TOOL_FORMATS = {
     "glm45": _GLM,
     "glm47": _GLM,
     "minimax-m2": _MINIMAX_M2,
+    "dots": ToolFormat(DOTS.parse, (DOTS.begin, DOTS.end), replace(_MINIMAX_M2.syntax, begin=DOTS.begin, end=DOTS.end)),
+    "solar_open": ToolFormat(
+        SOLAR_OPEN.parse,
+        SOLAR_MARKERS,
+        CallSyntax(
+            SOLAR_OPEN.begin,
+            "",
+            "",
+            "",
+            f"{SOLAR_OPEN.call_begin}0{SOLAR_OPEN.after_id}",
+            SOLAR_OPEN.after_name,
+            SOLAR_OPEN.call_end,
+        ),
+        reasoning_end="<|end|><|begin|>assistant",
+    ),
+    "ernie45": _QWEN,
+    "hunyuan": _hunyuan(),
+    "hunyuan_a13b": _hunyuan(as_json=True),
+    "hy_v3": _hunyuan(HY3_SUFFIX),
     "gpt-oss": ToolFormat(
         parse_harmony,
         HARMONY_MARKERS,

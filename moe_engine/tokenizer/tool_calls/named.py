@@ -1,4 +1,4 @@
-"""Formats that write the function's name before the JSON of its arguments: DeepSeek V3 to V3.1, Kimi K2."""
+"""Formats that write the function's name before the JSON of its arguments: DeepSeek V3 to V3.1, Kimi K2, Solar Open."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ CALLS_END = "<｜tool▁calls▁end｜>"
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+_ID = re.compile(r"[\w-]{1,64}")
 _NUMBERED = re.compile(r":\d+$")
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class NamedFormat:
-    """Text around calls, names and arguments. `call_end` ends the call even if `after_arguments` is incomplete."""
+    """Text around calls, names and arguments. `call_end` ends the call even if `after_arguments` is incomplete. The id
+    of a call is its name with a number (`name_is_id`), or stands before `after_id`."""
 
     begin: str
     end: str
@@ -30,6 +32,7 @@ class NamedFormat:
     call_end: str
     before_name: str = ""
     name_is_id: bool = False
+    after_id: str = ""
 
     def parse(self, reader: CallReader) -> Wait[None]:
         if reader.content_is_json and not (yield from reader.at(self.begin)):
@@ -66,7 +69,11 @@ class NamedFormat:
         written = written.strip() if self.name_is_id else written.removeprefix(self.before_name).strip()
         match = _KIMI_NAME.fullmatch(written) if self.name_is_id else None
         name = match[1] if match else written
-        reader.open(name, self._id(reader, name, written) if self.name_is_id else None)
+        call_id = self._id(reader, name, written) if self.name_is_id else None
+        if self.after_id and self.after_id in name:
+            before_name, _, name = (part.strip() for part in name.partition(self.after_id))
+            call_id = None if reader.is_json or not _ID.fullmatch(before_name) else before_name
+        reader.open(name, call_id)
         if reader.is_json:
             yield from json_text.value(reader, reader.arguments)
         if (yield from reader.until((self.after_arguments, self.call_end), reader.arguments)):
@@ -86,4 +93,8 @@ DEEPSEEK_V31 = NamedFormat(CALLS_BEGIN, CALLS_END, CALL_BEGIN, SEPARATOR, CALL_E
 KIMI_K2 = NamedFormat(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_end|>", name_is_id=True,
+)  # fmt: skip
+SOLAR_OPEN = NamedFormat(
+    "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:args|>", "<|tool_call:end|>",
+    "<|tool_call:end|>", after_id="<|tool_call:name|>",
 )  # fmt: skip

@@ -31,11 +31,11 @@ def parse_llama(reader: CallReader) -> Wait[None]:
     """``{"name": ..., "parameters": {...}}`` at the beginning of the output or after the tag, ``;`` between calls."""
     space = yield from reader.space()
     if (yield from reader.at("{")) and not reader.content_is_json:
-        yield from _objects(reader, space, ";")
+        yield from call_objects(reader, space, ";")
     else:
         reader.plain(space)
     while (yield from reader.until((LLAMA_BEGIN,), reader.plain)):
-        yield from _objects(reader, LLAMA_BEGIN, ";")
+        yield from call_objects(reader, LLAMA_BEGIN, ";")
 
 
 def parse_mistral(reader: CallReader) -> Wait[None]:
@@ -45,7 +45,7 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
     while (yield from reader.until((MISTRAL_BEGIN,), reader.plain)):
         space = yield from reader.space()
         if (yield from reader.take("[")):
-            if (yield from _objects(reader, f"{MISTRAL_BEGIN}{space}[", ",")):
+            if (yield from call_objects(reader, f"{MISTRAL_BEGIN}{space}[", ",")):
                 yield from reader.space()
                 yield from reader.take("]")
         else:
@@ -53,7 +53,7 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
         yield from _space_before(reader, MISTRAL_BEGIN)
 
 
-def _objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
+def call_objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
     """Calls with a separator between them; `before` is shown if there is none. False: the last object is not a call."""
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Formats that write each argument between tags: Qwen3-Coder, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2.
+"""Formats that write each argument between tags: Qwen3-Coder, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2,
+Hy3, dots.
 
 Texts become JSON by the function's schema: a string stays as it is, other values are read as JSON.
 """
@@ -8,11 +9,12 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.tokenizer.tool_calls import json_text
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+from moe_engine.tokenizer.tool_calls.objects import call_objects
 from moe_engine.tokenizer.tool_calls.plain_text import is_plain_text, schema_of
 
 DSML = "｜DSML｜"
@@ -24,7 +26,8 @@ class TaggedFormat:
 
     `name_ends`: the first one is skipped, others belong to the text that follows. `key_end` ends the name of a
     parameter; between it and `value_begin` there may be white space or attributes. `trims`: one line end after
-    `value_begin` and before `value_end` is not part of the value.
+    `value_begin` and before `value_end` is not part of the value. `block_may_be_json`: between `begin` and `end` may be
+    a call as a JSON object, or a list of them (Hunyuan-A13B). `may_be_json`: so may the arguments of a call.
     """
 
     begin: str
@@ -38,6 +41,7 @@ class TaggedFormat:
     end: str
     trims: bool = False
     may_be_json: bool = False
+    block_may_be_json: bool = False
 
     def parse(self, reader: CallReader) -> Wait[None]:
         if reader.content_is_json and not (yield from reader.at(self.begin)):
@@ -57,6 +61,11 @@ class TaggedFormat:
             yield from self._call(reader)
             return
         block = self.begin  # shown unless a call follows
+        if self.block_may_be_json:
+            block += yield from reader.space()
+            if (yield from reader.at("[")) or (yield from reader.at("{")):
+                yield from self._objects(reader, block)
+                return
         any_call = False
         while True:
             between: list[str] = []
@@ -72,6 +81,17 @@ class TaggedFormat:
             if (yield from self._call(reader, block + text if block else "")):
                 any_call = True
             block = ""
+
+    def _objects(self, reader: CallReader, before: str) -> Wait[None]:
+        """`before` is shown if there is no call."""
+        is_list = yield from reader.take("[")
+        if (yield from call_objects(reader, before + "[" * is_list, ",")):
+            yield from reader.space()
+            if is_list:
+                yield from reader.take("]")
+            behind: list[str] = []
+            yield from reader.until((self.end,), behind.append)
+            reader.plain_unless_space("".join(behind))
 
     def _call(self, reader: CallReader, before: str = "") -> Wait[bool]:
         """`before` is shown if there is no call. False: there is no call."""
@@ -245,6 +265,17 @@ MINIMAX_M2 = TaggedFormat(
     "<minimax:tool_call>", '<invoke name="', ('">',), '<parameter name="', '"', ">", "</parameter>", "</invoke>",
     "</minimax:tool_call>", trims=True,
 )  # fmt: skip
+DOTS = replace(MINIMAX_M2, begin="<dots_function_call>", end="</dots_function_call>", block_may_be_json=True)
+
+
+def hunyuan(suffix: str = "") -> TaggedFormat:
+    """The format of Hy3 and, as JSON, of Hunyuan-A13B. Args: suffix: of the names of tags."""
+    open_, close = (f"<{{}}{suffix}>".format, f"</{{}}{suffix}>".format)
+    return TaggedFormat(
+        open_("tool_calls"), open_("tool_call"), (open_("tool_sep"), open_("arg_key"), close("tool_call")),
+        open_("arg_key"), close("arg_key"), open_("arg_value"), close("arg_value"), close("tool_call"),
+        close("tool_calls"), block_may_be_json=True,
+    )  # fmt: skip
 
 
 def dsml(block: str) -> TaggedFormat:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moe_engine.tuning.costs.form import Form
+from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
 
-DISPATCH_BYTES, COMBINE_BYTES = 1.03, 2.0
-"""Bytes of a channel: FP8 with scales, and bf16."""
+COMBINE_BYTES = 2.0
+"""Bytes of a channel: bf16."""
 
 NEAR_SHARE = 0.55
 """Share of NVLink's bandwidth that dispatch reaches (aiconfigurator-core 0.12.0, deepep_h200_sxm: 213 to 295 of 450
@@ -23,11 +23,11 @@ NEAR_US, FAR_US, NORMAL_US = 26.0, 22.0, 58.0
 class AllToAll:
     """Dispatch and combine of all MoE layers."""
 
-    def __init__(self, model: ModelFacts, form: Form, cluster: Cluster) -> None:
+    def __init__(self, model: ModelFacts, form: Form, precision: Precision, cluster: Cluster) -> None:
         self.active = form.travels and form.ep > 1
         if not self.active:
             return
-        row = model.hidden * (DISPATCH_BYTES + COMBINE_BYTES)
+        row = model.hidden * (precision.dispatch_bytes + COMBINE_BYTES)
         domains = max(1.0, form.ranks / cluster.domain_size)
         copies = model.top_k * (form.ranks - 1) / form.ranks
         far_copies = model.top_k * (1 - 1 / domains)

@@ -64,9 +64,9 @@ class Efficiency:
         return found
 
 
-def deviation_keys(model: ModelFacts, precision: Precision, gpu: str, form: Form, kind: str = "") -> tuple[str, ...]:
+def deviation_keys(model: ModelFacts, precision: Precision, gpu: str, form: Form) -> tuple[str, ...]:
     """Keys of the properties that two measured points may share, coarse to fine: model and dtype, GPU, form."""
-    coarse = f"{kind}{model.key} {precision.experts}"
+    coarse = f"{model.key} {precision.experts}"
     return coarse, f"{coarse} {gpu}", f"{coarse} {gpu} {form.ranks}/dp{form.attn_dp}/ep{form.ep}"
 
 

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "fp4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 32}
-"""Bytes of a weight with its share of the scales."""
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a weight with its share of the scales, and the dtype of the GPU's units that multiply it."""
+
+    num_bytes: float
+    units: str
+
+
+WEIGHTS = {
+    "bf16": Weights(2.0, "bf16"),
+    "fp8": Weights(1.0 + 4 / 128**2, "fp8"),
+    "fp4": Weights(0.5 + 1 / 16, "fp4"),
+    "int4": Weights(0.5 + 2 / 32, "bf16"),
+}
+"""By the dtype of a checkpoint, for engines whose kernels are not known."""
 
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
@@ -41,13 +55,41 @@ class Form:
         return self.ranks // self.ep
 
 
+DISPATCH_BYTES = {"fp8": 1.03, "bf16": 2.0}
+"""Bytes of a channel of a dispatched token, with its share of the scales."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The kernels of a launch: routed experts and other projections in their memory, and the dtype of dispatched
+    tokens."""
+
+    experts: Weights
+    other: Weights
+    dispatch: str
+
+
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes: of the experts, the other projections and the KV cache."""
+    """Dtypes: of the experts, the other projections and the KV cache. `held`: as a launch has them, if known."""
 
     experts: str
     other: str
     kv: str = "bf16"
+    held: Held | None = None
+
+    @property
+    def expert_weights(self) -> Weights:
+        return WEIGHTS[self.experts] if self.held is None else self.held.experts
+
+    @property
+    def other_weights(self) -> Weights:
+        return WEIGHTS[self.other] if self.held is None else self.held.other
+
+    @property
+    def dispatch_bytes(self) -> float:
+        """Bytes of a channel of a dispatched token."""
+        return DISPATCH_BYTES["fp8" if self.held is None else self.held.dispatch]
 
 
 def precision_of(stored: str, kv: str = "bf16") -> Precision:

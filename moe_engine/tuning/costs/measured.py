@@ -48,8 +48,8 @@ class CostFile:
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
         request_seconds, token_seconds: time between two requests, and between two tokens, of a front end that has
         several to process. `answer_seconds` contains one of each.
-        arrival_seconds: time that a request adds to the steps that run beside it: the part of its work outside the
-        steps that takes cores from them, and planning.
+        arrival_seconds, end_seconds: time that the arrival and the end of a request add to the steps beside them: the
+        part of the work outside the steps that takes cores from them, and planning.
         idle_seconds: additional time of an answer to a request that finds the engine idle.
         busy_seconds: additional time until a request is read while steps take the cores of the front end.
         acceptance: chance that a draft at each position is accepted if those before it are.
@@ -67,6 +67,7 @@ class CostFile:
     behind: Curve | None = None
     answer_seconds: float = 0.0
     arrival_seconds: float = 0.0
+    end_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0

@@ -134,14 +134,17 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
-    """``bf16``, ``fp8``, ``fp4`` or ``int4``: how the routed experts (or all projections) are stored."""
+    """``bf16``, ``fp8``, ``fp4`` or ``int4``: how the routed experts (or all projections) are stored; 8-bit integers as
+    ``fp8``."""
     quantization = raw.get("quantization_config") or text_fields(raw).get("quantization_config") or {}
     text = str(quantization).lower()
     if not quantization or "'quant_method': 'gguf'" in text:  # GPUs dequantize GGUF blocks while loading
         return "bf16"
     if "nvfp4" in text or "mxfp4" in text or "fp4" in text:
         return "fp4"
-    if "'num_bits': 4" in text or "int4" in text or "awq" in text or "gptq" in text:
+    if any(word in text for word in ("'bits': 4", "'num_bits': 4", "'load_in_4bit': true", "int4")):
+        return "int4"
+    if "bits': 8" not in text and ("awq" in text or "gptq" in text):
         return "int4"
     return "fp8"
 

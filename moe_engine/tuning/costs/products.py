@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from moe_engine.tuning.costs.efficiency import Efficiency
-from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form, Precision
+from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import GpuFacts
-
-COMPUTED = {"bf16": "bf16", "int4": "bf16", "fp8": "fp8", "fp4": "fp4"}
-"""The GPU's units that multiply weights of a dtype."""
 
 
 class Products:
@@ -21,8 +18,8 @@ class Products:
         attention = sum(each.layers * (each.sharded / tp + each.replicated) for each in model.attention)
         beside = model.dense_layers * model.dense / cut + model.moe_layers * model.shared / cut
         router = model.moe_layers * model.num_experts * model.hidden
-        other, bandwidth = WEIGHT_BYTES[precision.other], gpu.peak_bytes_per_s
-        rate = gpu.rate(COMPUTED[precision.other]) * share.flops
+        other, bandwidth = precision.other_weights.num_bytes, gpu.peak_bytes_per_s
+        rate = gpu.rate(precision.other_weights.units) * share.flops
         self.own_bytes_s = attention * other / (bandwidth * share.hbm)
         self.own_flops_s = 2 * attention / rate  # for a token of this attention group
         self.shared_bytes_s = (beside * other + router * 2) / (bandwidth * share.hbm)
@@ -35,8 +32,8 @@ class Products:
         self.unused = 1 - model.top_k / model.num_experts if model.num_experts else 1.0
         local = (model.num_experts + form.redundant) / form.ep
         held = model.moe_layers * model.expert / form.moe_tp
-        self.experts_bytes_s = local * held * WEIGHT_BYTES[precision.experts] / (bandwidth * share.experts_hbm)
-        peak = gpu.rate(COMPUTED[precision.experts]) * share.flops
+        self.experts_bytes_s = local * held * precision.expert_weights.num_bytes / (bandwidth * share.experts_hbm)
+        peak = gpu.rate(precision.expert_weights.units) * share.flops
         self.experts_flops_s = 2 * model.top_k / form.ep * held / peak  # for a token of the expert-parallel group
         self.token_s = model.layers * share.token_ns * 1e-12 * model.hidden * _NOMINAL / bandwidth
 

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,12 +82,16 @@ class Cluster:
     link: LinkFacts
     num_gpus: int
     gpu_key: str
-    link_key: str
 
     @property
     def domain_size(self) -> int:
         """GPUs that reach each other by NVLink."""
         return self.link.domain_size or self.gpu.domain_size
+
+    @cached_property
+    def machine(self) -> Machine:
+        """A host with these GPUs, for `resolve`."""
+        return self.gpu.machine()
 
 
 def gpu_names() -> list[str]:
@@ -120,8 +124,7 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
             f"--hardware {hardware}: unknown GPU {name}; use one of {', '.join(gpu_names())}, or a TOML file with "
             "the fields of those in moe_engine/tuning/hardware/gpus"
         )
-    link_key = interconnect or gpu.network
-    return Cluster(gpu, parse_link(link_key), int(found[1] or 1), name, link_key)
+    return Cluster(gpu, parse_link(interconnect or gpu.network), int(found[1] or 1), name)
 
 
 def parse_link(name: str) -> LinkFacts:

@@ -6,9 +6,8 @@ request waits for the transfer of its last chunk only. Decode engines see no pro
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
@@ -61,18 +60,26 @@ class PrefillSide:
 
     Attributes:
         seconds: time of a prompt in an idle engine. per_s: prompts a second of a busy engine. transfer_s: transfer time
-        of the KV of the last chunk. parts: seconds by resource.
+        of the KV of the last chunk. binds: share of a prompt by resource.
     """
 
     candidate: Candidate
     seconds: float
     per_s: float
     transfer_s: float
-    parts: Mapping[str, float]
+    binds: Mapping[str, float]
+    _counted: dict[tuple[int, int], Candidate] = field(default_factory=dict)
 
     @property
     def per_gpu(self) -> float:
         return self.per_s / self.candidate.form.ranks
+
+    def engines(self, number: int, drafts: int) -> Candidate:
+        """This number of engines, whose decode engines verify drafts."""
+        key = number, drafts
+        if key not in self._counted:
+            self._counted[key] = replace(self.candidate, replicas=number, drafts=drafts)
+        return self._counted[key]
 
 
 class DisaggregatedSearch:
@@ -80,26 +87,26 @@ class DisaggregatedSearch:
 
     Args:
         kept: forms that the user's flags allow.
+        progress: called with a line for each kind of decode engine.
     """
 
     def __init__(
-        self, predictor: Predictor, memory: RoomOf, load: Load, kv: Sequence[str], kept: Callable[[Form], bool]
-    ) -> None:
+        self, predictor: Predictor, memory: RoomOf, load: Load, kv: Sequence[str], kept: Callable[[Form], bool],
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
         self._predictor, self._memory, self._load, self._kv, self._kept = predictor, memory, load, kv, kept
+        self._progress = progress
 
     def run(self, gpus: int, model_path: str, refused: dict[str, str]) -> Iterator[tuple[Disaggregated, Prediction]]:
         """All setups of at most `gpus` GPUs whose sides fit. The first refusal is added to `refused`."""
         for dtype in self._kv:
             prefills = self._prefills(gpus, dtype, model_path, refused)
             for decode, room_tokens in self._decodes(gpus, dtype, model_path) if prefills else ():
+                self._progress(f"separate engines, decode {decode.text.partition(' x ')[2]}")
                 for rows in ROWS:
                     if rows * self._load.held > room_tokens:
                         break
-                    engine = decode.with_rows(rows)
-                    state = self._decode(engine)
-                    for prefill in prefills:
-                        if point := self._balanced(prefill, engine, state, gpus):
-                            yield point
+                    yield from self._balanced(prefills, decode.with_rows(rows), gpus)
 
     def _prefills(self, gpus: int, kv: str, model_path: str, refused: dict[str, str]) -> list[PrefillSide]:
         """The Pareto front of engines by prompts a second of a GPU and seconds of a prompt."""
@@ -136,7 +143,7 @@ class DisaggregatedSearch:
         last = (computed - 1) % candidate.chunk + 1
         token = self._predictor.facts.kv_token_bytes(candidate.form.attn_tp, candidate.kv, windows=True)
         moved = last * token / self._predictor.cluster.link.bytes_per_s
-        return PrefillSide(candidate, late * alone, prompts * groups / (late * full), moved, parts)
+        return PrefillSide(candidate, late * alone, prompts * groups / (late * full), moved, shares(parts))
 
     def _decodes(self, gpus: int, kv: str, model_path: str) -> Iterator[tuple[Candidate, float]]:
         """Decode engines with the KV slots of an attention group."""
@@ -166,37 +173,30 @@ class DisaggregatedSearch:
         return steady_state(cost, engine.form, load, rows, share, engine.chunk, engine.drafts, accepted)
 
     def _balanced(
-        self, prefill: PrefillSide, decode: Candidate, state: Steady, gpus: int
-    ) -> tuple[Disaggregated, Prediction] | None:
-        """The numbers of engines with the most requests a second."""
-        load = self._load
+        self, prefills: Sequence[PrefillSide], engine: Candidate, gpus: int
+    ) -> Iterator[tuple[Disaggregated, Prediction]]:
+        """With each kind of prefill engine, the numbers of engines with the most requests a second."""
+        load, state, drafts = self._load, self._decode(engine), engine.drafts
         decodes_per_s = state.output_per_s / load.output
-        numbers = engine_counts(
-            prefill.candidate.form.ranks, decode.form.ranks, BUSY * prefill.per_s, decodes_per_s, gpus
-        )
-        if numbers is None:
-            return None
-        engines, rate = numbers
-        busy = rate / (engines[0] * prefill.per_s)
-        waiting = busy / (2 * (1 - busy)) / prefill.per_s
-        delays = prefill.seconds, waiting, prefill.transfer_s, 0.5 * state.step_s
-        ttft = self._predictor.share.request_ms * 1e-3 + sum(delays)
-        setup = Disaggregated(
-            replace(prefill.candidate, replicas=engines[0], drafts=decode.drafts), replace(decode, replicas=engines[1])
-        )
-        prediction = Prediction(
-            ttft_s=ttft,
-            ttft_p99_s=ttft + (TAIL - 1) * waiting,
-            tpot_s=state.tpot_s,
-            itl_s=state.tpot_s,
-            itl_p99_s=state.step_s,
-            output_per_s=rate * load.output,
-            input_per_s=rate * load.computed,
-            gpus=gpus,
-            decode_binds=shares(state.decode_parts),
-            prompt_binds=shares(prefill.parts),
-        )
-        return setup, prediction
+        binds, counted = shares(state.decode_parts), dict[int, Candidate]()
+        before_s = self._predictor.share.request_ms * 1e-3
+        for prefill in prefills:
+            ranks = prefill.candidate.form.ranks
+            found = engine_counts(ranks, engine.form.ranks, BUSY * prefill.per_s, decodes_per_s, gpus)
+            if found is None:
+                continue
+            (engines, decodes), rate = found
+            if decodes not in counted:
+                counted[decodes] = replace(engine, replicas=decodes)
+            busy = rate / (engines * prefill.per_s)
+            waiting = busy / (2 * (1 - busy)) / prefill.per_s
+            delays = prefill.seconds, waiting, prefill.transfer_s, 0.5 * state.step_s
+            ttft = before_s + sum(delays)
+            prediction = Prediction(
+                ttft, ttft + (TAIL - 1) * waiting, state.tpot_s, state.tpot_s, state.step_s, rate * load.output,
+                rate * load.computed, gpus, binds, prefill.binds,
+            )  # fmt: skip
+            yield Disaggregated(prefill.engines(engines, drafts), counted[decodes]), prediction
 
 
 def engine_counts(
@@ -211,16 +211,24 @@ def engine_counts(
     if most < 1:
         return None
 
-    def prefills(decodes: int) -> int:
-        return (gpus - decodes * decode_ranks) // prefill_ranks
-
-    def rate(decodes: int) -> float:
-        return min(prefills(decodes) * prefill_rate, decodes * decode_rate)
-
     # One more decode engine adds to its side and takes from the other: the optimum is where the sides cross.
-    below = bisect_left(range(1, most + 1), True, key=lambda d: d * decode_rate > prefills(d) * prefill_rate)
-    best = max((d for d in (below, below + 1) if 1 <= d <= most), key=rate)
-    return (prefills(best), best), rate(best)
+    share = prefill_rate / prefill_ranks
+    first = min(most, max(1, int(gpus * share / (decode_rate + decode_ranks * share))))
+
+    def waits(decodes: int) -> bool:
+        return decodes * decode_rate > (gpus - decodes * decode_ranks) // prefill_ranks * prefill_rate
+
+    while first > 1 and waits(first - 1):
+        first -= 1
+    while first <= most and not waits(first):
+        first += 1
+    best, found = 0, -1.0
+    for decodes in (first - 1, first):  # the last that is busy, and the first that waits
+        prefills = (gpus - decodes * decode_ranks) // prefill_ranks
+        rate = min(prefills * prefill_rate, decodes * decode_rate)
+        if 1 <= decodes <= most and rate > found:
+            best, found = decodes, rate
+    return ((gpus - best * decode_ranks) // prefill_ranks, best), found
 
 
 def _chunks(

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
-from moe_engine.models.config import ModelConfig
+from moe_engine.kernels.vendors.probe import remembering
 from moe_engine.planning.ledger import MemoryLedger, gb
-from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.tuning.costs.form import WEIGHT_BYTES, precision_of
+from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
-from moe_engine.tuning.planner.candidate import LEADER, Candidate
+from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.forms import CHUNKS
+from moe_engine.tuning.planner.launch import Subject, form_of, held_by, plain, resolve_for
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,31 @@ class RoomOf(Protocol):
 
     def of(self, candidate: Candidate) -> Room: ...
 
+    def held(self, form: Form) -> Held | None:
+        """The kernels of a form; None: not known."""
+
     def as_given(self) -> Room:
         """The ledger of the user's own flags."""
-
-
-def resolve_for(args: EngineArgs, model: ModelConfig, cluster: Cluster) -> ResolvedConfig:
-    """`resolve` for the first node of another machine. Raises as `resolve`."""
-    args = args.replace(device="cuda")
-    nodes = -(-args.parallel.tp_size // cluster.gpu.gpus_per_node)
-    if nodes > 1 and "nnodes" not in args.given:
-        args = args.replace(nnodes=nodes, dist_init_addr=LEADER)
-    return resolve(args, model, cluster.gpu.machine())
 
 
 class Memory:
     """Ledgers of candidates by their flags; each is computed once."""
 
-    def __init__(self, model: ModelConfig, cluster: Cluster, given: EngineArgs) -> None:
-        self._model, self._cluster, self._given = model, cluster, given
+    def __init__(self, subject: Subject, cluster: Cluster, given: EngineArgs) -> None:
+        self._subject, self._cluster, self._given = subject, cluster, given
         self._found: dict[Candidate, Room] = {}
+        self._held: dict[Form, Held] = {}
+        self._modules: dict[str, bool] = {}
 
     def of(self, candidate: Candidate) -> Room:
         if candidate not in self._found:
             self._found[candidate] = self._resolve(candidate)
         return self._found[candidate]
+
+    def held(self, form: Form) -> Held | None:
+        if plain(form) not in self._held:
+            self.of(Candidate(form, 1, "bf16", CHUNKS[0], 1))
+        return self._held.get(plain(form))
 
     def _resolve(self, candidate: Candidate) -> Room:
         flags = candidate.flags(self._cluster)
@@ -78,9 +79,12 @@ class Memory:
 
     def _room(self, flags: dict[str, Any]) -> Room:
         try:
-            config = resolve_for(self._given.replace(**flags), self._model, self._cluster)
+            with remembering(self._modules):
+                config = resolve_for(self._given.replace(**flags), self._subject, self._cluster)
         except MoeEngineError as error:
             return Room(refusal=str(error))
+        if (form := form_of(config)) not in self._held:
+            self._held[form] = held_by(config)
         args = config.args
         values = args.flat()
         first = ("model_path", *(name for name in flags if name != "model_path"))
@@ -110,12 +114,15 @@ class EstimatedMemory:
         attention = sum(each.layers * (each.sharded / form.attn_tp + each.replicated) for each in facts.attention)
         beside = facts.dense_layers * facts.dense + facts.moe_layers * facts.shared + 2 * facts.head
         other = attention + beside / (1 if form.dense_whole else form.ranks)
-        weights = experts * WEIGHT_BYTES[precision.experts] + other * WEIGHT_BYTES[precision.other]
+        weights = experts * precision.expert_weights.num_bytes + other * precision.other_weights.num_bytes
         per_token = facts.kv_token_bytes(form.attn_tp, precision.kv, windows=False)
         left = self._limit - weights
         if left < per_token:
             return Room(refusal=f"weights {gb(weights)} (estimate), but {gb(self._limit)} of a GPU are left for them")
         return Room(int(left / per_token), MOST_RUNNING)
+
+    def held(self, form: Form) -> Held | None:
+        return None
 
     def as_given(self) -> Room:
         return Room(MOST_RUNNING, MOST_RUNNING)

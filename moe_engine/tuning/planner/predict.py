@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moe_engine.tuning.costs.efficiency import Efficiency, deviation_keys
-from moe_engine.tuning.costs.form import Form, precision_of
+from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.hardware.table import Cluster
@@ -51,13 +51,14 @@ class Predictor:
         acceptance: chance that a draft token is accepted if those before it were.
         dtype: of the experts' weights.
         host_bytes: `Form.host_bytes` of every form.
+        held: the kernels of a form, if they are known.
     """
 
     def __init__(
         self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = 0.8,
-        host_bytes: int = 0,
+        host_bytes: int = 0, held: Callable[[Form], Held | None] | None = None,
     ) -> None:  # fmt: skip
-        self.host_bytes = host_bytes
+        self.host_bytes, self.held = host_bytes, held
         self.facts, self.cluster, self.share, self.dtype, self.acceptance = facts, cluster, share, dtype, acceptance
         self._costs: dict[tuple[Form, str], tuple[RooflineCost, float]] = {}
 
@@ -65,7 +66,8 @@ class Predictor:
         """The cost model of a form, and the measured factor on times to the first token."""
         key = (form, kv)
         if key not in self._costs:
-            precision = precision_of(self.dtype, kv)
+            held = None if self.held is None else self.held(form)
+            precision = dataclasses.replace(precision_of(self.dtype, kv), held=held)
             plain = dataclasses.replace(form, redundant=0, overlap=False, host_bytes=0)
             form = dataclasses.replace(form, host_bytes=self.host_bytes)
             keys = deviation_keys(self.facts, precision, self.cluster.gpu_key, plain)

@@ -81,8 +81,7 @@ class Search:
                     chosen = candidate.with_rows(rows)
                     points.append((chosen, self.predictor.predict(chosen, self.load)))
         if self.concurrency is None:
-            self.progress(f"prefill and decode on separate engines, {tried} configurations")
-            apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.kv, self.kept)
+            apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.kv, self.kept, self.progress)
             points += apart.run(gpus, model_path, refused)
             tried = len(points)
         if not (points or refused or all_forms):

@@ -7,19 +7,17 @@ import random
 from collections.abc import Iterator
 
 DAY = 86400.0
+AMPLITUDE = 0.8
+"""The rate of a day varies between 1 - AMPLITUDE and 1 + AMPLITUDE times the mean; it begins at its lowest."""
 NAMES = ("poisson", "gamma", "diurnal")
 
 
-def arrival_times(
-    name: str, rate: float, rng: random.Random, *, burstiness: float = 1.0, amplitude: float = 0.8
-) -> Iterator[float]:
+def arrival_times(name: str, rate: float, rng: random.Random, *, burstiness: float = 1.0) -> Iterator[float]:
     """Seconds of arrivals, the first at 0; all at 0 for an infinite rate.
 
     Args:
         rate: requests per second, on average.
         burstiness: shape of gamma-distributed gaps: 1 is Poisson, below 1 burstier.
-        amplitude: of a day: the rate varies between (1 - amplitude) and (1 + amplitude) times `rate`; it begins at its
-            lowest.
     """
     now = 0.0
     while True:
@@ -31,13 +29,13 @@ def arrival_times(
         elif name == "poisson":
             now += rng.expovariate(rate)
         else:
-            now = _next_of_day(now, rate, amplitude, rng)
+            now = _next_of_day(now, rate, rng)
 
 
-def _next_of_day(now: float, rate: float, amplitude: float, rng: random.Random) -> float:
+def _next_of_day(now: float, rate: float, rng: random.Random) -> float:
     """By thinning: candidates at the highest rate are kept with probability current rate / highest rate."""
-    highest = rate * (1 + amplitude)
+    highest = rate * (1 + AMPLITUDE)
     while True:
         now += rng.expovariate(highest)
-        if rng.random() * highest < rate * (1 - amplitude * math.cos(2 * math.pi * now / DAY)):
+        if rng.random() * highest < rate * (1 - AMPLITUDE * math.cos(2 * math.pi * now / DAY)):
             return now

@@ -39,8 +39,9 @@ class ReplicaSpec:
     """A replica: the limits of its schedulers, the number of attention groups, the cost of its steps.
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
-    every step, even if nothing can change. `arrival_seconds`: delay of the running step by an arriving request, if the
-    front end shares the step's cores. `idle_seconds`: additional time of the first step after an idle time.
+    every step, even if nothing can change. `arrival_seconds`, `end_seconds`: delays of the running step by a request
+    that arrives or has ended, if the front end shares the step's cores. `idle_seconds`: additional time of the first
+    step after an idle time.
     """
 
     scheduler: SchedulerConfig
@@ -53,6 +54,7 @@ class ReplicaSpec:
     experts: ExpertLoad | None = None
     exact: bool = False
     arrival_seconds: float = 0.0
+    end_seconds: float = 0.0
     idle_seconds: float = 0.0
 
 
@@ -88,6 +90,8 @@ class Replica:
         self._flight: Flight | None = None
         self._collected = 0.0
         """Time at which the newest result was applied."""
+        self._ends = 0
+        """Requests that have ended since the newest step was in flight."""
         self.num_steps = 0
         self.busy_seconds = 0.0
 
@@ -296,9 +300,10 @@ class Replica:
             if self._runs.members:
                 self._counts.count(self._runs, self.groups, self._flight, previous, self.now)
                 self._changed |= self._flight.chunks
-        self._flight = behind
+        self._flight, ends, self._ends = behind, self._ends, 0
         if behind is None:
             return
+        behind.end += ends * self.spec.end_seconds
         if not self.spec.overlap:
             self._collect(None)
         elif not self._exact:
@@ -332,6 +337,7 @@ class Replica:
             return
         group.remove(event.rid)
         self._num_live -= 1
+        self._ends += 1
         if reason.type == "abort":
             self._recorder.fail(running, self.now, str(reason.message))
         else:

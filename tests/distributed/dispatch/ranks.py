@@ -30,7 +30,9 @@ from tests.fork_server import ENGINE_SERVER, ForkedProcess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a waiting thread yields its core soon
-GLOO_TIMEOUT_S = 20.0
+GLOO_TIMEOUT_S = 60.0
+CALL_SECONDS = 90.0
+"""Default limit of a call, far above the real durations."""
 GRACE_S = 1.0  # between the request for a hung rank's stack and its end
 
 
@@ -75,7 +77,7 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_SECONDS) -> list[Any]:
         """function(rank, *args) on every rank; both must be picklable (a function of a module).
 
         Raises:
@@ -89,7 +91,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args))
 
-    def finish(self, timeout_s: float = 30.0, expect_dead: tuple[int, ...] = ()) -> list[Any]:
+    def finish(self, timeout_s: float = CALL_SECONDS, expect_dead: tuple[int, ...] = ()) -> list[Any]:
         """The second half: the results; None for a rank of `expect_dead`."""
         results: list[Any] = [None] * self.n
         failures: dict[int, str] = {}
@@ -104,7 +106,7 @@ class Ranks:
                 try:
                     ok, results[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:
-                    ok, results[rank] = False, f"died with exit code {_exit_code(self._processes[rank])}"
+                    ok, results[rank] = False, f"died with exit code {_exit_code(self._processes[rank], CALL_SECONDS)}"
                 if not ok:
                     failures[rank] = results[rank]
         if failures or pending:
@@ -157,16 +159,16 @@ class Ranks:
         self._folder.cleanup()
 
 
-def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_SECONDS) -> list[Any]:
     """function(rank, *args) on n fresh ranks -> their results."""
     with Ranks(n) as ranks:
         return ranks.call(function, *args, timeout_s=timeout_s)
 
 
-def _exit_code(process: ForkedProcess) -> int | None:
-    """The exit code; None if the process still runs after a short wait."""
+def _exit_code(process: ForkedProcess, seconds: float = GRACE_S) -> int | None:
+    """The exit code; None if the process still runs after the wait."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
+        process.wait(seconds)
     return process.returncode
 
 

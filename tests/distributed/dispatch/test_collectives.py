@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from moe_engine.parallel.collectives import SingleRank
 from tests.distributed.dispatch.ranks import Ranks, run_ranks
 from tests.distributed.dispatch.worlds import group_operations, join_shared_segment, run_until_broken
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -48,20 +48,17 @@ def test_a_shared_segment_joins_ranks_and_leaves_no_name() -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_peer_is_an_error_that_names_the_operation(backend: str, how: signal.Signals, tmp_path: Path) -> None:
     """A killed rank is reported long before the timeout, a hung rank at the timeout."""
-    timeout_s = 60.0 if how == signal.SIGKILL else 1.0
+    timeout_s = 60.0 if how == signal.SIGKILL else 2.0
     with Ranks(3) as ranks:
         going = tmp_path / "going"
         ranks.start(run_until_broken, backend, timeout_s, str(going))
-        for _ in range(1000):
-            if going.exists():
-                break
-            time.sleep(0.01)
+        until(going.exists)
         os.kill(ranks.pid(1), how)
-        results = ranks.finish(timeout_s=20.0, expect_dead=(1,))
+        results = ranks.finish(timeout_s=60.0, expect_dead=(1,))
     for rank in (0, 2):
         message, waited = results[rank]
         operation = "all_to_all" if backend == "all_to_all" else "through shared memory"
         assert operation in message and f"rank {rank}" in message, message
         if backend == "shared_memory":  # this backend names the rank, and whether it is dead or late
             assert ("ranks [1] have died" if how == signal.SIGKILL else "ranks [1] did not arrive") in message, message
-        assert waited < 20
+        assert waited < 50

@@ -29,6 +29,6 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
     ranks.call(sleep, 1, 0.0)  # they have started
     pid = ranks.pid(1)
     with pytest.raises(RanksFailed, match=r'(?s)rank 1 of 2: had not returned.*worlds.py", line \d+ in sleep'):
-        ranks.call(sleep, 1, 3600.0, timeout_s=0.5)
+        ranks.call(sleep, 1, 3600.0, timeout_s=1.5)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

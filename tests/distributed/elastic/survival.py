@@ -107,10 +107,14 @@ class Struck:
     def strike(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.ranks[rank].send_signal(how)
 
-    @property
-    def alive(self) -> list[int]:
-        """Number of live groups, as reported by each surviving scheduler."""
-        return [state["alive_groups"] for state in self.engine.get_server_info()["internal_states"]]
+    def wait_alive(self, count: int) -> None:
+        """Waits until `count` schedulers survive and each reports as many: answers may end before a loss is noticed."""
+
+        def alive() -> bool:
+            states = self.engine.get_server_info()["internal_states"]
+            return [state["alive_groups"] for state in states] == [count] * count
+
+        until(alive, f"{count} groups are not alive")
 
     def problems(self) -> list[Any]:
         """Integrity problems of all schedulers."""

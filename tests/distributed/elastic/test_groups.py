@@ -31,9 +31,9 @@ class Threads(SingleRank):
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._desk[self.rank] = mine
-        self._meet.wait(10)
+        self._meet.wait(60)
         all_of_them = list(self._desk)
-        self._meet.wait(10)
+        self._meet.wait(60)
         return all_of_them
 
     def all_to_all(self, out: Tensor, x: Tensor, out_rows: Any = None, x_rows: Any = None) -> None:

@@ -100,7 +100,7 @@ async def client_of(
     cores = [FakeCore(folder, f"core{i}", count) for i, count in enumerate(groups)]
     client = CoreClient(cores, INFO, method)  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             yield client, cores
     finally:
         await client.shutdown(drain=False)
@@ -280,9 +280,9 @@ async def test_a_call_on_all_ranks_has_one_error_with_the_failing_ranks(tmp_path
 async def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_engine.frontend.client.GRACE_SECONDS", 0.1)
     async with client_of(tmp_path, 2) as (client, (core,)):
-        call = asyncio.create_task(client.collective_rpc("view_experts", deadline=0.1))
+        call = asyncio.create_task(client.collective_rpc("view_experts", deadline=1.0))
         core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1)]))
-        with pytest.raises(CallError, match=r"the engine: the scheduler of group 0 did not answer within 0\.1 s"):
+        with pytest.raises(CallError, match=r"the engine: the scheduler of group 0 did not answer within 1 s"):
             await call
 
 

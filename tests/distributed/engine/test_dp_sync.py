@@ -86,7 +86,7 @@ def test_idle_scheduler_is_woken_by_a_step(meshes: Callable[[int], list[StepExch
     while not idle.is_due():
         assert time.monotonic() < deadline
     plan = idle.sync_step(StepPlan(7), StepFacts())
-    thread.join(5)
+    thread.join(60)
     assert plan.number == 7 and plan.dp_facts == (facts, StepFacts()) == busy.last
     assert not idle.is_due() and not idle.all_leave()
 

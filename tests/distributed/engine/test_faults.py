@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from tests.distributed.ranks.drill import ended
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, runs
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Time limit in seconds, far above the real durations, which are printed."""
 LONG, LONG_PROMPT = 500, 1500
 
@@ -88,17 +88,8 @@ class Ask:
 
 def ranks_of(server: ServerProcess) -> list[psutil.Process]:
     """The processes of all ranks in the order of their start."""
-    return sorted((child for child in server.children() if is_rank(child)), key=lambda process: process.create_time())
-
-
-def is_rank(process: psutil.Process) -> bool:
-    """A child that a rank forks has the command line of the rank until its exec."""
-    try:
-        command, parent = process.cmdline(), process.parent()
-        names_a_rank = any("core_main" in part or "rank_main" in part for part in command)
-        return names_a_rank and (parent is None or parent.cmdline() != command)
-    except psutil.Error:  # a short-lived process that probes the machine
-        return False
+    ranks = [child for child in server.children() if runs(child, "core_main", "rank_main")]
+    return sorted(ranks, key=lambda process: process.create_time())
 
 
 def until(condition: Callable[[], Any], server: ServerProcess, seconds: float = PATIENCE) -> float:
@@ -191,7 +182,7 @@ def test_replicas_continue_without_a_lost_one(tmp_path: Path) -> None:
         asked = decoding(server, again=(1,))
         strike(ranks[1], signal.SIGSTOP, asked[2:], "of replica DP1 in decode")
         assert all("engine core DP1" in ask.fate for ask in asked[2:])
-        assert [ask.fate_within(3 * PATIENCE) for ask in asked[:2]] == ["length"] * 2
+        assert [ask.fate_within(PATIENCE) for ask in asked[:2]] == ["length"] * 2
         assert [ask.tokens for ask in asked[:2]] == [LONG] * 2
         print(f"  its 3 requests failed, the 2 of DP0 brought all their {LONG} tokens")
         with server.client() as client:

@@ -13,6 +13,7 @@ from moe_engine.errors import InputError
 from tests.distributed.engine.test_tensor_updates import weights
 from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     FORMS,
+    LENGTH,
     PROMPTS,
     SAMPLING,
     checkpoints,
@@ -85,7 +86,8 @@ def test_a_training_loop(
             tokens(engine)
         assert engine.resume_memory_occupation(["kv_cache"])[0]
         assert tokens(engine) == expected["new"]
-        stream: Any = engine.generate(input_ids=PROMPTS[3], sampling_params=SAMPLING, stream=True)
+        longer = SAMPLING | {"max_new_tokens": 100}  # it runs at the pause
+        stream: Any = engine.generate(input_ids=PROMPTS[3], sampling_params=longer, stream=True)
         first = next(stream)["output_ids"]
         done, why = engine.release_memory_occupation()
         assert not done and "1 requests run" in why
@@ -95,7 +97,8 @@ def test_a_training_loop(
             engine.continue_generation()
         assert engine.resume_memory_occupation()[0]
         engine.continue_generation()
-        assert [chunk["output_ids"] for chunk in stream][-1] == expected["new"][3] and first
+        last = [chunk["output_ids"] for chunk in stream][-1]
+        assert last[:LENGTH] == expected["new"][3] and len(last) == 100 and first
         assert not any(engine._loop.run(engine._frontend.client.call("check_integrity")))
 
 

@@ -40,13 +40,13 @@ async def call(engine: Engine, work: Any) -> Any:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._loop.loop))
 
 
-async def settled(pieces: list[list[int]]) -> list[int]:
-    """Tokens of each request, including outputs in flight. A running engine settles when requests end."""
-    before, now = [-1], [0]
-    while now != before:
-        await asyncio.sleep(0.05)
-        before, now = now, [numbers[-1] if numbers else 0 for numbers in pieces]
-    return now
+async def settled(engine: Engine, pieces: list[list[int]]) -> list[int]:
+    """Tokens of each request, including outputs in flight: a scheduler's answer arrives behind its outputs, which then
+    reach the streams within a few turns of both event loops."""
+    await call(engine, engine._frontend.client.call("internal_state"))
+    for _ in range(20):
+        await call(engine, asyncio.sleep(0))
+    return [numbers[-1] if numbers else 0 for numbers in pieces]
 
 
 async def paused_in_the_middle(
@@ -69,7 +69,7 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list
     await begun(pieces[0], tasks[0])
     waiting = await call(engine, pausing.pause(mode))
     ended = await asyncio.gather(*tasks) if mode == "abort" or not waiting else []
-    before = await settled(pieces)
+    before = await settled(engine, pieces)
     aborted = any(output["meta_info"]["finish_reason"]["type"] == "abort" for output in ended)
     if not aborted and (mode == "abort" or not any(0 < count < many for count in before)):
         # every request had ended or had not begun: the front end also counts these requests as waiting

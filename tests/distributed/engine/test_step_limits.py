@@ -69,7 +69,7 @@ def answers(path: Path, **flags: Any) -> list[list[int]]:
 
     async def all_of(engine: Engine) -> list[list[int]]:
         asked = (engine.async_generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             return [answer["output_ids"] for answer in await asyncio.gather(*asked)]  # type: ignore[index]
 
     with Engine(str(path), **{**common, **flags}, skip_tokenizer_init=True) as engine:

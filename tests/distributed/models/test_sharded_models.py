@@ -44,8 +44,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
-    "ernie4_5_moe": {"num_hidden_layers": 2},  # a dense layer before one of experts, tied head
+    "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
+    "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
+    "solar_open": {"num_hidden_layers": 2},
+    "dots1": {"num_hidden_layers": 2},
+    "hunyuan_v1_dense": {"num_hidden_layers": 2},  # weights of norms after the rotation
+    "ernie4_5": {"num_hidden_layers": 2},
+    "ministral3": {"num_hidden_layers": 2},
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -143,23 +149,27 @@ def test_sparse_attention_with_mtp(world: World, alone: Any, checkpoint: Checkpo
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
 
 
-def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", "hy_v3", "ernie4_5_moe"])
+def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather")
-    path = checkpoint("glm4_moe")
+    path = checkpoint(name)
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize(
     "name",
-    ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe"],
-)
+    [
+        "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
+        "hunyuan_v1_moe", "mistral4", "solar_open", "dots1",
+    ],
+)  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")
     run_all(world, alone, [Case(checkpoint(name), t, "cpu") for key, t in topologies(world).items() if key in some])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])
 def test_dense(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     some = ("tp", "tp-dense1", "dp", "dp-head", "dp2", "dp4", "dp2-tp2-ep2-head")
     run_all(world, alone, [Case(checkpoint(name), t) for key, t in topologies(world).items() if key in some])

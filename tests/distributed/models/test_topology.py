@@ -103,4 +103,4 @@ def test_models_that_can() -> None:
 
 def test_needs_no_torch() -> None:
     code = "import sys, moe_engine.parallel.topology, moe_engine.parallel.share; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -66,7 +66,7 @@ def script() -> str:
 
 
 def run(code: str) -> str:
-    done = subprocess.run(["node", "-"], input=code, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["node", "-"], input=code, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -240,7 +240,7 @@ def test_copies_are_counted_as_their_expert_also_while_they_move(tmp_path):
 
 def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
     """Runs `work(rank, all_reduce)` on one thread per rank; all_reduce sums over the threads."""
-    barrier, given, results = Barrier(count, timeout=30), {}, {}
+    barrier, given, results = Barrier(count, timeout=240), {}, {}
 
     def reducer(rank: int) -> Callable[[Tensor], Tensor]:
         def all_reduce(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ async def run(checkpoint: str, address: str, flag: str, phase: str) -> dict[str,
         async with drill(Path(checkpoint), two_nodes(address, 0, Path(flag), phase)) as running:
             for prompt in PROMPTS:
                 running.ask(prompt, NUM_TOKENS)
-            fates = [fate.text for fate in await running.fates(60.0)]
+            fates = [fate.text for fate in await running.fates()]
             ended = time.monotonic()
             cause = str(running.core.dead)
     except EngineDeadError as error:

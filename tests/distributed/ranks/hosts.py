@@ -74,10 +74,10 @@ class TwoHosts:
                 self.start(1, sys.executable, "-m", *node, stdout=writing, stderr=writing),
             ]
         try:
-            asyncio.run(until(lambda: flag.exists() and flag.read_text() != "", 2 * PATIENCE))
+            asyncio.run(until(lambda: flag.exists() and flag.read_text() != "", PATIENCE))
             struck = time.monotonic()
             self._pull_cable()
-            report = json.loads(running[0].communicate(timeout=2 * PATIENCE)[0])
+            report = json.loads(running[0].communicate(timeout=PATIENCE)[0])
             assert running[1].wait(PATIENCE) == 1
         finally:
             print(log.read_text())
@@ -91,7 +91,7 @@ class TwoHosts:
         self._run(self._holders[2].pid, "ip", "link", "set", "v1", "down")
 
     def _run(self, pid: int, *command: str) -> None:
-        subprocess.run(["nsenter", "-t", str(pid), "-n", *command], check=True, timeout=10)
+        subprocess.run(["nsenter", "-t", str(pid), "-n", *command], check=True, timeout=60)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ socket.bind(options.leader_bind())
 other = zmq.Context.instance().socket(zmq.REP)
 other.bind(options.leader_bind("*"))
 print(other.getsockopt(zmq.LAST_ENDPOINT).rstrip(bytes(1)).decode(), flush=True)
-assert socket.poll(20000)
+assert socket.poll(60000)
 socket.send(b"from node0 to " + socket.recv())
 """
 ASK = """
@@ -103,7 +103,7 @@ options = RankGroupOptions(2, print, num_nodes=2, node_rank=1, leader_address="n
 socket = zmq.Context.instance().socket(zmq.REQ)
 socket.connect(options.leader_tcp())
 socket.send(own_address_towards("node0").encode())
-assert socket.poll(20000)
+assert socket.poll(60000)
 print(socket.recv().decode())
 """
 
@@ -121,7 +121,7 @@ def test_a_host_with_such_a_name_is_reached_from_another(tmp_path: Path) -> None
             command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside]
             started.append(hosts.start(number, *command, stdout=subprocess.PIPE))
         try:
-            outputs = [process.communicate(timeout=30)[0] for process in started]
+            outputs = [process.communicate(timeout=120)[0] for process in started]
         finally:
             for process in started:
                 process.kill()

@@ -110,7 +110,7 @@ def test_choosing_imports_no_library_and_no_torch():
         "found = {'torch', 'flashinfer', 'flash_mla', 'deep_gemm', 'sgl_kernel', 'triton'} & set(sys.modules)\n"
         "assert not found, found\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -120,7 +120,10 @@ def test_libraries_are_found_by_their_files(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("raise ImportError('no GPU')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert FA3.installed() is None
-    (package / "flash_attn.py").write_text("")
+    with probe.remembering({}):
+        assert FA3.installed() is None
+        (package / "flash_attn.py").write_text("")
+        assert FA3.installed() is None
     assert FA3.installed() == "sgl_kernel.flash_attn"
     with pytest.raises(ImportError, match="no GPU"):
         FA3.load()

@@ -1,0 +1,95 @@
+"""Simulates the requests that `moe-engine calibrate` sent beside each other, and corrects the cost file by the result.
+
+`answer_seconds` is measured with lone requests, whose way to the scheduler takes longer than under load: processes have
+to be woken up, and the core receives and plans a request between two steps, which `arrival_seconds` contains already.
+The difference belongs to `idle_seconds`. Its size is that with which simulated first tokens come as soon as measured
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, compress
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
+from moe_engine.tuning.mixed_probe import Effects, Part
+from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.workload import Arrival, Fixed
+from moe_engine.tuning.stats import mean
+
+TURNS = 4
+"""A correction also moves when requests meet that find the engine idle, so one turn does not suffice."""
+
+
+def corrected(file: CostFile, parts: Sequence[Part], effects: Effects, scheduler: SchedulerConfig) -> CostFile:
+    """The file with another `answer_seconds`, and with an `idle_seconds` that leaves the answers of lone requests as
+    measured. The work of the front end for a request and a token is its least answer. Requests that find the engine
+    idle are left out: the corrections of both times cancel there.
+
+    Args:
+        effects: of these parts, whose steps are simulated with their slowness.
+    """
+    beside = [_beside_others(part) for part in parts]
+    least, found = file.request_seconds + file.token_seconds, file
+    for _ in range(TURNS if any(map(any, beside)) else 0):
+        late = middle_mean(
+            [
+                simulated.ttft - measured
+                for part, slowness, chosen in zip(parts, zip(effects.decode, effects.prefill), beside)
+                for simulated, measured in compress(
+                    zip(replay(_slower(found, *slowness), part, scheduler), part.ttfts), chosen
+                )
+            ]
+        )
+        answer = max(found.answer_seconds - late, min(least, file.answer_seconds))
+        idle = max(file.idle_seconds + file.answer_seconds - answer, 0.0)
+        found = replace(found, answer_seconds=answer, idle_seconds=idle)
+    return found
+
+
+def _slower(file: CostFile, decode: float, prefill: float) -> CostFile:
+    """With steps that take these times as long; 0: unknown, as measured."""
+
+    def times(curve: Curve, factor: float) -> Curve:
+        return Curve(curve.counts, tuple(seconds * (factor or 1.0) for seconds in curve.seconds))
+
+    curves = {drafts: times(curve, decode) for drafts, curve in file.decode.items()}
+    behind = times(file.behind, prefill) if file.behind is not None else None
+    return replace(file, decode=curves, prefill=times(file.prefill, prefill), behind=behind)
+
+
+def middle_mean(values: Sequence[float]) -> float:
+    """Mean of the middle half."""
+    quarter = len(values) // 4
+    return mean(sorted(values)[quarter : len(values) - quarter])
+
+
+def _beside_others(part: Part) -> list[bool]:
+    """Of each request, whether the answer to an earlier one had not ended when it was read."""
+    ends = accumulate(part.ends, max, initial=0.0)
+    return [end > read for (_, read), end in zip(part.arrivals, ends)]
+
+
+def replay(file: CostFile, part: Part, scheduler: SchedulerConfig) -> list[Answer]:
+    """The answers to the part's requests, in order of the calls. Requests share no prefix."""
+    begin = part.arrivals[0][0]
+    arrivals, used = [], 0
+    for (call, _), (prompt, answer) in zip(part.arrivals, part.lengths):
+        arrivals.append(Arrival(call - begin, list(range(used, used + prompt)), answer))
+        used += prompt
+    replica = ReplicaSpec(
+        scheduler,
+        MeasuredCosts(file),
+        acceptance=file.acceptance,
+        arrival_seconds=file.arrival_seconds,
+        end_seconds=file.end_seconds,
+        idle_seconds=file.idle_seconds,
+    )
+    request, token = file.request_seconds, file.token_seconds
+    spec = FleetSpec(replica, request_seconds=request, token_seconds=token, busy_seconds=file.busy_seconds)
+    fleet = Fleet(spec, Fixed(arrivals, len(arrivals)), answer_seconds=max(file.answer_seconds - request - token, 0.0))
+    return sorted(fleet.run().recorder.answers, key=lambda answer: answer.started)

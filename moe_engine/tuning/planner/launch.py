@@ -1,0 +1,83 @@
+"""Launches on hardware that this machine does not have: resolved as `serve` does, from a bare config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_fields import merge
+from moe_engine.models.config_file import read_fields
+from moe_engine.models.formats.table import format_of_kernels
+from moe_engine.models.sizes import bytes_per_weight
+from moe_engine.planning.checkpoint import locate
+from moe_engine.planning.prepare import read_model
+from moe_engine.planning.resolve import resolve
+from moe_engine.planning.resolve_dtype import DTYPE_BYTES
+from moe_engine.planning.resolve_speculation import DraftModel
+from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.workload_profiles import resolve_profile
+from moe_engine.tuning.costs.form import Form, Held, Weights
+from moe_engine.tuning.hardware.table import Cluster
+from moe_engine.tuning.planner.candidate import LEADER
+
+FP8_BYTES = 1.5
+"""Kernels of a GPU multiply weights of about one byte in FP8; those of 4 bits are decoded to bf16."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model of a launch, and the model that drafts for it."""
+
+    model: ModelConfig
+    draft: DraftModel | None = None
+
+
+def config_of(args: EngineArgs) -> tuple[Path, Mapping[str, Any], str]:
+    """The model's folder or config.json, its fields with the overrides of the flags, and the name of the file. Of a hub
+    model only the small files are downloaded. Raises ConfigError."""
+    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir, weights=False)
+    file, fields = read_fields(folder)
+    return folder, merge(fields, json.loads(args.model.json_model_override_args)), str(file)
+
+
+def subject_of(args: EngineArgs, folder: Path) -> Subject:
+    """As `serve` reads it, without weight files. Raises ConfigError: this engine does not serve the model."""
+    return Subject(*read_model(args, folder))
+
+
+def resolve_for(args: EngineArgs, subject: Subject, cluster: Cluster) -> ResolvedConfig:
+    """`resolve` with the choices of --workload-profile, for the first node of another machine. Raises as `resolve`."""
+    more: dict[str, Any] = {"device": "cuda"}
+    nodes = -(-args.parallel.tp_size // cluster.gpu.gpus_per_node)
+    if nodes > 1 and "nnodes" not in args.given:
+        more |= {"nnodes": nodes, "dist_init_addr": LEADER}
+    launch = partial(resolve, model=subject.model, machine=cluster.machine, draft=subject.draft)
+    return resolve_profile(args.replace(**more), subject.model, "cuda", launch)
+
+
+def form_of(config: ResolvedConfig) -> Form:
+    """The ranks of a launch, without the options of a form."""
+    topology = config.parallel.topology
+    return Form(topology.tp_size, topology.attn_dp_size, topology.ep_size, topology.travels)
+
+
+def plain(form: Form) -> Form:
+    """Forms with the same kernels have the same plain form."""
+    return replace(form, redundant=0, overlap=False, dense_whole=False, host_bytes=0)
+
+
+def held_by(config: ResolvedConfig) -> Held:
+    """Weights and dispatched tokens by the tables from which the launch selects its kernels."""
+    kept = format_of_kernels(config.model.weight_format, config.device, config.kernels.model)
+    experts, other = bytes_per_weight(config.model, DTYPE_BYTES[config.dtype], config.parallel.topology, kept)
+    return Held(_weights(experts), _weights(other), "fp8" if config.parallel.dispatch_fp8 else "bf16")
+
+
+def _weights(num_bytes: float) -> Weights:
+    return Weights(num_bytes, "fp8" if 1 <= num_bytes < FP8_BYTES else "bf16")
