@@ -107,7 +107,7 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class LogprobSpec:
-    """The log-probabilities that a request wants.
+    """The log-probabilities of a request.
 
     `start`: first prompt position whose token gets one (None: outputs only). `top`: number of best tokens reported at
     each position. `token_ids`: tokens reported at each position regardless of their rank.

@@ -21,7 +21,7 @@ Columns = list[list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Log-probabilities that a request wants; see `types.LogprobSpec`."""
+    """Log-probabilities of a request; see `types.LogprobSpec`."""
 
     start: int | None
     """First prompt position with a log-probability; None: outputs only."""
@@ -110,7 +110,7 @@ def _alternatives(row: list[Any], value: float) -> list[Any] | None:
 
 
 def named(options: LogprobOptions, values: list[Any]) -> dict[str, Any]:
-    """SGLang's fields that a request wants. `values`: chosen tokens, top tokens, requested tokens."""
+    """SGLang's fields for a request's options. `values`: chosen tokens, top tokens, requested tokens."""
     chosen, top, asked = values
     found = {"token_logprobs": chosen}
     if options.top:

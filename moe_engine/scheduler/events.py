@@ -99,7 +99,7 @@ class PlanFacts:
     num_used: int
     token_usage: float
     prompt_logprobs: bool = False
-    """Whether a request wants log-probabilities of prompt tokens that this plan may compute."""
+    """Whether this plan may compute prompt tokens whose log-probabilities are requested."""
     host_hit: int = 0
     """Tokens among `cached_token` that were loaded from host memory; `storage_hit`: of these, read from storage
     before."""

@@ -1,4 +1,4 @@
-"""Final hidden states that a request wants: collected from results, passed to events.
+"""Final hidden states that requests return: collected from results, passed to events.
 
 Every position is reported once. A retracted request recomputes its tokens: states of positions already reported are
 dropped.

@@ -37,7 +37,7 @@ class TransferLink:
 
     | report | |
     |---|---|
-    | granted(room, begin, limit, ...) | prefill: the peer wants these tokens |
+    | granted(room, begin, limit, ...) | prefill: the peer needs these tokens |
     | sent(room, end) | prefill: places up to there are free |
     | ended(room, reason) | prefill: the transfer is over; all its places are free |
     | filled(room, end), failed(room, reason) | decode: the transfer is over; nothing writes to its places any more |

@@ -91,7 +91,7 @@ class Receiving:
 
 
 class Sending:
-    """The prefill side: sends the KV that its request computes to the peer that wants it."""
+    """The prefill side: sends the KV that its request computes to the peer that asked for it."""
 
     def __init__(self) -> None:
         self.state = State.MEETING

@@ -13,7 +13,7 @@ from moe_engine.server.live_pages import wants_page
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
 FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
-"""Pages without served data; also /doctor if the client wants the page. /experts and /doctor prompt for the key and
+"""Pages without served data; also /doctor if the client accepts HTML. /experts and /doctor prompt for the key and
 send it with their requests."""
 
 ADMIN_PATHS = frozenset(
