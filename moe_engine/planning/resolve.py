@@ -18,7 +18,7 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_compile import compile_settings
-from moe_engine.planning.resolve_drafts import resolve_drafts
+from moe_engine.planning.resolve_drafts import resolve_drafts, with_draft_scales
 from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales
 from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_loading import with_loader_threads
@@ -83,10 +83,7 @@ def resolve(
     sizing, kv_dtype = steps.sizing, steps.kernels.model.need.kv_dtype
     scales = {} if checkpoint is None else checkpoint.latent_scales
     model = with_latent_scales(args, model, kv_dtype, scales, record)
-    if drafts is not None:
-        own = with_latent_scales(args, drafts.config, kv_dtype, drafts.latent_scales, record)
-        head = None if drafts.head is None else dataclasses.replace(drafts.head, layer=own)
-        drafts = dataclasses.replace(drafts, config=own, head=head)
+    drafts = None if drafts is None else with_draft_scales(args, drafts, kv_dtype, record)
     return ResolvedConfig(
         args=with_demo_parsers(args, path, record),
         parallel=steps.parallel,

@@ -64,7 +64,7 @@ def launch(tokens: int, capacity: int) -> None:
 
 
 def launch_four_bits(experts: TritonExperts, capacity: int) -> None:
-    """gpt-oss-20b's experts on a padded batch, and some of each other form of 4 bits; dense products of as many rows."""
+    """gpt-oss-20b's experts on a padded batch, some of each other form of 4 bits, and dense products."""
     row = TritonLinear()
     for products in FOUR_BIT_PRODUCTS:
         first = next(products.at(capacity))
