@@ -73,6 +73,8 @@ def num_shared(config: Mapping[str, Any]) -> int:
 
 def num_fused(config: Mapping[str, Any]) -> int:
     """Those stored as the routed ones are, which take slots after them."""
+    if not num_shared(config):
+        return 0
     format = parse_format(Fields(config, "config.json"))
     parts = (f"model.layers.{_LATER}.mlp.{name}.down_proj" for name in ("experts.0", "shared_experts"))
     return num_shared(config) if len({format.kernel_format(part) for part in parts}) == 1 else 0

@@ -81,8 +81,7 @@ def resolve(
     found = checkpoint, speculation, drafts, parallel, experts, lora
     steps = resolve_steps(args, model, part, dtype, kv_dtype, context_len, *found, record)
     sizing, kv_dtype = steps.sizing, steps.kernels.model.need.kv_dtype
-    scales = {} if checkpoint is None else checkpoint.latent_scales
-    model = with_latent_scales(args, model, kv_dtype, scales, record)
+    model = with_latent_scales(args, model, kv_dtype, checkpoint.latent_scales if checkpoint else {}, record)
     drafts = None if drafts is None else with_draft_scales(args, drafts, kv_dtype, record)
     return ResolvedConfig(
         args=with_demo_parsers(args, path, record),
