@@ -68,7 +68,7 @@ def change_while_requests_run(served: Served, engine: Engine) -> None:
     chunks = [next(stream)]  # type: ignore[arg-type]
     unloading = threading.Thread(target=lambda: outputs.append(engine.unload_lora_adapter("a")), daemon=True)
     unloading.start()
-    chunks += stream  # type: ignore[arg-type]  # none if the first chunk has all tokens, on a busy machine
+    chunks += stream  # type: ignore[arg-type]  # none if the first one has all tokens, as on a busy machine
     last = chunks[-1]
     unloading.join(120)
     assert last["meta_info"]["finish_reason"]["type"] == "length" and len(last["output_ids"]) == 60
