@@ -84,7 +84,7 @@ class KernelPlan:
     @property
     def four_bits(self) -> frozenset[str]:
         """Families whose rows multiply weights of 4 bits (`GroupCodes.four_bits`) as stored."""
-        return self.codes | ({"experts"} if self.row("experts").four_bits else set())
+        return self.codes | {family for family in ("linear", "experts") if self.row(family).four_bits}
 
     @property
     def blocks(self) -> frozenset[str]:

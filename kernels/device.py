@@ -72,7 +72,7 @@ class Need:
     attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
     it has sparse attention. `delta`: layers with a gated delta rule. `chains`: captured decodes draft chains, whose
     lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known yet,
-    or none.
+    or none. `four_bits`: some weights of linear layers have a form of `GroupCodes.four_bits`.
     """
 
     dtype: str
@@ -91,6 +91,7 @@ class Need:
     trees: bool = False
     varlen: bool = False
     experts: ExpertWidths | None = None
+    four_bits: bool = False
 
 
 @lru_cache

@@ -38,8 +38,8 @@ class Row:
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
-        four_bits: an experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored, also without
-            `codes`.
+        four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
+            also without `codes`.
         blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).

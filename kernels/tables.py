@@ -128,14 +128,28 @@ def _flash_mla_preference(device: Device, need: Need) -> int:
     return 44 if need.kv_dtype == E4M3 and need.index is None else 45
 
 
+_FOUR_BITS = 42
+"""Preference before libraries that would multiply weights of 4 bits dequantized, four times the bytes."""
+
+
 def _triton_experts_preference(device: Device, need: Need) -> int:
-    """Before libraries that would multiply weights of 4 bits dequantized, four times the bytes."""
-    return 42 if need.experts is not None and need.experts.four_bits else 20
+    return _FOUR_BITS if need.experts is not None and need.experts.four_bits else 20
 
 
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
-LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED, blocks=True))
+LINEAR.append(
+    Row(
+        "triton",
+        "moe_engine.kernels.linear.triton_linear:TritonLinear",
+        20,
+        _triton,
+        _FIXED,
+        prefers=lambda device, need: _FOUR_BITS if need.four_bits else 20,
+        blocks=True,
+        four_bits=True,
+    )
+)
 PERMUTATION.append(Row("triton", "moe_engine.kernels.permutation.triton_permute:TritonPermutation", 20, _triton))
 EXPERTS.append(
     Row(

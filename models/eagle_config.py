@@ -22,7 +22,7 @@ from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.config_vision import rotary_axes
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import Kind, TensorSpec, layer_tensors
+from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, layer_tensors
 
 LAYERS = "model.layers"
 """Prefix of the head's decoder layers, under the names of `checkpoint_files.read_head`."""
@@ -177,7 +177,7 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
 
 def names_outside_head(head: HeadConfig, names: Collection[str]) -> set[str]:
     """Tensors of a head's files that it does not need."""
-    unread = (*_UNREAD, *(() if head.own_head else (LM_HEAD,)))
+    unread = (*_UNREAD, *KV_SCALES, *(() if head.own_head else (LM_HEAD,)))
     further = tuple(f"{LAYERS}.{i}.hidden_norm.weight" for i in range(1, head.layer.num_layers))
     return {name for name in names if name.endswith(unread) or name in further}
 

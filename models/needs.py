@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.formats.schemes import has_four_bits
 from moe_engine.models.formats.table import experts_format
 
 
@@ -59,4 +60,5 @@ def need_of_model(
         delta=model.delta is not None,
         varlen=model.vision is not None,
         experts=expert_widths(model),
+        four_bits=has_four_bits(model.weight_format),
     )

@@ -21,6 +21,7 @@ from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
 _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
+_ROW_PARALLEL = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens that the MLA layer expands at once (its constructor's default)."""
@@ -107,7 +108,7 @@ def _weight_bytes(
     format: WeightFormat,
 ) -> int:
     format = _of_whole_groups(config, format, topology)
-    found = _alike_of_model(config, include_mtp, dtype_bytes, format)
+    found = _alike_of_model(config, include_mtp, dtype_bytes, topology, format)
     return _sum_of(config, found, dtype_bytes, topology, redundant_experts, format)
 
 
@@ -118,7 +119,7 @@ def bytes_per_weight(
     format = _of_whole_groups(config, format, topology)
     held = {True: Fraction(0), False: Fraction(0)}
     elements = {True: 0, False: 0}
-    for spec, each, count in _alike_of_model(config, False, dtype_bytes, format):
+    for spec, each, count in _alike_of_model(config, False, dtype_bytes, topology, format):
         if each is not None:
             number = spec.num_elements * spec.copies * count
             elements[spec.copies > 1] += number
@@ -131,21 +132,32 @@ Alike = tuple[TensorSpec, Fraction | None, int]
 """A tensor, bytes of an element if it is a projection of a layer, and the number of such tensors, in other layers."""
 
 
-def _alike_of_model(config: ModelConfig, include_mtp: bool, dtype_bytes: int, format: WeightFormat) -> list[Alike]:
-    if (key := ("alike", include_mtp, dtype_bytes, format)) not in config.known_sizes:
-        config.known_sizes[key] = _alike(model_tensors(config, include_mtp), dtype_bytes, format)
+def _alike_of_model(
+    config: ModelConfig, include_mtp: bool, dtype_bytes: int, topology: Topology, format: WeightFormat
+) -> list[Alike]:
+    topology = _of_columns(topology, format)
+    if (key := ("alike", include_mtp, dtype_bytes, topology, format)) not in config.known_sizes:
+        config.known_sizes[key] = _alike(config, model_tensors(config, include_mtp), dtype_bytes, topology, format)
     found: list[Alike] = config.known_sizes[key]
     return found
 
 
-def _alike(specs: Iterable[TensorSpec], dtype_bytes: int, format: WeightFormat) -> list[Alike]:
+def _of_columns(topology: Topology, format: WeightFormat) -> Topology:
+    """The topology if the format's bytes depend on a rank's columns, else that of all columns."""
+    return topology if isinstance(format, SchemeFormat) and "linear" in format.kept else ONE_RANK
+
+
+def _alike(
+    config: ModelConfig, specs: Iterable[TensorSpec], dtype_bytes: int, topology: Topology, format: WeightFormat
+) -> list[Alike]:
     """Layers have the same tensors but for their number; a format may store them differently."""
     found: dict[tuple[object, ...], Alike] = {}
     for spec in specs:
         layered = spec.name.startswith(_LAYER)
         each = None
         if layered and spec.kind is Kind.LINEAR and not spec.name.endswith(_KV_B):
-            each = format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
+            shape = _local_shape(config, spec, topology)
+            each = format.bytes_per_element(spec.name.removesuffix(".weight"), shape, dtype_bytes)
         name = spec.name[len(_LAYER) :].partition(".")[2] if layered else spec.name
         size = each and each.as_integer_ratio()
         key = layered, name, spec.shape, spec.kind, spec.copies, size
@@ -164,7 +176,8 @@ def tensor_bytes(
 ) -> int:
     """`weight_bytes` of some tensors of a model, and of its rotary table."""
     format = _of_whole_groups(config, format, topology)
-    return _sum_of(config, _alike(specs, dtype_bytes, format), dtype_bytes, topology, redundant_experts, format)
+    alike = _alike(config, specs, dtype_bytes, _of_columns(topology, format), format)
+    return _sum_of(config, alike, dtype_bytes, topology, redundant_experts, format)
 
 
 def _sum_of(
@@ -208,6 +221,13 @@ def _absorbed_bytes(config: ModelConfig, elements: int, format: WeightFormat) ->
     keys, values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
     forms = [(shape, derived_codes(format, shape[1])) for shape in (keys, values)]
     return heads * sum(form.num_bytes(*shape) for shape, form in forms if form is not None)
+
+
+def _local_shape(config: ModelConfig, spec: TensorSpec, topology: Topology) -> tuple[int, ...]:
+    """Shape of the part of a matrix on a rank, as far as its columns are sharded; of experts the whole shape."""
+    if spec.copies > 1 or not spec.name.endswith(_ROW_PARALLEL):
+        return spec.shape
+    return spec.shape[0], spec.shape[1] // _parts(config, spec.name, topology)
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:

@@ -13,6 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks.step_work import mla_work
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.table import parse_format
 
 BF16, FP32 = 2, 4
 MXFP4 = 17 / 32
@@ -22,6 +24,8 @@ _KINDS = {"linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_atten
 LAYER_TYPES = {kind: name for name, kind in _KINDS.items()}
 """Names of mixers in `layer_types`."""
 INDEX_SCALE = 4
+_LATER = 9
+"""A layer with experts."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,17 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def num_shared(config: Mapping[str, Any]) -> int:
-    """Shared experts that have the form of routed ones."""
+    """Shared experts of the width of routed ones."""
     return int(config.get("n_shared_experts") or 0)
+
+
+def num_fused(config: Mapping[str, Any]) -> int:
+    """Those stored as the routed ones are, which take slots after them."""
+    if not num_shared(config):
+        return 0
+    format = parse_format(Fields(config, "config.json"))
+    parts = (f"model.layers.{_LATER}.mlp.{name}.down_proj" for name in ("experts.0", "shared_experts"))
+    return num_shared(config) if len({format.kernel_format(part) for part in parts}) == 1 else 0
 
 
 def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
@@ -73,6 +86,9 @@ def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
     method = section.get("quant_method")
     if method == "mxfp4":
         return MXFP4, BF16
+    if method == "awq":
+        each = 0.5 + (BF16 + 0.5) / section["group_size"]
+        return each, each
     if method == "compressed-tensors":  # experts only, as Kimi K2 is published
         weights = section["config_groups"]["group_0"]["weights"]
         return weights["num_bits"] / 8 + BF16 / weights["group_size"], BF16

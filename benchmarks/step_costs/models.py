@@ -99,6 +99,14 @@ MODELS["glm-4.6"] = {
 }  # fmt: skip
 """In block FP8, as --quantization gives it."""
 
+MODELS["llama-8b-awq"] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+    "rope_theta": 500000, "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+}  # fmt: skip
+"""Llama 3.1 8B: every projection of a layer in integers of 4 bits."""
 
 DRAFT_MODEL = _COMMON | MODELS["v2-lite"] | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
 """The draft model of the drafter "standalone": four dense layers of V2-Lite's widths, with the target's vocabulary."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
-from benchmarks.step_costs.layers import num_experts, num_shared
+from benchmarks.step_costs.layers import num_experts, num_fused
 from benchmarks.step_costs.models import draft_model, shortened
 from benchmarks.step_costs.roofline import Form
 
@@ -133,7 +133,7 @@ def _settings(case: Case) -> dict[str, Any]:
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
     experts, top_k = num_experts(case.config), case.config.get("num_experts_per_tok") or 0
-    shared = num_shared(case.config) if case.form.ep == 1 else 0  # fused into the routed ones
+    shared = num_fused(case.config) if case.form.ep == 1 else 0  # fused into the routed ones
 
     def with_tokens(tokens: int) -> Setting:
         local = experts // case.form.ep

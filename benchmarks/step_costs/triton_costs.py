@@ -188,6 +188,12 @@ def block_gemm(a: Any, s: Setting) -> Cost:
     return Cost(size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K, size(a.out), flops)
 
 
+@cost_of("four_bits_gemm_kernel")
+def four_bits_gemm(a: Any, s: Setting) -> Cost:
+    whole = size(given(a.whole))
+    return Cost(size(a.x, a.weight, a.scales) + whole, size(a.out), product(a.x, a.num_rows, a.N, a.K))
+
+
 @cost_of("fixed_gemm_kernel")
 def fixed_gemm(a: Any, s: Setting) -> Cost:
     heads = len(a.weight) if a.weight.dim() == 3 else 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_engine.kernels.linear.shapes import AWQ
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, GroupCodes
 
 
@@ -77,8 +78,6 @@ GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", format=MXFP4)
 KIMI_K2 = ExpertModel("kimi-k2-int4", 384, 8, 7168, 2048, fp8=False, format=GroupCodes(4, 32))
 """K2-Thinking and K2.5: integers of compressed-tensors."""
 NVFP4 = GroupCodes(4, NVFP4_GROUP, values=FP4)
-AWQ = GroupCodes(4, 128, zeros=True, scales="float16")
-"""Computed in float16, as its checkpoints declare."""
 FOUR_BIT_MODELS = (
     KIMI_K2,
     replace(DEEPSEEK_V3, name="deepseek-v3-nvfp4", fp8=False, format=NVFP4),

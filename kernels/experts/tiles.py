@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.kernels.linear import tiles as linear
 from moe_engine.kernels.linear.tiles import Tiles, TileTable
 
 
@@ -81,18 +82,9 @@ _MXFP4_TILES = ExpertTiles(
             (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
         ),
     ),
-    TileTable(
-        _DEFAULT,
-        (
-            (16, Tiles(16, 64, 4, 5, swap_ab=True)),
-            (32, Tiles(32, 64, 4, 5, swap_ab=True)),
-            (96, Tiles(64, 128, 4, 4, swap_ab=True)),
-            (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
-        ),
-    ),
+    linear.FOUR_BITS,
     block_k=128,
 )
-"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded."""
 _FOUR_BITS_TILES = ExpertTiles(
     TileTable(_DEFAULT, (*_MXFP4_TILES.gate_up.rows[:-1], (None, Tiles(64, 128, 8, 4, swap_ab=True, group=8)))),
     _MXFP4_TILES.down,
@@ -105,11 +97,7 @@ WIDE = ExpertTiles(
 )
 """float32, without tensor cores: correct, not fast."""
 
-_WIDE_FOUR_BITS = ExpertTiles(
-    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
-    TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 2)),)),
-    block_k=128,
-)
+_WIDE_FOUR_BITS = ExpertTiles(linear.FOUR_BITS_WIDE, linear.FOUR_BITS_WIDE, block_k=128)
 """Likewise; a step is that of the scales."""
 
 _FIXED = "the same for every number of rows, so that a row's bits do not depend on it"
@@ -120,7 +108,7 @@ FIXED_BLOCK_FP8 = ExpertTiles(
 )
 FIXED_FOUR_BITS = ExpertTiles(
     TileTable(_FIXED, ((None, Tiles(64, 64, 4, 4, swap_ab=True, group=8)),)),
-    TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, swap_ab=True, group=8)),)),
+    TileTable(_FIXED, ((None, linear.FIXED_FOUR_BITS),)),
     block_k=128,
 )
 FIXED_PLAIN = ExpertTiles(

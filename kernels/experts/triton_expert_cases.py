@@ -18,15 +18,14 @@ from moe_engine.kernels.experts.shapes import (
     ExpertModel,
 )
 from moe_engine.kernels.experts.tiles import FOUR_BITS, MXFP4, tiles_of
-from moe_engine.kernels.experts.triton_four_bits import scales_dtype
 from moe_engine.kernels.experts.triton_grouped_gemm import (
     Groups,
     constants_of,
     down_kernel,
     gate_up_kernel,
     gathering_constants,
-    options_of,
 )
+from moe_engine.kernels.linear.triton_four_bits import options_of, scales_dtype
 from moe_engine.kernels.quantization.protocol import FP8
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
-from moe_engine.kernels.experts import triton_four_bits
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.experts.tiles import FOUR_BITS, FOUR_BITS_WIDE, MXFP4, ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
+from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
@@ -179,9 +179,10 @@ class TritonExperts:
         triton_four_bits.store(up, codes[width:], scales[:, width:])
         triton_four_bits.store(down, data.down[expert], data.down_scales[expert])
         if data.format.nvfp4:
-            for place, part in enumerate((gate, up)):
-                data.gate_up_whole[expert, place] = part.whole
-            data.down_whole[expert, 0] = down.whole
+            whole = (data.gate_up_whole[expert, 0], data.gate_up_whole[expert, 1], data.down_whole[expert, 0])
+            for place, part in zip(whole, (gate, up, down)):
+                assert part.whole is not None
+                place.copy_(part.whole[0])
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [part[expert] for part in weights.data.memory]
@@ -248,7 +249,8 @@ class TritonExperts:
         runs = 0
         for weights in self._shapes.values() if shapes.dispatched else ():
             device, experts = weights.data.gate_up.device, weights.num_experts
-            dtype = torch.bfloat16 if weights.data.gate_up_scales is not None else weights.data.gate_up.dtype
+            plain = weights.data.gate_up_scales is None
+            dtype = weights.data.gate_up.dtype if plain else getattr(torch, shapes.dtype)
             tiles = self._tiles_of(weights, dtype)
             for count in row_classes(experts, shapes.expert_rows, tiles):
                 offsets = torch.zeros(experts + 1, dtype=torch.int32, device=device)

@@ -23,15 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.group_tiles import expert_tiles, find_tile, num_programs
 from moe_engine.kernels.experts.tiles import ExpertTiles
-from moe_engine.kernels.experts.triton_four_bits import (
-    HALF,
-    add_four_bits,
-    first_columns,
-    form_of,
-    scale_tile,
-    scales_of_step,
-    whole_factor,
-)
 from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
@@ -41,6 +32,15 @@ from moe_engine.kernels.linear.products import (
 )
 from moe_engine.kernels.linear.tiles import Tiles
 from moe_engine.kernels.linear.triton_block_gemm import fits_tma
+from moe_engine.kernels.linear.triton_four_bits import (
+    HALF,
+    add_four_bits,
+    first_columns,
+    options_of,
+    scale_tile,
+    whole_factor,
+)
+from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits_constants
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
@@ -111,7 +111,8 @@ def gate_up_tile(
         x_scales += expert.to(tl.int64) * x_scale_skip
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
     if PACKED == 2:
-        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), 2 * WIDTH, STEPS, SCALES, FORM)
+        w_scale += expert.to(tl.int64) * (STEPS * 2 * WIDTH * SCALES)
+        w_scale = scale_tile(w_scale, tl.minimum(cols, WIDTH - 1), SCALES, FORM)
     gate = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     up = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
@@ -230,7 +231,8 @@ def down_tile(
     if FP8:
         w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
     if PACKED == 2:
-        w_scale = scale_tile(weight_scales, expert, tl.minimum(cols, WIDTH - 1), WIDTH, STEPS, SCALES, FORM)
+        w_scale += expert.to(tl.int64) * (STEPS * WIDTH * SCALES)
+        w_scale = scale_tile(w_scale, tl.minimum(cols, WIDTH - 1), SCALES, FORM)
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
@@ -409,15 +411,8 @@ def constants_of(
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
         "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma,
-        "FP8": stored == FP8, "BIASED": biased, "FORM": "" if format is None else form_of(format),
-        "SCALES": 0 if format is None else scales_of_step(format),
+        "FP8": stored == FP8, "BIASED": biased, **four_bits_constants(format),
     }  # fmt: skip
-
-
-def options_of(format: GroupCodes | None) -> dict[str, int]:
-    """Options of the compiler. Without a limit it spills some registers of operands in two halves for more programs on
-    an SM (sm_100)."""
-    return {} if format is None or format.mxfp4 else {"maxnreg": 255}
 
 
 def gathering_constants(top_k: int, gathers: bool, power_of_two: bool) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class LinearCapabilities:
     coded_heads: Callable[[Coded, int], PreparedLinear] | None = None
     """`prepare_heads` of a weight [H N, K] of that many heads, in codes."""
 
+    takes: Callable[[Any], bool] | None = None
+    """(format): whether a format of a class in `quantized` is supported; None: every format of the class is."""
+
 
 class LinearKernel(Protocol):
     name: str

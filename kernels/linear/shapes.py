@@ -8,21 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, GroupCodes
+
 
 @dataclass(frozen=True)
 class LinearShape:
-    """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16."""
+    """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16. `format`: of a weight
+    in 4 bits, with x in 16 bits."""
 
     name: str
     rows: int
     n: int
     k: int
     fp8: bool
+    format: GroupCodes | None = None
 
     @property
     def bytes(self) -> int:
         """Rows, weight and result moved once, scales included."""
         m, n, k = self.rows, self.n, self.k
+        if self.format is not None:
+            return round(2 * (m * k + m * n) + n * k * self.format.bytes_on_gpu())
         if not self.fp8:
             return 2 * (m * k + n * k + m * n)
         blocks = -(-k // 128)
@@ -40,11 +46,13 @@ class ModelProducts:
     model: str
     products: tuple[tuple[str, int, int], ...]
     fp8: bool
+    format: GroupCodes | None = None
+    """Of weights in 4 bits."""
 
     def at(self, rows: int) -> Iterator[LinearShape]:
         """Shapes with `rows` rows."""
         for name, n, k in self.products:
-            yield LinearShape(f"{self.model}.{name}.m{rows}", rows, n, k, self.fp8)
+            yield LinearShape(f"{self.model}.{name}.m{rows}", rows, n, k, self.fp8, self.format)
 
 
 DEEPSEEK_V3 = ModelProducts(
@@ -73,6 +81,15 @@ DEEPSEEK_V2_LITE = ModelProducts(
     ),
     fp8=False,
 )
+_LLAMA_8B = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 2 * 14336, 4096), ("down", 4096, 14336))
+AWQ = GroupCodes(4, 128, zeros=True, scales="float16")
+"""Computed in float16, as its checkpoints declare."""
+LLAMA_8B_AWQ = ModelProducts("llama-8b-awq", _LLAMA_8B, False, AWQ)
+LLAMA_8B_INT4 = ModelProducts("llama-8b-int4", _LLAMA_8B, False, GroupCodes(4, 128))
+LLAMA_8B_INT4_32 = ModelProducts("llama-8b-int4-32", _LLAMA_8B, False, GroupCodes(4, 32))
+LLAMA_8B_NVFP4 = ModelProducts("llama-8b-nvfp4", _LLAMA_8B, False, GroupCodes(4, NVFP4_GROUP, values=FP4))
+LLAMA_8B_MXFP4 = ModelProducts("llama-8b-mxfp4", _LLAMA_8B, False, GroupCodes(4, MXFP4_GROUP, values=FP4))
+FOUR_BIT_PRODUCTS = LLAMA_8B_AWQ, LLAMA_8B_INT4, LLAMA_8B_INT4_32, LLAMA_8B_NVFP4, LLAMA_8B_MXFP4
 DECODE_ROWS = (1, 8, 32, 64, 128, 256)
 PREFILL_ROWS = (1024, 4096)
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the block-FP8 product, by number of rows: a readable table that measurements can replace.
+"""Tile sizes of products with quantized weights, by number of rows: readable tables that measurements can replace.
 
 Legend: M rows, N out-features, K in-features. A tile is BLOCK_M x BLOCK_N results; K advances in steps of 128.
 """
@@ -59,13 +59,27 @@ BLOCK_FP8 = TileTable(
 )
 
 
-def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
+FOUR_BITS = TileTable(
+    "unmeasured default: chosen by shared memory, registers and waves of 132 SMs",
+    (
+        (16, Tiles(16, 64, 4, 5, swap_ab=True)),
+        (32, Tiles(32, 64, 4, 5, swap_ab=True)),
+        (96, Tiles(64, 128, 8, 4, swap_ab=True)),
+        (None, Tiles(128, 128, 8, 3, swap_ab=True, group=8)),
+    ),
+)
+"""Weights are the tensor cores' first operand, which they read from the registers where codes are decoded: each group
+of four warps decodes 64 rows of them."""
+FOUR_BITS_WIDE = TileTable("float32, without tensor cores: correct, not fast", ((None, Tiles(32, 64, 4, 2)),))
+
+
+def split_tiles(table: TileTable, num_rows: int, n: int, k: int) -> Tiles:
     """The tiles of a product [M, K] x [N, K]. K is split if the tiles alone would leave SMs idle.
 
     Depends on M only through the table's limits, so that few kernels cover every batch.
     """
-    limit = next((limit for limit, _ in BLOCK_FP8.rows if limit is None or num_rows <= limit), None)
-    tiles = BLOCK_FP8.at(num_rows)
+    limit = next((limit for limit, _ in table.rows if limit is None or num_rows <= limit), None)
+    tiles = table.at(num_rows)
     if limit is None:
         return tiles
     programs = -(-limit // tiles.block_m) * -(-n // tiles.block_n)
@@ -75,9 +89,15 @@ def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
     return replace(tiles, split=split)
 
 
+def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
+    """`split_tiles` of block FP8."""
+    return split_tiles(BLOCK_FP8, num_rows, n, k)
+
+
 FIXED_BLOCK_FP8 = Tiles(64, 64, 4, 4, group=8)
 """Tiles of every product in deterministic mode (--enable-deterministic-inference), independent of the number of rows: K
 is not split, and the smallest tile that fills tensor cores leaves few SMs idle in decodes."""
+FIXED_FOUR_BITS = Tiles(64, 128, 8, 4, swap_ab=True, group=8)
 
 
 @dataclass(frozen=True)

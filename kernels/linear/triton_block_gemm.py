@@ -120,10 +120,16 @@ def block_gemm(
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
-        sum_parts_kernel[(triton.cdiv(m * n, _SUM_TILE),)](
-            target, bias, out, m, N=n, SPLIT=tiles.split, TILE=_SUM_TILE, HAS_BIAS=bias is not None, num_warps=4
-        )
+        sum_parts(target, bias, out)
     return out
+
+
+def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [M, N] = the sum of float32 [SPLIT, M, N] (+ bias [N])."""
+    m, n = out.shape
+    sum_parts_kernel[(triton.cdiv(m * n, _SUM_TILE),)](
+        parts, bias, out, m, N=n, SPLIT=len(parts), TILE=_SUM_TILE, HAS_BIAS=bias is not None, num_warps=4
+    )
 
 
 def fits_tma(matrix: Tensor) -> bool:
@@ -152,11 +158,14 @@ def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[Ao
     constants = _constants(n, k, tiles, tiles.tma, False) | {"bias": None}
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
-    if tiles.split > 1:
-        signature = {"parts": "*fp32", "out": f"*{element(dtype)}", "num_rows": "i32"}
-        constants = {"N": n, "SPLIT": tiles.split, "TILE": _SUM_TILE, "HAS_BIAS": False, "bias": None}
-        cases.append(AotCase(f"sum_parts_{n}x{tiles.split}", sum_parts_kernel, signature, constants, 4, 3, False))
-    return cases
+    return [*cases, sum_parts_case(n, tiles.split, dtype)] if tiles.split > 1 else cases
+
+
+def sum_parts_case(n: int, split: int, dtype: torch.dtype) -> AotCase:
+    """The case of `sum_parts` without a bias."""
+    signature = {"parts": "*fp32", "out": f"*{element(dtype)}", "num_rows": "i32"}
+    constants = {"N": n, "SPLIT": split, "TILE": _SUM_TILE, "HAS_BIAS": False, "bias": None}
+    return AotCase(f"sum_parts_{n}x{split}", sum_parts_kernel, signature, constants, 4, 3, False)
 
 
 def aot_cases() -> list[AotCase]:

@@ -1,4 +1,5 @@
-"""Linear layers on a GPU: block-FP8 weights stay FP8 and use this project's Triton product, others torch's.
+"""Linear layers on a GPU: weights in block FP8 and in 4 bits stay so and use this project's Triton products, others
+torch's.
 
 Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 """
@@ -16,7 +17,9 @@ from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, Prep
 from moe_engine.kernels.linear.tiles import FIXED_BLOCK_FP8
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+from moe_engine.kernels.linear.triton_four_bits_gemm import FourBitsWeight, four_bits_gemm
 from moe_engine.kernels.linear.triton_heads import heads_quantized
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -47,7 +50,11 @@ class TritonLinear(CublasLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities({BlockFP8: self.prepare_blocks}, heads_quantized=self.run_heads_quantized)
+        return LinearCapabilities(
+            {BlockFP8: self.prepare_blocks, GroupCodes: self.prepare_codes},
+            heads_quantized=self.run_heads_quantized,
+            takes=lambda format: not isinstance(format, GroupCodes) or format.four_bits,
+        )
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; on devices without FP8 products the weight becomes bf16."""
@@ -57,12 +64,20 @@ class TritonLinear(CublasLinear):
         num_bytes = weight.num_bytes + (0 if bias is None else bias.numel() * bias.element_size())
         return PreparedLinear(k, n, weight, bias, num_bytes)
 
+    def prepare_codes(self, weight: CodedWeight, bias: Tensor | None = None) -> PreparedLinear:
+        """A weight of `GroupCodes.four_bits`, multiplied as stored."""
+        data = FourBitsWeight.of(weight)
+        n, k = weight.shape
+        return PreparedLinear(k, n, data, bias, data.num_bytes + (0 if bias is None else bias.nbytes))
+
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return ActivationFormat.fp8(weight.data.power_of_two) if isinstance(weight.data, BlockWeight) else UNQUANTIZED
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, BlockWeight):
             return self._product(_rows(x, weight.data), weight, x.dtype)
+        if isinstance(weight.data, FourBitsWeight):
+            return four_bits_gemm(unquantized(x), weight.data, weight.bias, self._deterministic)
         if self._deterministic:
             return fixed_gemm(unquantized(x), weight.data, weight.bias)
         return super().run(unquantized(x), weight)

@@ -127,7 +127,7 @@ class CodedWeight:
         scales: [N, G] in the format's dtype; with factors [N, G / factors, 2]: scale and offset.
         zeros: uint8 [N, G], or None.
         factors: uint8 [N, G, 2]: of the scale and of the offset, or None.
-        whole: of NVFP4: float32 scalar, the factor of the matrix in all scales; else None.
+        whole: of NVFP4: float32 [N], the factor of a row's matrix in its scales; else None.
     """
 
     codes: Tensor
@@ -154,14 +154,15 @@ class CodedWeight:
             torch.empty(n, groups, dtype=torch.uint8, device=device) if format.zeros else None,
             format,
             torch.empty(n, groups, 2, dtype=torch.uint8, device=device) if format.factors else None,
-            torch.empty((), device=device) if format.nvfp4 else None,
+            torch.empty(n, device=device) if format.nvfp4 else None,
         )
 
     def rows(self, start: int, stop: int) -> CodedWeight:
         """A view of rows [start, stop)."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
         factors = None if self.factors is None else self.factors[start:stop]
-        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format, factors, self.whole)
+        whole = None if self.whole is None else self.whole[start:stop]
+        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format, factors, whole)
 
     def randomize(self, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         """Random values of this deviation; `normal(tensor, deviation)` fills a contiguous tensor."""

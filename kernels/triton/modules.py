@@ -29,6 +29,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.permutation.triton_permute",
     f"{_FAMILIES}.linear.triton_block_gemm",
     f"{_FAMILIES}.linear.triton_fixed_gemm",
+    f"{_FAMILIES}.linear.triton_four_bits_gemm",
     f"{_FAMILIES}.linear.triton_heads",
     f"{_FAMILIES}.lora.triton_lora",
     f"{_FAMILIES}.ops.triton_absorb",

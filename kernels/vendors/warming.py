@@ -15,12 +15,14 @@ class StepShapes:
 
     tokens: rows of a dense product. expert_rows: rows of all local experts together (`grouped` batches).
     expert_capacity: rows of one expert's part of a `padded` batch. dispatched: tokens are dispatched between ranks.
+    dtype: of the activations, by torch's name.
     """
 
     tokens: int
     expert_rows: int = 0
     expert_capacity: int = 0
     dispatched: bool = False
+    dtype: str = "bfloat16"
 
 
 def row_counts(most: int) -> list[int]:

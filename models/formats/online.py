@@ -161,12 +161,12 @@ def online_format(name: str) -> SchemeFormat | None:
 
 def derived_codes(format: WeightFormat, columns: int, is_head: bool = False) -> GroupCodes | None:
     """The form of a matrix that a layer holds in a layout of its own, one of kv_b's absorbed halves or the head; None:
-    plain.
+    plain, as always on a GPU.
 
     4 bits if the projections have 4 and the columns form whole groups, else 8 bits. The head has 4 bits only with
     ``int4``: torchao's names leave it to the engine.
     """
-    if not isinstance(format, SchemeFormat) or "linear" not in format.kept:
+    if not isinstance(format, SchemeFormat) or "linear" not in format.kept or format.on_gpu:
         return None
     codes = [scheme.codes for _, scheme in format.rules if isinstance(scheme, Online) and scheme.codes is not None]
     if not codes:

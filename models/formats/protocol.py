@@ -89,7 +89,7 @@ class WeightFormat(Protocol):
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         """Memory of a matrix in the kernels' form, scales included; dtype_bytes: of an activation. ``*`` in the prefix:
-        all experts."""
+        all experts. shape: of the part on a rank, except of experts."""
 
     def kept_on(self, device: str) -> bool:
         """True if the kernels of a device ("cpu", "cuda") multiply these weights without dequantization."""

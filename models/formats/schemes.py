@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, family_of
+from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, WeightFormat, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,14 +122,17 @@ class SchemeFormat:
         return any(name.endswith(scheme.extras) for _, scheme in self.rules)
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
-        scheme = self.scheme_of(prefix) if family_of(prefix) in self.kept else None
-        if scheme is None:
-            found = None
-        elif self.on_gpu:
-            form = four_bits_of(scheme)
-            found = form.bytes_on_gpu() if form is not None and form.takes(shape[-1]) else None
-        else:
+        family, found = family_of(prefix), None
+        scheme = self.scheme_of(prefix) if family in self.kept else None
+        form: Any = scheme.kernel_format() if scheme is not None and scheme.coded else None
+        if form is not None and not form.takes(shape[-1]):
+            scheme = None
+        if scheme is not None and not self.on_gpu:
             found = scheme.bytes_per_element(shape)
+        elif scheme is not None and form is not None and form.four_bits:
+            found = form.bytes_on_gpu()
+            if form.nvfp4 and family == "linear":  # a float32 factor for each row
+                found += Fraction(4, shape[-1])
         return Fraction(dtype_bytes) if found is None else found
 
     def kept_on(self, device: str) -> bool:
@@ -155,6 +158,11 @@ def four_bits_of(scheme: Scheme) -> GroupCodes | None:
     """The form of a scheme's weights, if it is one of `GroupCodes.four_bits`."""
     form: Any = scheme.kernel_format() if scheme.coded else None
     return form if form is not None and form.four_bits else None
+
+
+def has_four_bits(format: WeightFormat) -> bool:
+    """True if some matrices, apart from experts with a format of their own, have a form of `GroupCodes.four_bits`."""
+    return isinstance(format, SchemeFormat) and any(four_bits_of(scheme) for _, scheme in format.rules)
 
 
 def every_linear(scheme: Scheme) -> tuple[tuple[Modules, Scheme], ...]:

@@ -20,7 +20,7 @@ from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import FAMILIES, WeightFormat
-from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
+from moe_engine.models.formats.schemes import SchemeFormat, has_four_bits
 
 if TYPE_CHECKING:
     from moe_engine.kernels.backends import KernelPlan
@@ -77,7 +77,7 @@ def kept_format(
         four_bits: kernel families whose rows multiply weights of `GroupCodes.four_bits`.
     """
     if isinstance(declared, SchemeFormat):
-        if four_bits - coded and any(four_bits_of(scheme) for _, scheme in declared.rules):
+        if four_bits - coded and has_four_bits(declared):
             return replace(declared, kept=four_bits, on_gpu=True)
         kept = declared.kept_by(device, coded, blocks)
         return declared.held_by(kept) if kept else PLAIN

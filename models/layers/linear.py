@@ -110,8 +110,11 @@ def load_stacked(
     shapes = [part.cut.shape(part.shape) for part in parts]
     counts, has_bias = [rows for rows, _ in shapes], bias and adds_bias
     total, columns = sum(counts), shapes[0][1]
-    format = format_for(kernel.capabilities.quantized, reader, parts)
-    if format is not None and any(count % format.row_block for count in counts[:-1]):
+    able = kernel.capabilities
+    format = format_for(able.quantized, reader, parts)
+    if format is not None and (
+        (able.takes is not None and not able.takes(format)) or any(count % format.row_block for count in counts[:-1])
+    ):
         format = None
     weight = empty_weight(format, total, columns, reader)
     biases = torch.empty(total, dtype=reader.dtype, device=reader.device) if has_bias else None

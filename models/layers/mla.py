@@ -38,6 +38,7 @@ from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
+from moe_engine.models.tensors import layer_index as number_of
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import WHOLE, Share
@@ -80,10 +81,10 @@ class MLAAttention:
         self._backend: MLABackend = backends.attention  # type: ignore[assignment]
         self._capabilities = self._backend.capabilities
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
-        self._latent_scale = config.latent_scale(layer_index)
+        name = layer_name or f"model.layers.{layer_index}"
+        self._latent_scale = config.latent_scale(number_of(name))
         """Divides the cache rows; scores, values and gathered rows are multiplied by it."""
-        self._limits = (max_expanded_tokens, max_absorbed_tokens)
-        prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
+        self._limits, prefix = (max_expanded_tokens, max_absorbed_tokens), f"{name}.self_attn"
         self._absorb_and_write = self._ops.capabilities.absorb
         self._load_query(whole, reader, prefix, input_size or config.hidden_size)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)

@@ -87,9 +87,9 @@ def largest_shapes(config: ResolvedConfig) -> StepShapes:
     """Largest step shapes: kernels that compile at first use are warmed up to these before READY."""
     plan, moe, limits = config.parallel, config.model.moe, config.limits
     if moe is None:
-        return StepShapes(limits.num_tokens)
+        return StepShapes(limits.num_tokens, dtype=config.dtype)
     topology = plan.topology
     held = min(moe.top_k, -(-moe.num_experts // topology.ep_size))  # max experts of one token on one rank
     rows = min(limits.forward_tokens * topology.attn_dp_size * held, MAX_EXPERT_ROWS)
     capacity = topology.ep_size * limits.low_latency_tokens
-    return StepShapes(limits.num_tokens, rows, capacity, plan.dispatch is not None)
+    return StepShapes(limits.num_tokens, rows, capacity, plan.dispatch is not None, config.dtype)

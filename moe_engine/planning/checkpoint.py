@@ -102,8 +102,13 @@ def sums(
             num_elements += prod(tensor.shape)
         if name.endswith(ROUTERS) and tensor.dtype == "BF16" and (layer < num_layers or layer in mtp):
             gates[layer >= num_layers] += prod(tensor.shape)
-    scales = {layer_index(name): _number(file, name) for name, file in files.items() if name.endswith(LATENT_SCALES)}
-    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored, scales, *gates)
+    num_files = len({file.path for file in files.values()})
+    return CheckpointFacts(num_files, num_elements, stored, latent_scales(files), *gates)
+
+
+def latent_scales(files: Mapping[str, WeightFile]) -> dict[int, float]:
+    """`CheckpointFacts.latent_scales`."""
+    return {layer_index(name): _number(file, name) for name, file in files.items() if name.endswith(LATENT_SCALES)}
 
 
 def _number(file: WeightFile, name: str) -> float:

@@ -15,7 +15,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.eagle_config import HeadConfig, is_head, read_head_config
 from moe_engine.models.token_map import read_token_map
-from moe_engine.planning.checkpoint import locate
+from moe_engine.planning.checkpoint import latent_scales, locate
 from moe_engine.planning.resolve_speculation import DraftModel
 
 FLAG = "--speculative-draft-model-path"
@@ -48,9 +48,9 @@ def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
         return DraftModel(str(folder), load_model_config(folder, overrides), is_nextn=True)
     files = {} if args.model.load_format == "dummy" else read_head(folder)
     if not is_head(names, files):
-        return DraftModel(str(folder), load_model_config(folder))
+        return DraftModel(str(folder), load_model_config(folder), latent_scales=latent_scales(files))
     head = _with_map(read_head_config(folder, files, model.num_layers), args, model)
-    return DraftModel(str(folder), head.layer, head=head)
+    return DraftModel(str(folder), head.layer, head=head, latent_scales=latent_scales(files))
 
 
 def _with_map(head: HeadConfig, args: EngineArgs, model: ModelConfig) -> HeadConfig:

@@ -18,7 +18,7 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_compile import compile_settings
-from moe_engine.planning.resolve_drafts import resolve_drafts
+from moe_engine.planning.resolve_drafts import resolve_drafts, with_draft_scales
 from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales
 from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_loading import with_loader_threads
@@ -81,7 +81,8 @@ def resolve(
     found = checkpoint, speculation, drafts, parallel, experts, lora
     steps = resolve_steps(args, model, part, dtype, kv_dtype, context_len, *found, record)
     sizing, kv_dtype = steps.sizing, steps.kernels.model.need.kv_dtype
-    model = with_latent_scales(args, model, kv_dtype, checkpoint, record)
+    model = with_latent_scales(args, model, kv_dtype, checkpoint.latent_scales if checkpoint else {}, record)
+    drafts = None if drafts is None else with_draft_scales(args, drafts, kv_dtype, record)
     return ResolvedConfig(
         args=with_demo_parsers(args, path, record),
         parallel=steps.parallel,

@@ -9,6 +9,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.eagle_checks import check_sharding
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_dtype import with_latent_scales
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation
 from moe_engine.planning.sparse_attention import check_sparse
@@ -34,6 +35,13 @@ def resolve_drafts(
     if draft.head is not None:
         check_sharding(draft.head, parallel.topology)
     return speculation, dataclasses.replace(draft, config=draft.config.within(context_len))
+
+
+def with_draft_scales(args: EngineArgs, draft: DraftModel, kv_dtype: str, record: Record) -> DraftModel:
+    """The draft model with its own checkpoint's scales of the latent. Raises ConfigError: as `with_latent_scales`."""
+    own = with_latent_scales(args, draft.config, kv_dtype, draft.latent_scales, record)
+    head = None if draft.head is None else dataclasses.replace(draft.head, layer=own)
+    return dataclasses.replace(draft, config=own, head=head)
 
 
 def _check_shared_drafts(

@@ -10,7 +10,6 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
 from moe_engine.models.config import MLAConfig, ModelConfig, activation_dtype
-from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 
@@ -78,14 +77,13 @@ def kv_forms(
 
 
 def with_latent_scales(
-    args: EngineArgs, model: ModelConfig, kv_dtype: str, checkpoint: CheckpointFacts | None, record: Record
+    args: EngineArgs, model: ModelConfig, kv_dtype: str, found: Mapping[int, float], record: Record
 ) -> ModelConfig:
-    """The model with the checkpoint's scales of the latent, which rows in `fp8_per_tensor` are divided by.
+    """The model with its checkpoint's scales of the latent, which rows in `fp8_per_tensor` are divided by.
 
     Raises:
         ConfigError: a scale that is not a positive number, or compiled decodes.
     """
-    found: Mapping[int, float] = {} if checkpoint is None else checkpoint.latent_scales
     scales = tuple(found.get(layer, 1.0) for layer in range(model.num_layers + model.num_nextn_predict_layers))
     if kv_dtype != E4M3_TENSOR or set(scales) == {1.0}:
         return model
@@ -101,7 +99,7 @@ def with_latent_scales(
             f"layer (k_scale); {fix}"
         )
     record.remark(
-        f"the checkpoint's scales of the KV cache (k_scale), {min(scales):.3g} to {max(scales):.3g}, are applied"
+        f"the scales of the KV cache (k_scale) in {model.source}, {min(scales):.3g} to {max(scales):.3g}, are applied"
     )
     return replace(model, latent_scales=scales)
 

@@ -6,7 +6,8 @@ The root of a draft tree is the last accepted token; `topk` nodes are kept at ea
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.config.args import EngineArgs
@@ -38,13 +39,15 @@ class DraftModel:
     """The draft model of --speculative-draft-model-path: its local folder and its config.json.
 
     is_nextn: it is an MTP layer exported on its own, and `config` describes a model with this layer alone. `head`: it
-    is an EAGLE head, and `config` describes its layer.
+    is an EAGLE head, and `config` describes its layer. `latent_scales`: of its checkpoint, as in `CheckpointFacts`,
+    except of an MTP layer.
     """
 
     path: str
     config: ModelConfig
     is_nextn: bool = False
     head: HeadConfig | None = None
+    latent_scales: Mapping[int, float] = field(default_factory=dict)
 
     def local(self, attn_tp_size: int) -> ModelConfig:
         """Its config on one rank. Ranks share the attention heads of an EAGLE head; each runs a whole draft model."""

@@ -3,7 +3,9 @@ holds."""
 
 from __future__ import annotations
 
+import gc
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError
+from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.tensors import LATENT_SCALES
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -25,6 +28,7 @@ from moe_engine.worker.weight_update import CheckpointArgs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 from tests.models.latent_scales import add_latent_scales
+from tests.speculation.eagle_pairs import make_pair
 
 FORMATS = [(model, kv_dtype) for model in ("deepseek_v3", "qwen3") for kv_dtype in ("fp8_e4m3", "fp8_e5m2")]
 FORMATS.append(("deepseek_v3", "fp8_per_tensor"))
@@ -151,6 +155,34 @@ def test_scales_of_a_checkpoint_are_applied(tmp_path: Path) -> None:
             break
         errors.append(abs(a.logprob - b.logprob))
     assert len(errors) > 38 and sum(errors) / len(errors) < 0.2, errors
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_draft_models_scales_are_its_own(kind: str, tmp_path: Path) -> None:
+    """An EAGLE head of two latent layers, and a whole draft model, with scales; the target has none."""
+    pair = make_pair("eagle2 of two mla layers", tmp_path, steps=1, texts=1)
+    flags, draft = pair.flags(kv_cache_dtype="fp8_per_tensor"), pair.head_path
+    if kind == "model":
+        draft = tmp_path / "draft"
+        shutil.copytree(pair.path, draft)
+        flags |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+    scales = add_latent_scales(draft, 2)
+    engine = InProcessEngine(pair.path, tmp_path / "status", **flags)
+    try:
+        config, sampling = engine.config, {"temperature": 0.0, "ignore_eos": True}
+        assert config.model.latent_scales == ()
+        assert config.draft_model is not None and config.draft_model.latent_scales[:2] == scales
+        held = {module._latent_scale for module in gc.get_objects() if isinstance(module, MLAAttention)}
+        assert set(scales) <= held
+        script = [Scripted("r", pair.prompts[1], 8, sampling=sampling)]
+        assert len(engine.run(script)["r"].token_ids) == 8
+    finally:
+        engine.close()
+    tensors = load_file(file := draft / "model.safetensors")
+    name = next(name for name in tensors if name.startswith("model.layers.0.") and name.endswith(LATENT_SCALES))
+    save_file(tensors | {name: torch.zeros(())}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"{draft.name}.*layer 0 \(k_scale\) is not one positive number"):
+        prepare(EngineArgs.from_kwargs(model_path=str(pair.path), device="cpu", **flags))
 
 
 def test_scales_that_cannot_be_applied_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import torch
 
@@ -19,12 +20,14 @@ from moe_engine.kernels.experts.shapes import (
     ExpertModel,
 )
 from moe_engine.kernels.experts.triton_experts import PAIRS, TritonExperts
-from moe_engine.kernels.linear.shapes import LinearShape
+from moe_engine.kernels.linear import triton_four_bits_gemm
+from moe_engine.kernels.linear.shapes import FOUR_BIT_PRODUCTS, LinearShape
 from moe_engine.kernels.linear.triton_block_gemm import cases_of
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.permutation import triton_permute
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import triton_groups, triton_rows
+from moe_engine.kernels.quantization.codes import CodedWeight
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.triton.aot import AotCase
 from tests.kernels.triton.cache_keys import difference
@@ -61,7 +64,16 @@ def launch(tokens: int, capacity: int) -> None:
 
 
 def launch_four_bits(experts: TritonExperts, capacity: int) -> None:
-    """gpt-oss-20b's experts on a padded batch, and some of each other form of 4 bits."""
+    """gpt-oss-20b's experts on a padded batch, some of each other form of 4 bits, and dense products."""
+    row = TritonLinear()
+    for products in FOUR_BIT_PRODUCTS:
+        first = next(products.at(capacity))
+        weight = CodedWeight.empty(products.format, first.n, first.k, "meta")
+        with patch.object(triton_four_bits_gemm.triton_four_bits, "store"):
+            prepared = row.prepare_codes(weight)
+        dtype = torch.float16 if products.format == AWQ else torch.bfloat16
+        for count in (capacity - 1, capacity):
+            row.run(there(count, first.k, dtype=dtype), prepared)
     for model in (GPT_OSS_20B_MXFP4, *FOUR_BIT_MODELS):
         assert model.format is not None
         count, shapes = min(model.num_experts, SOME), (2 * model.width, model.hidden)
@@ -85,6 +97,11 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     found += triton_expert_cases.cases_of(DEEPSEEK_V3, RANK, capacity, True)
     found += triton_expert_cases.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
     if capacity <= FEW:
+        found += [
+            case
+            for products in FOUR_BIT_PRODUCTS
+            for case in triton_four_bits_gemm.cases_of(next(products.at(capacity)))
+        ]
         for model in (GPT_OSS_20B_MXFP4, *FOUR_BIT_MODELS):
             count = min(model.num_experts, SOME)
             found += triton_expert_cases.cases_of(model, count, capacity, True, dtype_of(model))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts import triton_four_bits
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases
 from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, STEP, CodedWeight, GroupCodes
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
@@ -55,9 +56,9 @@ def coded(form: GroupCodes, n: int, k: int) -> tuple[CodedWeight, Tensor]:
     if form.mxfp4:
         return CodedWeight(codes, powers.bfloat16(), None, form), values_of(form, codes, powers)
     if form.nvfp4:
-        scales, whole = (powers * torch.randint(8, 16, groups)).to(torch.float8_e4m3fn), torch.rand(()) + 0.5
+        scales, whole = (powers * torch.randint(8, 16, groups)).to(torch.float8_e4m3fn), torch.rand(1) + 0.5
         real = scales.double() * whole.double()
-        weight = CodedWeight(codes, real.bfloat16(), None, form, whole=whole)
+        weight = CodedWeight(codes, real.bfloat16(), None, form, whole=whole.expand(n))
         return weight, values_of(form, codes, real)
     scales = (powers * (1 + torch.rand(groups)) / 4).to(getattr(torch, form.scales))
     zeros = torch.randint(16, groups, dtype=torch.uint8) if form.zeros else None
@@ -143,7 +144,7 @@ def test_every_number_is_rounded_at_most_once(form: str, dtype: torch.dtype) -> 
     if codes_of.nvfp4:
         stored = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # from 2^-9 to 448
         scales = stored[torch.randint(len(stored), down.scales.shape)]
-        down.whole.fill_(1.5 / 256)  # type: ignore[union-attr]
+        down = replace(down, whole=torch.full((hidden,), 1.5 / 256))
         down.scales.copy_(scales.double() * (1.5 / 256))
         values = values_of(codes_of, down.codes, scales.double() * (1.5 / 256))
     nothing, _ = coded(codes_of, width, hidden)

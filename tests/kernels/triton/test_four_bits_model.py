@@ -1,5 +1,6 @@
-"""A tiny mixture whose experts stay in 4 bits on the Triton row, by every format of checkpoints that has such experts:
-logits are those of the values that the formats define, memory is that of the ledger, parts of uneven width add up."""
+"""A tiny mixture whose weights stay in 4 bits on the Triton rows, experts and others, by every format of checkpoints
+that has such weights: logits are those of the values that the formats define, memory is that of the ledger, parts of
+uneven width add up."""
 
 from __future__ import annotations
 
@@ -15,16 +16,19 @@ from torch import Tensor
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
 from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.models import sizes
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import experts_format, kept_format, width_group
+from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import load_model
 from moe_engine.models.needs import need_of_model
-from moe_engine.models.tensors import expert_names
+from moe_engine.models.tensors import expert_names, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
@@ -48,7 +52,8 @@ pytestmark = pytest.mark.drawn(3)
 
 NAMES = [*INTEGERS, *(name for name in FLOATS if "fp4" in name)]
 KEPT = frozenset(("experts",))
-kernel = TritonExperts()
+BOTH = KEPT | {"linear"}
+kernel, linear = TritonExperts(), TritonLinear()
 
 
 def written(folder: Path, name: str, **fields: int) -> tuple[Path, Path]:
@@ -62,10 +67,9 @@ def written(folder: Path, name: str, **fields: int) -> tuple[Path, Path]:
     return write_pair(path, *quantise_floats(tensors, name), {"quantization_config": FLOATS[name][1]})
 
 
-def loaded(path: Path, experts: TritonExperts | None = None) -> Stepper:
+def loaded(path: Path, **rows: Any) -> Stepper:
     config = load_model_config(path)
-    backends = make_backends(config)
-    backends = backends if experts is None else replace(backends, experts=experts)  # type: ignore[arg-type]
+    backends = replace(make_backends(config), **rows)
     return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
 
 
@@ -73,7 +77,7 @@ def loaded(path: Path, experts: TritonExperts | None = None) -> Stepper:
 def test_logits_and_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, plain = written(tmp_path, name)
     monkeypatch.setattr(TritonExperts, "load_expert", None)  # would be dequantized
-    stepper = loaded(path, kernel)
+    stepper = loaded(path, experts=kernel)
     want = step_logits(loaded(plain))
     torch.testing.assert_close(step_logits(stepper), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
     format = kept_format(stepper.config.weight_format, "cuda", four_bits=KEPT)
@@ -82,6 +86,42 @@ def test_logits_and_memory(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
     experts = 4 * 3 * 128 * 128
     each = experts_format(stepper.config.weight_format)
     assert each is not None and dense - counted == experts * (4 - each.bytes_on_gpu())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_weights(tmp_path: Path, name: str) -> None:
+    """Attention and the dense layer too, q, k and v as one weight."""
+    path, plain = written(tmp_path, name)
+    stepper, want = loaded(path, experts=kernel, linear=linear), step_logits(loaded(plain))
+    torch.testing.assert_close(step_logits(stepper), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    format = kept_format(stepper.config.weight_format, "cuda", four_bits=BOTH)
+    counted, some = (
+        sizes.weight_bytes(stepper.config, 4, format=form)
+        for form in (format, format.held_by(KEPT))  # type: ignore[attr-defined]
+    )
+    assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
+    form, attention = experts_format(stepper.config.weight_format), stepper.config.attention
+    assert form is not None and isinstance(attention, GQAConfig)
+    query, rows = (
+        attention.head_dim * n for n in (attention.num_heads, attention.num_heads + 2 * attention.num_kv_heads)
+    )
+    numbers = 3 * 128**2 + 2 * 128 * (rows + query * form.takes(query))  # o_proj: narrower than some groups
+    assert some - counted == pytest.approx(numbers * (4 - float(form.bytes_on_gpu())), rel=0.02)
+
+
+def test_a_split_group_is_dequantized_and_counted_so(tmp_path: Path) -> None:
+    """Two ranks hold 64 columns each of a dense layer whose scales are of 128."""
+    path, _ = written(tmp_path, "gptq")
+    config = load_model_config(path)
+    kept = kept_format(config.weight_format, "cuda", four_bits=BOTH)
+    reader = WeightReader(path, torch.float32, format=config.weight_format)
+    half = load_linear(linear, reader, ["model.layers.0.mlp.down_proj"], [128], 128, in_share=Share(1, 2))
+    whole = load_linear(linear, reader, ["model.layers.0.mlp.down_proj"], [128], 128)
+    assert isinstance(half.weight.data, Tensor) and not isinstance(whole.weight.data, Tensor)
+    down = next(spec for spec in model_tensors(config) if spec.name == "model.layers.0.mlp.down_proj.weight")
+    table = sizes.tensor_bytes(config, [], 2)
+    counted = [sizes.tensor_bytes(config, [down], 2, Topology(ranks), format=kept) - table for ranks in (1, 2)]
+    assert counted == [whole.num_bytes, half.num_bytes // 2]  # the reader's dtype is float32
 
 
 @pytest.mark.parametrize("name", ["compressed int4", "nvfp4"])
@@ -117,7 +157,9 @@ def test_the_triton_row_is_chosen_before_libraries(tmp_path: Path) -> None:
     path, _ = written(tmp_path, "compressed int4")
     config = load_model_config(path)
     plan = plan_kernels(Device("cuda", "H200", (9, 0), compiler="c++"), need_of_model(config, "bfloat16"))
-    assert plan.row("experts").name == "triton" and plan.four_bits == KEPT
+    assert plan.row("experts").name == plan.row("linear").name == "triton" and plan.four_bits == BOTH
+    asked = plan_kernels(Device("cuda", "H200", (9, 0)), need_of_model(config, "bfloat16"), {"linear": "torch"})
+    assert asked.four_bits == KEPT
     online = online_format("int4")
     assert online is not None and kept_format(online, "cuda", four_bits=KEPT) != PLAIN
     assert kept_format(config.weight_format, "cuda") == PLAIN

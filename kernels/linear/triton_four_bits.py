@@ -1,8 +1,8 @@
-"""Weights of experts in 4 bits in Triton: their memory, and one step of a product with them.
+"""Weights in 4 bits in Triton: their memory, and one step of a product with them.
 
     form        number                          scale
     mxfp4       e2m1                            e8m0 of 32 columns
-    nvfp4       e2m1                            e4m3 of 16 columns, and a float32 factor of the matrix
+    nvfp4       e2m1                            e4m3 of 16 columns, and a float32 factor of the matrix or a row
     int4        code - 8                        of 32, 64 or 128 columns, in the checkpoint's dtype
     int4_zeros  code - zero point of a group    the same, each beside its zero point
 
@@ -17,6 +17,8 @@ Sources: OCP Microscaling specification 1.0; ModelOpt (NVFP4); compressed-tensor
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,19 @@ def scales_dtype(format: GroupCodes) -> torch.dtype:
     return found
 
 
+def constants_of(format: GroupCodes | None) -> dict[str, Any]:
+    """Constants of a kernel that multiplies weights of this form; None: other weights."""
+    if format is None:
+        return {"FORM": "", "SCALES": 0}
+    return {"FORM": form_of(format), "SCALES": scales_of_step(format)}
+
+
+def options_of(format: GroupCodes | None) -> dict[str, int]:
+    """Options of the compiler. Without a limit it spills some registers of operands in two halves for more programs on
+    an SM (sm_100)."""
+    return {} if format is None or format.mxfp4 else {"maxnreg": 255}
+
+
 def empty(format: GroupCodes, num_experts: int, n: int, k: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Memory for weights [N, K]: codes uint8 [E, N, K / 2], scales [E, S, N, `scales_of_step`]."""
     codes = torch.empty(num_experts, n, k // 2, dtype=torch.uint8, device=device)
@@ -83,7 +98,7 @@ def _numbers(weight: CodedWeight) -> Tensor:
     if format.nvfp4:
         assert weight.whole is not None
         factor = torch.where(weight.whole == 0, 1.0, weight.whole)  # of a matrix of zeros
-        return (scales.float() / factor).to(torch.float8_e4m3fn).view(torch.uint8)
+        return (scales.float() / factor[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     if weight.zeros is not None:
         scales = torch.stack((scales, weight.zeros.to(scales.dtype)), -1)
     repeats = max(1, format.group // STEP)
@@ -102,14 +117,12 @@ def first_columns(FORM: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def scale_tile(
-    scales, expert, rows, NUM_ROWS: tl.constexpr, STEPS: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr
-):
-    """Pointers [rows, G] to the scales of the first step, of `rows` of an expert with NUM_ROWS; SCALES numbers a row
-    and step. Of NVFP4 the scale of high bits follows that of low bits, as a zero point follows its scale."""
+def scale_tile(scales, rows, SCALES: tl.constexpr, FORM: tl.constexpr):
+    """Pointers [rows, G] to the scales of the first step, of `rows` of a matrix; SCALES numbers a row and step. Of
+    NVFP4 the scale of high bits follows that of low bits, as a zero point follows its scale."""
     PAIR: tl.constexpr = 2 if FORM == "nvfp4" or FORM == "int4_zeros" else 1
     lane = tl.arange(0, SCALES // PAIR) * PAIR
-    return scales + expert.to(tl.int64) * (STEPS * NUM_ROWS * SCALES) + rows[:, None] * SCALES + lane[None, :]
+    return scales + rows[:, None] * SCALES + lane[None, :]
 
 
 @triton.jit
@@ -143,8 +156,8 @@ def add_four_bits(
 
 @triton.jit
 def whole_factor(place, x):
-    """The factor of a finished sum of NVFP4: that of the matrix at `place`, without the power of two of `_fp4_half`.
-    x: pointer to the rows."""
+    """The factor of a finished sum of NVFP4: that of the matrix or the rows at `place`, without the power of two of
+    `_fp4_half`. x: pointer to the rows."""
     factor = tl.load(place)
     if x.dtype.element_ty == tl.bfloat16:
         factor *= 67108864.0  # 2^26
