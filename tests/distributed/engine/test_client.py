@@ -36,6 +36,8 @@ class FakeCore:
         self.dead: str | None = None
         self.stopped: float | None = None
         self._groups: dict[str, int] = {}
+        self._lost: set[int] = set()
+        """Groups of which the client has a loss: it sends them no more messages."""
         self._inboxes = [zmq.Context.instance().socket(zmq.PULL) for _ in range(groups)]
         for inbox, address in zip(self._inboxes, self.to_core_addresses):
             inbox.bind(address)
@@ -61,8 +63,9 @@ class FakeCore:
         """Returns after the message arrived, as a process that then ends. The client then drops unsent messages."""
         self.stopped = grace
         if self.dead is None:
-            for inbox in self._inboxes:
-                inbox.poll(10_000)
+            for group, inbox in enumerate(self._inboxes):
+                if group not in self._lost:
+                    inbox.poll(10_000)
 
     # -- used by the test
 
@@ -78,6 +81,8 @@ class FakeCore:
         return not self._inboxes[group].poll(20)
 
     def send(self, message: messages.Message) -> None:
+        if isinstance(message, messages.GroupsLost):
+            self._lost.update(message.groups)
         self._outbox.send(messages.encode(message))
 
     def bring(self, rid: str, tokens: list[int], *, end: bool = False) -> None:
