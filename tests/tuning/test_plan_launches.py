@@ -102,6 +102,14 @@ def test_a_part_of_the_layers_may_be_left_out(tmp_path: Path):
     assert held is not None and held.experts.num_bytes == pytest.approx((3 * FOUR_BITS + 2) / 4)
 
 
+def test_a_mean_of_about_a_byte_is_not_fp8(tmp_path: Path):
+    """Half of the projections in 4 bits, half in bf16: none are multiplied in FP8."""
+    names = ("re:.*(q|k)_proj$",)
+    held = memory_of(folder(tmp_path, compressed("mxfp4-pack-quantized", 4, 32, "float", names)), "8xh200").held(DP8)
+    assert held is not None and held.other.units == "bf16"
+    assert held.other.num_bytes == pytest.approx((2 + 0.5 + 1 / 32) / 2)
+
+
 @pytest.mark.parametrize(
     ("quantization", "flags"),
     [
