@@ -165,7 +165,7 @@ def sum_parts_case(n: int, split: int, dtype: torch.dtype) -> AotCase:
     """The case of `sum_parts` without a bias."""
     signature = {"parts": "*fp32", "out": f"*{element(dtype)}", "num_rows": "i32"}
     constants = {"N": n, "SPLIT": split, "TILE": _SUM_TILE, "HAS_BIAS": False, "bias": None}
-    return AotCase(f"sum_parts_{n}x{split}", sum_parts_kernel, signature, constants, 4, 3, False)
+    return AotCase(f"sum_parts_{n}x{split}_{element(dtype)}", sum_parts_kernel, signature, constants, 4, 3, False)
 
 
 def aot_cases() -> list[AotCase]:

@@ -197,7 +197,6 @@ def _one(
 ) -> Found:
     """The prediction for the form given by the flags."""
     form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
-    drafts = int(args.speculative.speculative_num_steps or 0) if args.speculative.speculative_algorithm else 0
     rows = -(-concurrency // (form.attn_dp * replicas))
     ours, room = predictor.share.engine == OURS, memory.as_given()
     chunk = room.chunk if room.chunk > 0 else workload.prompt
@@ -205,14 +204,16 @@ def _one(
         chunk = FITTED_CHUNK
     candidate = Candidate(
         form, replicas, _kv(args, predictor)[0] if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
-        drafts, args.model.model_path or "MODEL",
+        room.depths[0], args.model.model_path or "MODEL",
     )  # fmt: skip
     if room.refusal and ours:
         raise ConfigError(room.refusal)
     if ours and (most := min(room.running, int(room.tokens / workload.load.held))) < rows:
         print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
         candidate = candidate.with_rows(max(1, most))
-    prediction = predictor.predict(candidate, workload.load)
+    predictions = {depth: predictor.predict(candidate.with_drafts(depth), workload.load) for depth in room.depths}
+    depth = min(predictions, key=lambda depth: predictions[depth].tpot_s)
+    candidate, prediction = candidate.with_drafts(depth), predictions[depth]
     if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)) > 1:
         print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)
     refused = {candidate.text: room.refusal} if room.refusal else {}

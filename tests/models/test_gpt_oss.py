@@ -94,7 +94,7 @@ def test_experts_stay_in_four_bits_on_a_gpu(tmp_path: Path) -> None:
     config = load_model_config(tmp_path)
     need = need_of_model(config, "bfloat16")
     plan = plan_kernels(Device("cuda", "H100", (9, 0), compiler="c++"), need)
-    assert plan.row("experts").name == "triton" and plan.four_bits == {"experts"} and not plan.codes
+    assert plan.row("experts").name == "triton" and plan.four_bits == {"linear", "experts"} and not plan.codes
     triton, library = (next(row for row in tables.EXPERTS if row.name == name) for name in ("triton", "deep_gemm"))
     assert triton.score(plan.device, need) > library.score(plan.device, need)
     formats = [

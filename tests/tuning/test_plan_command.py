@@ -201,8 +201,31 @@ def test_a_file_of_a_gpu_names_its_mistakes(capsys, tmp_path: Path, model: str):
         (good + "\n[extra]\na = 1\n", "unknown field extra"),
         (good.replace("4.8e+12", "-1.0"), "peak_bytes_per_s must be above 0"),
         (good.replace("bf16 =", "bf17 ="), "flops needs bf16"),
+        (re.sub("capability = .*", 'capability = "9.0"', good), "capability: Expected `array`, got `str`"),
+        (re.sub("capability = .*", "capability = [9]", good), "capability: Expected `array` of length 2, got 1"),
+        (re.sub("memory_bytes = .*", 'memory_bytes = "141 GB"', good), "memory_bytes: Expected `int`, got `str`"),
+        (re.sub("gpus_per_node = .*", "gpus_per_node = 8.5", good), "gpus_per_node: Expected `int`, got `float`"),
+        (re.sub("nvlink = .*", 'nvlink = "no"', good), "nvlink: Expected `bool`, got `str`"),
+        (re.sub("bf16 = .*", 'bf16 = "fast"', good), "flops[...]: Expected `float`, got `str`"),
+        (re.sub("domain_size = .*", "domain_size = -8", good), "domain_size must be above -1, found -8"),
+        (good.replace("4.8e+12", "nan"), "peak_bytes_per_s must be above 0, found nan"),
     ):
         file = tmp_path / "gpu.toml"
         file.write_text(text)
         code, _, err = run(capsys, "--model-path", model, "--hardware", f"8x{file}", "--workload", "in=1,out=1")
         assert code == 2 and message in err, err
+
+
+def test_drafts_of_the_launch_are_predicted(capsys, model: str):
+    """The number given, that of the launch without one, and the best one where the launch chooses it for each step."""
+    drafts = ["--speculative-algorithm", "NEXTN"]
+    tpots = {0: predicted(capsys, "--model-path", model, *ONE)["predicted"]["tpot_ms"]}
+    for number in (1, 2, 3):
+        chain = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(number + 1)]
+        flags = [*drafts, "--speculative-num-steps", str(number), *chain]
+        tpots[number] = predicted(capsys, "--model-path", model, *ONE, *flags)["predicted"]["tpot_ms"]
+    assert len(set(tpots.values())) == 4
+    chosen = predicted(capsys, "--model-path", model, *ONE, *drafts, "--speculative-num-steps", "auto")
+    assert chosen["predicted"]["tpot_ms"] <= min(tpots.values())
+    default = predicted(capsys, "--model-path", model, *ONE, *drafts)
+    assert default["predicted"]["tpot_ms"] < tpots[0]

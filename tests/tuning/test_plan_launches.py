@@ -43,7 +43,9 @@ BLOCKS = V3["quantization_config"]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ8 = {"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": False, "sym": True}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-MIXTURE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_key_value_heads": 8}
+MIXTURE = {
+    "hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_key_value_heads": 8, "head_dim": 64,
+}  # fmt: skip
 
 
 def folder(path: Path, quantization: dict[str, Any] | None, **fields: Any) -> str:
@@ -67,13 +69,15 @@ TP8, DP8 = Form(8), Form(8, 8, 8, True)
         (None, TP8, 2, 2, "bf16", "bf16"),
         (None, DP8, 2, 2, "bf16", "bf16"),
         (BLOCKS, DP8, 1 + 4 / 128**2, 1 + 4 / 128**2, "fp8", "fp8"),
-        (nvfp4(), TP8, FOUR_BITS, 2, "bf16", "bf16"),
-        (nvfp4(), DP8, FOUR_BITS, 2, "bf16", "bf16"),
-        (compressed("nvfp4-pack-quantized", 4, 16), DP8, FOUR_BITS, 2, "bf16", "bf16"),
-        (compressed("mxfp4-pack-quantized", 4, 32), DP8, 0.5 + 1 / 32, 2, "bf16", "bf16"),
-        (compressed("pack-quantized", 4, 32, "int"), TP8, FOUR_BITS, 2, "bf16", "bf16"),
-        (AWQ, DP8, 0.5 + 4 / 128, 2, "bf16", "bf16"),
-        (AWQ, TP8, 2, 2, "bf16", "bf16"),  # 64 of 512 columns are a part of a group: dequantized
+        # a float32 factor for each row of q, k, v (512 columns) and o (512, or the 64 of one of 8 ranks)
+        (nvfp4(), TP8, FOUR_BITS, FOUR_BITS + (3 * 4 / 512 + 4 / 64) / 4, "bf16", "bf16"),
+        (nvfp4(), DP8, FOUR_BITS, FOUR_BITS + 4 / 512, "bf16", "bf16"),
+        (compressed("nvfp4-pack-quantized", 4, 16), DP8, FOUR_BITS, FOUR_BITS + 4 / 512, "bf16", "bf16"),
+        (compressed("mxfp4-pack-quantized", 4, 32), DP8, 0.5 + 1 / 32, 0.5 + 1 / 32, "bf16", "bf16"),
+        (compressed("pack-quantized", 4, 32, "int"), TP8, FOUR_BITS, FOUR_BITS, "bf16", "bf16"),
+        (AWQ, DP8, 0.5 + 4 / 128, 0.5 + 4 / 128, "bf16", "bf16"),
+        # 64 of 512 columns are a part of a group: experts and o are dequantized
+        (AWQ, TP8, 2, (3 * (0.5 + 4 / 128) + 2) / 4, "bf16", "bf16"),
         (GPTQ8, DP8, 2, 2, "bf16", "bf16"),
         (NF4, DP8, 2, 2, "bf16", "bf16"),
     ],
@@ -96,6 +100,14 @@ def test_a_part_of_the_layers_may_be_left_out(tmp_path: Path):
     path = folder(tmp_path, compressed("pack-quantized", 4, 32, "int", names), num_hidden_layers=4)
     held = memory_of(path, "8xh200").held(DP8)
     assert held is not None and held.experts.num_bytes == pytest.approx((3 * FOUR_BITS + 2) / 4)
+
+
+def test_a_mean_of_about_a_byte_is_not_fp8(tmp_path: Path):
+    """Half of the projections in 4 bits, half in bf16: none are multiplied in FP8."""
+    names = ("re:.*(q|k)_proj$",)
+    held = memory_of(folder(tmp_path, compressed("mxfp4-pack-quantized", 4, 32, "float", names)), "8xh200").held(DP8)
+    assert held is not None and held.other.units == "bf16"
+    assert held.other.num_bytes == pytest.approx((2 + 0.5 + 1 / 32) / 2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from moe_engine.errors import ConfigError
 from moe_engine.planning.hardware import GPU
@@ -155,16 +158,21 @@ def _read(path: Path, kind: type[T], flag: str) -> T:
         raise ConfigError(f"{flag} {path}: {missing[0]} is missing; {kind.__name__} has {', '.join(names)}")
     if extra := sorted(raw.keys() - names.keys()):
         raise ConfigError(f"{flag} {path}: unknown field {extra[0]}; the fields are {', '.join(names)}")
-    return kind(**{name: _value(path, flag, name, value) for name, value in raw.items()})
+    for name, value in raw.items():
+        _check(path, flag, name, value)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$.")
+        raise ConfigError(f"{flag} {path}: {place.rstrip('`')}: {problem}") from None
 
 
-def _value(path: Path, flag: str, name: str, value: Any) -> Any:
-    """A checked value: every number is positive."""
-    if isinstance(value, list):
-        return tuple(value)
+def _check(path: Path, flag: str, name: str, value: Any) -> None:
+    """Every number is finite and positive."""
     for number in value.values() if isinstance(value, dict) else [value]:
-        if isinstance(number, int | float) and not isinstance(number, bool) and number <= 0 and name != "domain_size":
-            raise ConfigError(f"{flag} {path}: {name} must be above 0, found {number}")
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            least = -1 if name == "domain_size" else 0
+            if not least < number < math.inf:
+                raise ConfigError(f"{flag} {path}: {name} must be above {least}, found {number}")
     if name == "flops" and (not isinstance(value, dict) or "bf16" not in value):
         raise ConfigError(f"{flag} {path}: flops needs bf16, as [flops] bf16 = 9.89e14")
-    return value

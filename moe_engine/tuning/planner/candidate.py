@@ -68,6 +68,9 @@ class Candidate:
     def with_rows(self, rows: int) -> Candidate:
         return replace(self, rows=rows)
 
+    def with_drafts(self, drafts: int) -> Candidate:
+        return replace(self, drafts=drafts)
+
     def flags(self, cluster: Cluster) -> dict[str, Any]:
         """Flags of `serve` by field name."""
         form = self.form

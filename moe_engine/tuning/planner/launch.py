@@ -13,6 +13,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import merge
 from moe_engine.models.config_file import read_fields
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.sizes import bytes_per_weight
 from moe_engine.planning.checkpoint import locate
@@ -25,9 +27,6 @@ from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.tuning.costs.form import Form, Held, Weights
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import LEADER
-
-FP8_BYTES = 1.5
-"""Kernels of a GPU multiply weights of about one byte in FP8; those of 4 bits are decoded to bf16."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,9 @@ def held_by(config: ResolvedConfig) -> Held:
     """Weights and dispatched tokens by the tables from which the launch selects its kernels."""
     kept = format_of_kernels(config.model.weight_format, config.device, config.kernels.model)
     experts, other = bytes_per_weight(config.model, DTYPE_BYTES[config.dtype], config.parallel.topology, kept)
-    return Held(_weights(experts), _weights(other), "fp8" if config.parallel.dispatch_fp8 else "bf16")
-
-
-def _weights(num_bytes: float) -> Weights:
-    return Weights(num_bytes, "fp8" if 1 <= num_bytes < FP8_BYTES else "bf16")
+    fp8 = frozenset[str]()
+    if isinstance(kept, BlockFP8Format) or (isinstance(kept, SchemeFormat) and not kept.on_gpu):
+        fp8 = kept.kept  # other kept weights are of 4 bits, decoded to bf16
+    held = {"experts": Weights(experts, "bf16"), "linear": Weights(other, "bf16")}
+    held |= {family: replace(held[family], units="fp8") for family in fp8 & held.keys()}
+    return Held(held["experts"], held["linear"], "fp8" if config.parallel.dispatch_fp8 else "bf16")

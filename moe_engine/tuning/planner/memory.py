@@ -16,6 +16,7 @@ from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.forms import CHUNKS
 from moe_engine.tuning.planner.launch import Subject, form_of, held_by, plain, resolve_for
+from moe_engine.types import SpeculationConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Room:
         tokens: KV slots of an attention group. running: requests that a launch admits, of one attention group.
         ledger: None: refused, or an estimate for a model that this engine does not serve.
         refusal: empty if it fits.
+        depths: drafts of a step, of which the launch chooses one for each step.
     """
 
     tokens: int = 0
@@ -36,6 +38,7 @@ class Room:
     """Prompt tokens of a step of an attention group; -1: any number."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags of the launch by field name: the user's and the candidate's."""
+    depths: tuple[int, ...] = (0,)
 
 
 class RoomOf(Protocol):
@@ -91,8 +94,14 @@ class Memory:
         names = (*first, *sorted(args.given - {*first, "device"}))
         return Room(
             config.max_total_num_tokens, config.max_running_requests, config.ledger, "", config.chunked_prefill_size,
-            {name: values[name] for name in names if values[name] not in (None, False)},
+            {name: values[name] for name in names if values[name] not in (None, False)}, _depths(config.speculation),
         )  # fmt: skip
+
+
+def _depths(speculation: SpeculationConfig | None) -> tuple[int, ...]:
+    if speculation is None:
+        return (0,)
+    return tuple(range(speculation.num_steps + 1)) if speculation.auto_depth else (speculation.num_steps,)
 
 
 ESTIMATED_SHARE = 0.88
