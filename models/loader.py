@@ -23,7 +23,6 @@ from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.read_ahead import Prefetch
-from moe_engine.models.reused_memory import reused_memory
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource, open_source
 from moe_engine.models.widths import widths_of
@@ -191,7 +190,7 @@ def _cache_use(parallel: ParallelContext, prefetch: Prefetch | None, drop: bool)
 @contextmanager
 def _reading(*args: Any, **further: Any) -> Iterator[WeightSource]:
     """`_open` without gradients: finished at the end, abandoned after an error."""
-    with torch.no_grad(), reused_memory():
+    with torch.no_grad():
         reader = _open(*args, **further)
         try:
             yield reader

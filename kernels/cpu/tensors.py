@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import math
-import mmap
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
-LARGE_BYTES = 4 << 20
-"""Size from which packed weights are a mapping of their own."""
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 ANY_KIND = -1
 """Kind of coded weights, which are multiplied with rows of any of these dtypes."""
@@ -65,16 +60,12 @@ def head_form(cache: Tensor, dtype: torch.dtype, width: int) -> int:
     raise ValueError(f"activations are {dtype}, the context is {cache.dtype} with strides {cache.stride()}")
 
 
-def reserve(*shape: int) -> Tensor:
-    """Uninitialised bytes for packed weights. Large ones are a mapping of their own on huge pages, which take fewer
-    entries of the TLB: memory that was in use before keeps its small pages."""
-    size = math.prod(shape)
-    if size < LARGE_BYTES or sys.platform != "linux":
-        return torch.empty(shape, dtype=torch.uint8)
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8).view(shape)
+def reserve(library: Library, *shape: int) -> Tensor:
+    """Uninitialised bytes for packed weights, on huge pages if large."""
+    storage = torch.empty(shape, dtype=torch.uint8)
+    if storage.numel() >= 4 << 20:
+        library.moe_large_pages(storage.data_ptr(), storage.numel())
+    return storage
 
 
 def rows(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class CpuExperts:
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
-        storage = reserve(num_experts, self._lib.moe_expert_bytes(kind, hidden, width, None, None))
+        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(kind, hidden, width, None, None))
         gate = self._lib.moe_packed_bytes(kind, width, hidden)
         data = ExpertPanels(kind, storage.data_ptr(), storage, 2 * gate, gate)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
@@ -63,7 +63,7 @@ class CpuExperts:
         """The same with another form of down."""
         up_form, down_form = coded.form_of(format, hidden).address, coded.form_of(down, width).address
         gate = self._lib.moe_coded_bytes(up_form, width, hidden)
-        storage = reserve(num_experts, self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form))
+        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form))
         data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
 

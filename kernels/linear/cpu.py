@@ -28,7 +28,7 @@ class CpuLinear:
         heads, n, k = weights.shape
         kind = kind_of(weights.dtype)
         size = self._lib.moe_packed_bytes(kind, n, k)
-        storage = reserve(heads, size)
+        storage = reserve(self._lib, heads, size)
         for head in range(heads):
             weight = rows(weights[head])
             self._lib.moe_pack(kind, weight.data_ptr(), weight.stride(0), n, k, storage.data_ptr() + head * size)
@@ -50,7 +50,7 @@ class CpuLinear:
         rows, k = weight.shape
         form, n = coded.form_of(weight.format, k), rows // heads
         size = self._lib.moe_coded_bytes(form.address, n, k)
-        storage = reserve(heads, size)
+        storage = reserve(self._lib, heads, size)
         for head in range(heads):
             part = weight.rows(head * n, (head + 1) * n)
             coded.pack(self._lib, part, storage.data_ptr() + head * size)

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from threading import Lock
 from typing import Any, TypeVar
 
 from moe_engine.errors import EngineDeadError
@@ -27,6 +28,8 @@ class EngineLoop:
     def __init__(self, cores: Sequence[CoreProcess]) -> None:
         self._cores = cores
         self._running: set[Future[Any]] = set()
+        self._begins = Lock()
+        """Held while work begins, so that `close` sees all of it."""
         self._is_closed = False
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
@@ -39,15 +42,18 @@ class EngineLoop:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Any:
         """A future of the work. Raises EngineDeadError: the loop is closed or failed, or belongs to another process."""
-        if not self.is_open:
+        if not self._is_ours:
             work.close()
-            reason = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
-            raise EngineDeadError(f"this Engine {reason}")
-        if not self.thread.is_alive():
-            work.close()
-            raise EngineDeadError("the event loop of this Engine has failed; see the log for the cause")
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        self._running.add(future)
+            raise EngineDeadError(f"this Engine belongs to process {self._pid}; make one after the fork")
+        with self._begins:
+            if self._is_closed:
+                work.close()
+                raise EngineDeadError("this Engine was shut down")
+            if not self.thread.is_alive():
+                work.close()
+                raise EngineDeadError("the event loop of this Engine has failed; see the log for the cause")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
 
@@ -66,8 +72,10 @@ class EngineLoop:
 
     def begin_close(self) -> bool:
         """Refuses further work. False: not open."""
-        was_open = self.is_open
-        self._is_closed = self._is_closed or was_open
+        if not self._is_ours:  # a lock may be held for ever in a forked child
+            return False
+        with self._begins:
+            was_open, self._is_closed = not self._is_closed, True
         return was_open
 
     def close(self, last: Coroutine[Any, Any, object]) -> None:

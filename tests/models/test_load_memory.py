@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from moe_engine.models.load_threads import for_each
-from moe_engine.models.reused_memory import reused_memory
 from tests.models.checkpoints import make_checkpoint
 
 SCRIPT = """
@@ -50,21 +47,6 @@ def test_peak_memory_while_loading(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", SCRIPT, str(large), str(small)]
     done = subprocess.run(arguments, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1.15
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc")
-def test_freed_memory_is_reused_while_loading() -> None:
-    """Blocks that together are beyond what glibc keeps by itself; each has 5,120 pages of 4 KiB."""
-
-    def faults() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    with reused_memory():
-        for attempt in range(2):
-            before = faults()
-            for _ in range(4):
-                [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(5)]
-            assert not attempt or faults() - before < 5120
 
 
 def test_for_each_covers_all_and_raises() -> None:
