@@ -72,7 +72,7 @@ class EngineLoop:
 
     def begin_close(self) -> bool:
         """Refuses further work. False: not open."""
-        if not self._is_ours:  # a lock may be held for ever in a forked child
+        if not self._is_ours:  # in a forked child the lock may never be released
             return False
         with self._begins:
             was_open, self._is_closed = not self._is_closed, True
