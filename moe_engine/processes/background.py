@@ -10,9 +10,9 @@ Niceness alone does not do it on Linux:
   6.13 the kernel does not interrupt a thread for another one (lazy preemption). `yielding` makes it enter the kernel
   every `PERIOD_SECONDS`.
 
-A thread of the policy `SCHED_IDLE` gives its core to any other thread at once, and the kernel wakes threads on that core as on
-a free one. On a machine without idle time it gets almost none, and no thread may leave the policy without a privilege:
-`in_idle_time` does the work again at `NICENESS` then.
+A thread of the policy `SCHED_IDLE` gives its core to any other thread at once, and the kernel wakes threads on that
+core as on a free one. On a machine without idle time it gets almost none, and no thread may leave the policy without a
+privilege: `in_idle_time` does the work again at `NICENESS` then.
 """
 
 from __future__ import annotations
