@@ -25,9 +25,11 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from signal import Signals
-from threading import Thread, get_native_id
+from threading import get_native_id
 from time import CLOCK_MONOTONIC
 from typing import TypeVar
+
+from moe_engine.processes.watched_thread import start_watched
 
 NICENESS = 15
 """About a thirtieth of a core beside a busy step; a whole core where one is free."""
@@ -72,7 +74,7 @@ def in_idle_time(work: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T
     if sys.platform != "linux":
         return work()
     result: Future[T] = Future()
-    Thread(target=_work_when_idle, args=(work, result), name="idle time", daemon=True).start()
+    start_watched("idle time", lambda: _work_when_idle(work, result), lambda message: None)  # the future has its errors
     if wait([result], patience).done:
         return result.result()
     with yielding():
