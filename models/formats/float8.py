@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 _SCALES = (".weight_scale", ".weight_scale_inv")
 """Names of the scales; both are factors. The second is transformers', without blocks."""
 _UNUSED = (
-    ".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".activation_scale",
+    ".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale",
+    ".activation_scale",
 )  # fmt: skip
 _CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Float8:
-    """`weight` e4m3 [N, K] and `weight_scale` (or `weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
+    """`weight` e4m3 [N, K] and `weight_scale` (`weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
 
     coded: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
