@@ -19,7 +19,7 @@ from moe_engine.elastic.groups import ElasticContext
 from moe_engine.elastic.placement import plan_for_survivors
 from moe_engine.errors import ConfigError
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.loader import open_again
+from moe_engine.models.loader import LoadOptions, open_weights
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, SlotMemory
 from moe_engine.parallel.placement.balance import balancedness
@@ -151,10 +151,8 @@ class RankRecovery:
 
     def _open_weights(self) -> WeightSource:
         options = self._options
-        return open_again(
-            options.model_path, options.model, getattr(torch, options.dtype), self._device,
-            options.load_format, options.dummy_seed,
-        )  # fmt: skip
+        load = LoadOptions(options.dtype, self._device, options.load_format, options.dummy_seed)
+        return open_weights(options.model_path, options.model, load)
 
     def _update(self, layer: int, table: Sequence[int]) -> None:
         if self._balance is not None:

@@ -27,6 +27,7 @@ from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.token_masks import LaunchedStep, StepMasks
@@ -51,9 +52,9 @@ from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.compile_setup import finish_regions, start_regions
 from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
-from moe_engine.worker.startup.file_reads import file_reads
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
+from moe_engine.worker.startup.load_options import load_options
 from moe_engine.worker.startup.offload_setup import NOT_REPLACED, note_offload
 from moe_engine.worker.startup.speculation_setup import add_speculation, draft_bytes, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
@@ -260,7 +261,8 @@ def _prepare(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
-    model = _load(options, stream, backends, parallel, progress, rows)
+    load = load_options(options, stream.device, parallel, progress)
+    model = _load(options, load, backends, parallel, rows)
     loaded = time.perf_counter()
     if weight_stream is not None:
         note_offload(weight_stream, model)
@@ -286,8 +288,7 @@ def _prepare(
     if speculation is not None:
         drafts = options.kernels.draft
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
-        reads = file_reads(options, parallel)
-        add_speculation(runner, speculation, options, draft_backends, progress, **reads)
+        add_speculation(runner, speculation, options, load, draft_backends)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index
@@ -311,32 +312,13 @@ def _prepare(
 
 
 def _load(
-    options: WorkerOptions,
-    stream: DeviceStream,
-    backends: Backends,
-    parallel: ParallelContext,
-    progress: bool,
-    rows: RequestRows,
+    options: WorkerOptions, load: LoadOptions, backends: Backends, parallel: ParallelContext, rows: RequestRows
 ) -> Model:
     """The model with its weights."""
-    from moe_engine.models.loader import load_model
-
-    more: dict[str, Any] = file_reads(options, parallel)
+    limits = {"max_positions": rows.width}
     if options.model.vision is not None:
-        more["max_image_tokens"] = options.shapes.tokens or rows.width
-    return load_model(
-        options.model_path,
-        options.model,
-        dtype=getattr(torch, options.dtype),
-        device=stream.device,
-        backends=backends,
-        parallel=parallel,
-        load_format=options.load_format,
-        progress=progress,
-        seed=options.dummy_seed,
-        max_positions=rows.width,
-        **more,
-    )
+        limits["max_image_tokens"] = options.shapes.tokens or rows.width
+    return load_model(options.model_path, options.model, load, backends, parallel, **limits)
 
 
 def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None:
