@@ -55,8 +55,12 @@ class TaggedFormat:
             else:
                 yield from self._call(reader)
             space = yield from reader.space()
-            if (yield from reader.peek()) and not (yield from reader.at(self.begin)):
-                reader.plain(space)
+            for begin in begins:
+                if (yield from reader.at(begin)):
+                    break
+            else:
+                if (yield from reader.peek()):
+                    reader.plain(space)
 
     def _calls(self, reader: CallReader) -> Wait[None]:
         if not self.call_begin:
