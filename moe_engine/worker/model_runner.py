@@ -172,7 +172,7 @@ class ModelRunner:
         shape, clock = self._graph_shape(plan), self._clock()
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
-            states = self._hidden_states(plan, hidden)
+            states = self._hidden_states(plan, batch, hidden)
             pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
             pending.hidden, pending.clock = states, clock
             pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
@@ -189,7 +189,7 @@ class ModelRunner:
         self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
     ) -> PendingResult:
         """Samples from hidden [T, D]."""
-        prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, hidden)
+        prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
                 self.speculation.advance_plain(plan, batch.sampled, self._empty)
@@ -201,9 +201,9 @@ class ModelRunner:
         pending.seconds, pending.hidden = time.perf_counter() - began, states
         return pending
 
-    def _hidden_states(self, plan: StepPlan, hidden: Tensor) -> PendingHidden | None:
+    def _hidden_states(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> PendingHidden | None:
         wanted = self.rows.returns_hidden
-        return pending_hidden(plan, wanted, hidden, self.stream) if wanted else None
+        return pending_hidden(plan, batch.offsets, wanted, hidden, self.stream) if wanted else None
 
     def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
         """The passes over the logits of hidden [S, D]. A CUDA graph may have computed them already: logits [S, V]."""
@@ -331,23 +331,22 @@ class ModelRunner:
             raise ValueError(f"plan {plan.number} speculates, but this worker has no drafter")
         began = time.perf_counter()
         self._phase = "drafting"
-        whole = plan
         sizes = self.shared.sizes(plan)
-        left_out: list[int] = []
+        left_out: list[tuple[int, int]] = []
         if sizes is None:  # else the other ranks expect all tokens of the plan
             plan, left_out = step.without_ended(plan)
         step.reserve(speculation)
         if not plan.rows:
-            return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
+            return PendingSpeculation.empty(plan.number, left_out)
         verified = self._run_fused(step, plan, speculation) if sizes is None else None
         if verified is not None:
             draft_seconds, model_seconds, follow_seconds = verified.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
-            return PendingSpeculation.verified(plan, verified, took, [(i, whole.rows[i]) for i in left_out])
+            return PendingSpeculation.verified(plan, verified, took, left_out)
         follows = speculation.follow or not step.config.follows
         drafted_shape = self._drafted_shape(plan) if follows else None
         if drafted_shape is not None and self.drafted is not None:
-            return self._launch_drafted(self.drafted, plan, drafted_shape, [(i, whole.rows[i]) for i in left_out])
+            return self._launch_drafted(self.drafted, plan, drafted_shape, left_out)
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         taps = self.taps if speculation.follow else None
         drafted = time.perf_counter()
@@ -394,7 +393,7 @@ class ModelRunner:
         if left_out or plan.masked:  # not the planned step, or waited for masks: would mislead the cost model
             seconds = StepSeconds()
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
-        pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
+        pending.left_out, pending.cuda_graph = left_out, shape is not None
         pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
         pending.errors = drawn.errors
         return pending
