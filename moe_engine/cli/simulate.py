@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
-from moe_engine.cli.simulate_checks import check, other_launch, parsed_goodput
+from moe_engine.cli.simulate_checks import check, check_launch, other_launch, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
@@ -67,6 +67,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         return 0
     args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
     check(own)
+    check_launch(args)
     goodput = parsed_goodput(own)
     config, source = source_of(own, args)
     spec = fleet_spec(own, config, source)
@@ -78,7 +79,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
-    print(serving_report.result_table(values, backend="simulated", request_rate=rate, max_concurrency=limit))
+    shown = "trace" if own.dataset_name == "trace" else str(rate)
+    print(serving_report.result_table(values, backend="simulated", request_rate=shown, max_concurrency=limit))
     print(report.remarks(values, outcome))
     if own.output_file:
         record = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
@@ -288,11 +290,17 @@ def _workload(own: argparse.Namespace, config: ResolvedConfig) -> Workload:
     if own.dataset_name == "agentic":
         workload = agents_of(own, times)
     elif own.dataset_name == "trace":
-        arrivals = read_trace(own.dataset_path, own.num_prompts)
-        workload = Recorded(arrivals)
+        workload = Recorded(_of_trace(own.dataset_path, own.num_prompts))
     else:
         workload = _dataset(own, config, times)
     return Limited(workload, own.max_concurrency) if own.max_concurrency else workload
+
+
+def _of_trace(path: str, most: int) -> list[Arrival]:
+    arrivals = read_trace(path, most + 1)
+    if len(arrivals) > most:
+        print(f"note: the first {most} requests of {path}; --num-prompts N takes more", file=sys.stderr)
+    return arrivals[:most]
 
 
 def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[float]) -> Fixed:
