@@ -24,7 +24,7 @@ from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from moe_engine.config.args import EngineArgs
 from moe_engine.models import weights
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.read_parts import SERIAL, PartReads
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.stats import median
@@ -57,7 +57,9 @@ def load(config: Any, serial: bool = False) -> float:
     backends = build_backends(config.kernels.model)
     with patch.object(weights, "PartReads", (lambda count: SERIAL) if serial else PartReads):
         began = time.perf_counter()
-        load_model(config.model_path, config.model, config.dtype, "cpu", backends, max_positions=config.context_len)
+        load_model(
+            config.model_path, config.model, LoadOptions(config.dtype), backends, max_positions=config.context_len
+        )
         return time.perf_counter() - began
 
 

@@ -23,7 +23,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import activation_dtype
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.models.loader import LoadOptions, load_model, load_mtp
 from moe_engine.worker.startup.kernel_choice import build_backends
 
 
@@ -78,8 +78,8 @@ class BatchModel:
         name = activation_dtype(config)
         need = Need(dtype=name, attention=config.attention.kind)
         self._backends = build_backends(plan_kernels(cpu_device(), need))
-        self._model = load_model(path, config, name, "cpu", self._backends, max_positions=max_len)
-        self._mtp = load_mtp(path, config, self._model, name, "cpu")
+        self._model = load_model(path, config, LoadOptions(name), self._backends, max_positions=max_len)
+        self._mtp = load_mtp(path, config, self._model, LoadOptions(name))
         slots = sequences * max_len
         width, layers = config.attention.cache_width, config.num_layers + self._mtp.num_layers
         self._kv = [torch.zeros(slots, width, dtype=getattr(torch, name)) for _ in range(layers)]

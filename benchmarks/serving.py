@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks import report
+from benchmarks import agent_report, report
 from benchmarks.agent_sessions import Replay, TokenText, workload_of
 from benchmarks.clients import BACKENDS, DEFAULT_PORTS, CallOptions
 from benchmarks.conversations import converse, with_turns
@@ -50,7 +50,7 @@ from benchmarks.trace_requests import NAME as MOONCAKE
 from benchmarks.trace_requests import add_trace_arguments, check_trace_arguments, trace_requests
 from moe_engine.errors import ConfigError
 from moe_engine.server.listen import url_host
-from moe_engine.tuning import agent_report, serving_report
+from moe_engine.tuning import serving_report
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
 from moe_engine.tuning.simulator.agents import add_agent_arguments

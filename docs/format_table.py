@@ -48,6 +48,8 @@ CHECKPOINTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("int-quantized", "compressed-tensors",
      {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}),
     ("float-quantized", "compressed-tensors", {"format": "float-quantized", "weights": _FP8_ROWS}),
+    ("float-quantized, blocks of 128 x 128", "compressed-tensors",
+     {"format": "float-quantized", "weights": _FP8_ROWS | {"strategy": "block", "block_structure": [128, 128]}}),
     ("nvfp4-pack-quantized", "compressed-tensors", {"format": "nvfp4-pack-quantized", "weights": _FP4}),
     ("mxfp4-pack-quantized", "compressed-tensors",
      {"format": "mxfp4-pack-quantized", "weights": _FP4 | {"group_size": 32}}),

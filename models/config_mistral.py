@@ -13,7 +13,12 @@ from typing import Any
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.fused_float8 import FusedFloat8
+from moe_engine.models.formats.module_rules import Modules
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
 
 
 def parse_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -30,9 +35,17 @@ def parse_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         fields.fail("n_routed_experts", "is missing; add it, or pass it with --json-model-override-args")
     config = _scaled(replace(config, moe=replace(moe, has_bias=False), raw=fields.raw), fields)
     if config.weight_format.name:
-        return config
+        return replace(config, weight_format=_with_fused_experts(config.weight_format, moe.num_experts))
     fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
     return replace(config, weight_format=fused)
+
+
+def _with_fused_experts(format: WeightFormat, num_experts: int) -> WeightFormat:
+    """FP8 with a scale per matrix, as published: the experts of a layer are in common tensors."""
+    if not isinstance(format, SchemeFormat) or all(not isinstance(scheme, Float8) for _, scheme in format.rules):
+        return format
+    experts = (Modules(parts=("*.experts.*",)), FusedFloat8(num_experts))
+    return replace(format, rules=(experts, *format.rules))
 
 
 def parse_mistral3_text(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

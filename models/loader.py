@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_engine.errors import ConfigError
+from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
+from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.eagle import EagleHead
 from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
@@ -24,37 +26,48 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.read_ahead import Prefetch
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
-from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource, open_source
+from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
-Ignore = Callable[[Collection[str]], set[str]]
+FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
+"""Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How weights are read.
+
+    Args:
+        dtype: name of the dtype of activations and weights; ``auto`` follows the checkpoint.
+        load_format: ``dummy`` uses random weights from `seed`, others read the files.
+        progress: a bar on stderr.
+        prefetch: threads that read the files into the page cache ahead of the loader; None: one thread of a single rank
+            does.
+        drop_cache: remove the files from the page cache at the end.
+    """
+
+    dtype: str = "auto"
+    device: torch.device | str = "cpu"
+    load_format: str = "auto"
+    seed: int = 0
+    progress: bool = False
+    prefetch: Prefetch | None = None
+    drop_cache: bool = False
 
 
 def load_model(
     path: str | Path,
     config: ModelConfig,
-    dtype: torch.dtype | str,
-    device: torch.device | str,
+    options: LoadOptions,
     backends: Backends,
     parallel: ParallelContext = SINGLE,
-    load_format: str = "auto",
-    progress: bool = False,
-    seed: int = 0,
-    prefetch: Prefetch | None = None,
-    drop_cache: bool = False,
     **model_options: Any,
 ) -> Model:
     """Builds the config's model and loads its weights, with little peak memory beyond the weights themselves.
 
     Args:
         parallel: this rank's context; the rank loads its own part. Its dispatcher must be set with all-to-all.
-        dtype: of activations and weights; a torch dtype or a name (``auto`` follows the checkpoint).
-        load_format: ``auto`` and ``safetensors`` read the directory, ``dummy`` uses random weights from `seed`.
-        progress: a bar on stderr.
-        prefetch: threads that read the files into the page cache ahead of the loader; None: one thread of a single rank
-            does.
-        drop_cache: remove the files from the page cache at the end.
         model_options: keywords of the model class (``max_positions``, DeepSeek's ``max_expanded_tokens``).
 
     Raises:
@@ -65,26 +78,15 @@ def load_model(
     if parallel.topology.travels and parallel.dispatcher is None and config.is_moe:
         raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: call with_dispatcher first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
-    outside, use = partial(names_outside_model, config), _cache_use(parallel, prefetch, drop_cache)
-    with _reading(path, config, dtype, device, load_format, progress, seed, outside, **use) as reader:
+    with _reading(path, config, options, partial(names_outside_model, config), parallel) as reader:
         model: Model = target(config, reader, backends, parallel, **model_options)
     return model
 
 
 def load_mtp(
-    path: str | Path,
-    config: ModelConfig,
-    model: Model,
-    dtype: torch.dtype | str,
-    device: torch.device | str,
-    load_format: str = "auto",
-    progress: bool = False,
-    seed: int = 0,
-    exported: bool = False,
-    prefetch: Prefetch | None = None,
-    drop_cache: bool = False,
+    path: str | Path, config: ModelConfig, model: Model, options: LoadOptions, exported: bool = False
 ) -> MTPLayers:
-    """The MTP layers of a loaded `model`, with its kernels, embedding and head. Arguments as in `load_model`.
+    """The MTP layers of a loaded `model`, with its kernels, embedding and head.
 
     Args:
         exported: `path` has the MTP layer alone (SGLang's NextN checkpoints).
@@ -97,9 +99,8 @@ def load_mtp(
             f"{config.source}: {config.architecture} with num_nextn_predict_layers {config.num_nextn_predict_layers} "
             "has no MTP layers for drafting; use a checkpoint with MTP layers, or another --speculative-algorithm"
         )
-    outside, use = partial(names_outside_mtp, config), _cache_use(model.parallel, prefetch, drop_cache)
-    read = partial(read_nextn, layer=config.num_layers) if exported else read_checkpoint
-    with _reading(path, config, dtype, device, load_format, progress, seed, outside, read, **use) as reader:
+    read = partial(read_nextn, layer=config.num_layers) if exported else None
+    with _reading(path, config, options, partial(names_outside_mtp, config), model.parallel, read) as reader:
         return MTPLayers(model, reader)
 
 
@@ -107,17 +108,11 @@ def load_head(
     head: HeadConfig,
     model: Model,
     target: tuple[str | Path, ModelConfig],
-    dtype: torch.dtype | str,
-    device: torch.device | str,
+    options: LoadOptions,
     backends: Backends,
     max_positions: int,
-    load_format: str = "auto",
-    progress: bool = False,
-    seed: int = 0,
-    prefetch: Prefetch | None = None,
-    drop_cache: bool = False,
 ) -> EagleHead:
-    """An EAGLE head for a loaded `model`. Other arguments as in `load_model`.
+    """An EAGLE head for a loaded `model`.
 
     Args:
         target: directory and config of the model, whose LM head a token map reads again.
@@ -127,35 +122,28 @@ def load_head(
     """
     if not isinstance(model, Decoder):
         raise ConfigError(f"{head.path}: EAGLE heads for external models ({type(model).__name__}) are not supported")
-    path, config = target
-    outside, use = partial(names_outside_head, head), _cache_use(model.parallel, prefetch, drop_cache)
-    head_file = head.path, head.layer, dtype, device, load_format, progress, seed, outside, read_head
-    with _reading(*head_file, **use) as reader:
+    outside = partial(names_outside_head, head)
+    with _reading(head.path, head.layer, options, outside, model.parallel, read_head) as reader:
         ids, lm_head = draft_ids(head, reader), None
         if head.num_mapped and ids is not None:
-            source = _open(path, config, dtype, device, load_format, False, seed, set)
+            path, config = target
+            source = open_weights(path, config, replace(options, progress=False, prefetch=None, drop_cache=False))
             lm_head = mapped_head(config, source, backends.linear, model.embedding, model.parallel, ids)
         return EagleHead(head, model, reader, backends, max_positions, ids, lm_head)
 
 
 def reload(
-    part: Decoder | MTPLayers,
-    path: str | Path,
-    config: ModelConfig,
-    dtype: torch.dtype | str,
-    device: torch.device | str,
-    load_format: str = "auto",
-    seed: int = 0,
+    part: Decoder | MTPLayers, path: str | Path, config: ModelConfig, options: LoadOptions
 ) -> Iterator[tuple[Any, Any]]:
     """Pairs of a module of a loaded model, or of its MTP layers, and the same module with the weights of another
-    checkpoint, read one after the other: the caller may drop each pair before the next. Arguments as in `load_model`.
+    checkpoint, read one after the other: the caller may drop each pair before the next.
 
     Raises:
         CheckpointError: as `load_model`.
     """
     outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
     with torch.no_grad():
-        reader = _open(path, config, dtype, device, load_format, False, seed, partial(outside, config))
+        reader = open_weights(path, config, options, partial(outside, config))
         reader.served_gates = gates_of([part])
         for module in part.modules():
             yield module.module, module.build(reader)
@@ -168,30 +156,50 @@ def gates_of(parts: Iterable[Decoder | MTPLayers]) -> torch.dtype | None:
     return next((module.gate_dtype for module in modules if isinstance(module, MoE)), None)
 
 
-def open_again(
+def open_weights(
     path: str | Path,
     config: ModelConfig,
-    dtype: torch.dtype | str,
-    device: torch.device | str,
-    load_format: str = "auto",
-    seed: int = 0,
+    options: LoadOptions,
+    ignore: Callable[[Collection[str]], Collection[str]] = set,
+    read: ReadFiles | None = None,
 ) -> WeightSource:
-    """Reopens the weights of a loaded model, to read some of them again. Arguments as in `load_model`."""
-    return _open(path, config, dtype, device, load_format, False, seed, set)
+    """The weights of a checkpoint.
 
+    Args:
+        ignore: see `WeightReader`; default: all tensors may stay unread.
+        read: default: `read_checkpoint`.
 
-def _cache_use(parallel: ParallelContext, prefetch: Prefetch | None, drop: bool) -> dict[str, Any]:
-    """Keywords of `WeightReader`: a single rank, which reads all files, reads them ahead."""
-    if prefetch is None and parallel.world_size == 1:
-        prefetch = Prefetch()
-    return {"prefetch": prefetch, "drop": drop}
+    Raises:
+        CheckpointError: an unknown load format.
+    """
+    device = torch.device(options.device)
+    dtype = getattr(torch, activation_dtype(config, options.dtype, device.type))
+    if options.load_format == "dummy":
+        return DummyReader(dtype, device, options.seed, config.weight_format)
+    if options.load_format not in FILE_FORMATS:
+        raise CheckpointError(f"--load-format {options.load_format}: use {', '.join(FILE_FORMATS)} or dummy")
+    return WeightReader(
+        path, dtype, device, config.weight_format, ignore, options.progress,
+        read or partial(read_checkpoint, load_format=options.load_format), prefetch=options.prefetch,
+        drop=options.drop_cache,
+    )  # fmt: skip
 
 
 @contextmanager
-def _reading(*args: Any, **further: Any) -> Iterator[WeightSource]:
-    """`_open` without gradients: finished at the end, abandoned after an error."""
+def _reading(
+    path: str | Path,
+    config: ModelConfig,
+    options: LoadOptions,
+    ignore: Callable[[Collection[str]], Collection[str]],
+    parallel: ParallelContext,
+    read: ReadFiles | None = None,
+) -> Iterator[WeightSource]:
+    """`open_weights` without gradients: finished at the end, abandoned after an error. A single rank, which reads all
+    files, reads them ahead."""
+    if options.prefetch is None and parallel.world_size == 1:
+        options = replace(options, prefetch=Prefetch())
     with torch.no_grad():
-        reader = _open(*args, **further)
+        reader = open_weights(path, config, options, ignore, read)
         try:
             yield reader
         except BaseException:
@@ -199,27 +207,3 @@ def _reading(*args: Any, **further: Any) -> Iterator[WeightSource]:
                 reader.abandon()
             raise
         reader.finish()
-
-
-def _open(
-    path: str | Path,
-    config: ModelConfig,
-    dtype: torch.dtype | str,
-    device: torch.device | str,
-    load_format: str,
-    progress: bool,
-    seed: int,
-    ignore: Ignore,
-    read: ReadFiles = read_checkpoint,
-    **further: Any,
-) -> WeightSource:
-    """`further`: more keywords of `WeightReader`."""
-    device = torch.device(device)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, activation_dtype(config, dtype, device.type))
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "format": config.weight_format}
-    if load_format == "dummy":
-        options |= {"seed": seed}
-    else:
-        options |= {"ignore": ignore, "progress": progress, "read": read, **further}
-    return open_source(load_format, path, **options)

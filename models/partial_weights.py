@@ -23,6 +23,7 @@ from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
@@ -151,8 +152,9 @@ def mask_source(structure: WeightSource, names: Collection[str]) -> FilledWeight
     """A source in which no byte of the tensors `names` is 0, and all other bytes are."""
 
     def fill(name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
-        other = f"{name.removesuffix('.weight_scale_inv')}.scale" if name.endswith(".weight_scale_inv") else name
-        out.fill_(MARK if name in names or other in names else 0.0)
+        prefix = name.removesuffix(".weight_scale_inv")
+        spelled = (name,) if prefix == name else (prefix + end for end in SCALE_ENDS)
+        out.fill_(MARK if any(one in names for one in spelled) else 0.0)
 
     return FilledWeights(structure, fill)
 

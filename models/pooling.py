@@ -80,10 +80,10 @@ def score_layers(config: ModelConfig) -> Iterator[ScoreLayer]:
     if pooling is None or not pooling.head:
         return
     if pooling.head == "linear":
-        yield ScoreLayer("score", pooling.width, width, False)
+        yield ScoreLayer("score", pooling.width, width, bias=False)
         return
-    yield ScoreLayer("score.0", width, width, True)
-    yield ScoreLayer("score.2", pooling.width, width, True)
+    yield ScoreLayer("score.0", width, width, bias=True)
+    yield ScoreLayer("score.2", pooling.width, width, bias=True)
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from moe_engine.errors import CheckpointError, InputError
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_files, hint_for
@@ -14,7 +15,6 @@ from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import EMBEDDING, MTP_COPIES, Kind, layer_index, model_tensors
 
 MAX_SHOWN = 5
-_SCALES = (".weight_scale_inv", ".scale")
 
 
 class TensorNames:
@@ -76,7 +76,7 @@ class TensorNames:
         """The weight that the scales with this name belong to."""
         if name in self._specs:
             return None
-        for suffix in _SCALES:
+        for suffix in SCALE_ENDS:
             weight = name.removesuffix(suffix) + ".weight"
             if name.endswith(suffix) and weight in self._specs and self._specs[weight].kind is Kind.LINEAR:
                 return weight

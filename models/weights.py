@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,8 +43,6 @@ REPORT_BYTES = 4 << 20
 """Bytes of files between two reports to the progress bar and the threads that read ahead."""
 DEVICE_THREADS = 4
 """Min threads that read a tensor for a device."""
-FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
-"""Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
 
 
 class WeightSource(Protocol):
@@ -329,20 +326,3 @@ def _open_file(file: WeightFile, reads: PartReads) -> TensorFile:
     if isinstance(file, GGUFWeights):
         return GGUFFile(file, reads)
     return SafetensorsFile(file, reads)
-
-
-def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:
-    """The source for a load format: ``dummy`` uses random weights, others read files (`read_checkpoint`).
-
-    Raises:
-        CheckpointError: for an unknown format.
-    """
-    if load_format in FILE_FORMATS:
-        if kwargs.get("read", read_checkpoint) is read_checkpoint:
-            kwargs["read"] = partial(read_checkpoint, load_format=load_format)
-        return WeightReader(directory, **kwargs)
-    if load_format == "dummy":
-        from moe_engine.models.dummy_weights import DummyReader
-
-        return DummyReader(**kwargs)
-    raise CheckpointError(f"--load-format {load_format}: use {', '.join(FILE_FORMATS)} or dummy")

@@ -95,8 +95,10 @@ def parse_sampling(
     return build_sampling(request, base, where)
 
 
-def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As in JSON, 2.0 is an integer; subclasses of float (numpy's) become floats."""
+def plain_numbers(values: Any) -> Any:
+    """As in JSON, 2.0 is an integer; subclasses of float (numpy's) become floats. No mapping: the same value."""
+    if not isinstance(values, Mapping):
+        return values
     return {k: (int(v) if v.is_integer() else float(v)) if isinstance(v, float) else v for k, v in values.items()}
 
 

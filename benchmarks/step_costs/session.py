@@ -246,10 +246,10 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
 
 def _without_compiling() -> None:
     """Skips steps that only compile kernels before READY, because no kernel is compiled here."""
-    from moe_engine.worker import worker
+    from moe_engine.worker.startup import build_runner
 
-    worker.warm_sizes = lambda runner, most, top_k: 0  # type: ignore[assignment, misc]
-    worker.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
+    build_runner.warm_sizes = lambda runner, most, top_k: 0  # type: ignore[assignment, misc]
+    build_runner.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
 
 
 def _watch_layers(recorder: Any) -> None:

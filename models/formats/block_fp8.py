@@ -1,4 +1,5 @@
-"""Block FP8 as DeepSeek V3 stores it: `prefix.weight` in e4m3, one scale per block in `prefix.weight_scale_inv`.
+"""Block FP8 as DeepSeek V3 stores it: `prefix.weight` in e4m3, one scale per block in `prefix.weight_scale_inv`
+(`prefix.weight_scale` in compressed-tensors).
 
 Weights without scales in such a checkpoint are plain. Kernels multiply blocks of 128 x 128; others are dequantized.
 Imports no torch.
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "BF16", "F8_E8M0", "U8")
 """Dtypes of weights and of scales (U8 holds E8M0 bytes)."""
+SCALE_ENDS = (".weight_scale_inv", ".scale", ".weight_scale")
+"""Names of a scale grid: DeepSeek V3's, DeepSeek V4's, compressed-tensors'."""
 
 _KERNEL_BLOCK = (128, 128)
 _CHUNK_ELEMENTS = 1 << 22
@@ -117,15 +120,12 @@ class BlockFP8Format:
 
 def has_scales(names: Collection[str]) -> bool:
     """True if a checkpoint with tensors of these names has block-FP8 weights."""
-    return any(
-        name.endswith((".weight_scale_inv", ".scale")) and f"{name.rpartition('.')[0]}.weight" in names
-        for name in names
-    )
+    return any(name.endswith(SCALE_ENDS[:2]) and f"{name.rpartition('.')[0]}.weight" in names for name in names)
 
 
 def _scale_of(prefix: str, names: Collection[str]) -> str | None:
-    """Name of a weight's scale grid, in either naming scheme; None if there is none."""
-    return next((name for name in (f"{prefix}.weight_scale_inv", f"{prefix}.scale") if name in names), None)
+    """Name of a weight's scale grid; None if there is none."""
+    return next((prefix + end for end in SCALE_ENDS if prefix + end in names), None)
 
 
 def _read_scales(source: StoredTensors, stored: StoredTensor) -> Tensor:

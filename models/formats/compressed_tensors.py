@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
 from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
@@ -27,7 +28,7 @@ class CompressedTensors:
     checkpoint = "compressed-tensors"
 
     @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
+    def parse(section: Fields) -> SchemeFormat | BlockFP8Format:
         """Raises ConfigError for settings that are not supported."""
         groups: Any = section.raw.get("config_groups")
         if not isinstance(groups, dict) or not groups:
@@ -35,21 +36,40 @@ class CompressedTensors:
         sparsity = section.section("sparsity_config")
         if sparsity is not None and sparsity.text("format", "dense") != "dense":
             section.fail("sparsity_config.format", f"{sparsity.text('format')!r} is not supported; served is dense")
-        rules = []
+        rules, blocks = [], []
         for name, group in groups.items():
             if not isinstance(group, dict):
                 section.fail(f"config_groups.{name}", f"must be an object, found {group!r}")
             fields = Fields(group, section.source, f"quantization_config.config_groups.{name}.")
             targets = name_list(fields, "targets")
             check_patterns(fields, "targets", targets)
-            rules.append((Modules(targets), _scheme(section, fields)))
+            if (block := _block(section, fields)) is not None:
+                blocks.append(block)
+            else:
+                rules.append((Modules(targets), _scheme(section, fields)))
         ignored = name_list(section, "ignore")
         check_patterns(section, "ignore", ignored)
+        if blocks and (rules or len({block.block for block in blocks}) > 1):
+            section.fail("config_groups", "has FP8 blocks beside other schemes, which is not supported")
+        if blocks:
+            return blocks[0]
         return SchemeFormat("compressed-tensors", tuple(rules), Modules(ignored))
 
     @staticmethod
     def hint(dtype: str) -> str | None:
         return None
+
+
+def _block(section: Fields, group: Fields) -> BlockFP8Format | None:
+    """The format of a group with strategy ``block``: matrices with a grid of scales beside them."""
+    weights = group.section("weights")
+    if weights is None or weights.text("strategy", None) != "block":
+        return None
+    form = group.text("format", None) or section.text("format", "dense")
+    if weights.text("type", "int") != "float" or form not in _FLOATS or weights.integer("num_bits") != 8:
+        weights.fail("strategy", "'block' is supported for FP8 in float-quantized only")
+    size = Fields({"weight_block_size": weights.raw.get("block_structure")}, section.source)
+    return BlockFP8Format.parse(size)
 
 
 def _scheme(section: Fields, group: Fields) -> Scheme:
@@ -62,7 +82,7 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
         strategy = "group" if weights.has("group_size") else "tensor"
     if kind == "float" and form in _FLOATS and weights.integer("num_bits") == 8:
         if strategy not in ("tensor", "channel"):
-            weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor and channel")
+            weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor, channel and block")
         return Float8()
     if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
         return _FP4[form]

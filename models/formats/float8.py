@@ -20,26 +20,32 @@ if TYPE_CHECKING:
 
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
-_UNUSED = (".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
+_SCALES = (".weight_scale", ".weight_scale_inv")
+"""Names of the scales; both are factors. The second is transformers', without blocks."""
+_UNUSED = (
+    ".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale",
+    ".activation_scale",
+)  # fmt: skip
 _CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Float8:
-    """`weight` e4m3 [N, K] and `weight_scale` [N, 1], [N], [1] or []: value = element * scale."""
+    """`weight` e4m3 [N, K] and `weight_scale` (`weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
 
     coded: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
     @property
     def extras(self) -> tuple[str, ...]:
-        return (".weight_scale", *_UNUSED)
+        return (*_SCALES, *_UNUSED)
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
-        return f"{prefix}.weight" in names and f"{prefix}.weight_scale" in names
+        return f"{prefix}.weight" in names and any(prefix + end in names for end in _SCALES)
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
-        scale = row_scales(f"{prefix}.weight_scale", shape[0])
+        ends = (end for end in _SCALES if prefix + end in names)
+        scale = row_scales(prefix + next(ends, _SCALES[0]), shape[0])
         weight = StoredTensor(f"{prefix}.weight", shape, ("F8_E4M3",))
         unused = (prefix + end for end in _UNUSED if prefix + end in names)
         return (weight, scale, *(StoredTensor(name, (1,), SCALES, ((), (1, 1))) for name in unused))

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
@@ -34,7 +34,25 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; codes from 8 on are their negatives."""
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
-_FIRST = {"gate": 0, "up": 1}
+
+
+class Place(NamedTuple):
+    """Where a matrix of an expert is: `part` of the `parts` matrices of each expert in tensor `name`."""
+
+    name: str
+    expert: int
+    part: int
+    parts: int
+
+
+def place_of(prefix: str) -> Place | None:
+    """None: not a matrix of an expert."""
+    match = _EXPERT.fullmatch(prefix)
+    if match is None:
+        return None
+    if match[3] == "down":
+        return Place(f"{match[1]}.down_proj", int(match[2]), 0, 1)
+    return Place(f"{match[1]}.gate_up_proj", int(match[2]), int(match[3] == "up"), 2)
 
 
 @dataclass(frozen=True)
@@ -63,12 +81,10 @@ class FusedExpertsFormat:
         return self.method
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
-        match = _EXPERT.fullmatch(prefix)
-        if match is None:
+        place = place_of(prefix)
+        if place is None:
             return PLAIN.tensors(prefix, shape, names)
-        rows, cols = shape
-        rows *= 1 if match[3] == "down" else 2
-        name = f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj"
+        name, rows, cols = place.name, place.parts * shape[0], shape[1]
         if self.optional and name not in names:
             return PLAIN.tensors(prefix, shape, names)
         if f"{name}_blocks" not in names and self.method != MXFP4:
@@ -107,19 +123,18 @@ class FusedExpertsFormat:
 
         from moe_engine.kernels.quantization.codes import CodedWeight
 
-        match = _EXPERT.fullmatch(prefix)
-        if match is None:
+        place = place_of(prefix)
+        if place is None:
             PLAIN.load(source, prefix, shape, cut, out)
             return
         stored = self.tensors(prefix, shape, source.names)
         if self.optional and stored[0].name == f"{prefix}.weight":
             PLAIN.load(source, prefix, shape, cut, out)
             return
-        expert = Cut(slice(int(match[2]), int(match[2]) + 1))
-        first = _FIRST.get(match[3], 0)
-        own = slice(first, None, 1 if match[3] == "down" else 2)  # rows of this matrix
+        expert = Cut(slice(place.expert, place.expert + 1))
+        own = slice(place.part, None, place.parts)  # rows of this matrix
         if not self.alternating:
-            own = slice(first * shape[0], (first + 1) * shape[0])
+            own = slice(place.part * shape[0], (place.part + 1) * shape[0])
         if len(stored) == 1:
             with source.open(stored[0], expert) as part:
                 matrix = part[0][:, own].T if self.transposed else part[0][own]

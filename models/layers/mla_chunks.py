@@ -79,14 +79,14 @@ def cut(
     start = 0
     if batch.decode is not None and batch.decode.num_tokens:
         start = batch.decode.num_tokens
-        chunks.append(AttentionChunk(slice(0, start), batch.decode, plan, True))
+        chunks.append(AttentionChunk(slice(0, start), batch.decode, plan, absorbed=True))
     prefill = batch.prefill
     if prefill is None or not prefill.num_tokens:
         return chunks
     prefill.refuse_tree("expanded")
     runs = [] if capabilities.expanded_shared is None else _worth_sharing(prefill, max_expanded_tokens)
     if not runs and prefill.num_context_tokens <= max_expanded_tokens:
-        chunks.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
+        chunks.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, absorbed=False))
         return chunks
     limits = max_expanded_tokens, max_absorbed_tokens
     for queries, absorbed, shared in _cut_runs(prefill, runs, backend, *limits, capabilities.chunks is not None):

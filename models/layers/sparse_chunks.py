@@ -37,7 +37,9 @@ def cut(
     decode, prefill = batch.decode, batch.prefill
     if isinstance(plan, SelectionInPlace) and decode is not None:
         tokens = slice(0, decode.num_tokens)
-        return [AttentionChunk(tokens, decode, plan.attention, True, selected=plan.selected, index_plan=plan.index)]
+        return [
+            AttentionChunk(tokens, decode, plan.attention, absorbed=True, selected=plan.selected, index_plan=plan.index)
+        ]
     if not any(_exceeds(queries, top_k) for queries in (decode, prefill)):
         return mla_chunks.cut(batch, backend, plan, *limits, capabilities)
     chunks: list[AttentionChunk] = []
@@ -46,7 +48,7 @@ def cut(
         if _exceeds(decode, top_k):
             chunks.append(_sparse(decode, tokens, indexer, top_k, capabilities))
         else:
-            chunks.append(AttentionChunk(tokens, decode, plan, True))
+            chunks.append(AttentionChunk(tokens, decode, plan, absorbed=True))
     start = 0 if decode is None else decode.num_tokens
     if prefill is None or not prefill.num_tokens:
         return chunks
@@ -90,7 +92,7 @@ def _sparse(
     assert capabilities.sparse is not None
     selected = Selected.empty(queries, top_k)
     plan = capabilities.sparse.plan(selected)
-    return AttentionChunk(tokens, queries, plan, True, selected=selected, index_plan=indexer.plan(queries))
+    return AttentionChunk(tokens, queries, plan, absorbed=True, selected=selected, index_plan=indexer.plan(queries))
 
 
 def _by_form(prefill: PagedQueries, top_k: int, max_tokens: int) -> Iterator[tuple[PagedQueries, bool]]:

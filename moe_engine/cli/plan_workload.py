@@ -15,21 +15,26 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
-from moe_engine.tuning.costs.form import WEIGHTS, Form
+from moe_engine.tuning.costs.form import WEIGHTS
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 from moe_engine.tuning.hardware.table import Cluster, gpu_names, link_names, parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
+from moe_engine.tuning.planner.given_space import given_space, kv_of
 from moe_engine.tuning.planner.launch import config_of, subject_of
 from moe_engine.tuning.planner.memory import EstimatedMemory, Memory, RoomOf
 from moe_engine.tuning.planner.plot import check_plot, plot_front
 from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.planner.report import json_of, text_of
 from moe_engine.tuning.planner.search import Found, Plan, Search
+from moe_engine.tuning.planner.space import WHOLE
 from moe_engine.tuning.planner.workload import Workload, parse_workload
 
 OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
-FORM_FLAGS = ("tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size")
+FORM_FLAGS = (
+    "tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size", "enable_dp_attention", "enable_ep_moe",
+    "enable_deepep_moe",
+)  # fmt: skip
 FITTED_CHUNK = 16384
 """Chunk with which the other engines' constants were fitted."""
 
@@ -81,14 +86,15 @@ def plan_workload(own: Mapping[str, Any], args: EngineArgs, hardware: str, as_js
     if plot is not None:
         check_plot(plot)
     predictor, memory = _predictor(own, args, cluster, workload)
-    given = args.given & set(FORM_FLAGS)
-    if given and concurrency is not None:
+    if args.given.intersection(FORM_FLAGS) and concurrency is not None:
         found = _one(predictor, memory, args, workload, slo, concurrency)
     else:
+        if isinstance(memory, Memory):
+            args, memory = memory.with_profile()
         progress = _Progress()
-        search = Search(
-            predictor, memory, workload, slo, _kv(args, predictor), concurrency, _filter(args), progress.show
-        )
+        kv = ("bf16", "fp8") if predictor.share.engine == OURS else (predictor.share.kv,)
+        space = given_space(args, cluster, kv)
+        search = Search(predictor, memory, workload, slo, space, concurrency, progress.show)
         found = search.run(cluster.num_gpus, args.model.model_path or "MODEL", top or 3)
         progress.done()
     if plot is not None:
@@ -168,51 +174,28 @@ def _count(own: Mapping[str, Any], name: str, default: int | None) -> int | None
     return value
 
 
-def _kv(args: EngineArgs, predictor: Predictor) -> tuple[str, ...]:
-    """KV dtypes to try: the one given by the flag, else both."""
-    asked = args.memory.kv_cache_dtype
-    if "kv_cache_dtype" in args.given and asked != "auto":
-        return ("fp8",) if asked.startswith("fp8") else ("bf16",)
-    return ("bf16", "fp8") if predictor.share.engine == OURS else (predictor.share.kv,)
-
-
-def _filter(args: EngineArgs) -> Any:
-    """Forms that the given flags allow."""
-    parallel, given = args.parallel, args.given
-
-    def kept(form: Form) -> bool:
-        asked = {
-            "tp_size": form.ranks == parallel.tp_size,
-            "attn_dp_size": form.attn_dp == parallel.attn_dp_size,
-            "ep_size": form.ep == parallel.ep_size,
-            "moe_a2a_backend": form.travels == (parallel.moe_a2a_backend != "none"),
-        }
-        return all(same for name, same in asked.items() if name in given)
-
-    return kept
-
-
 def _one(
     predictor: Predictor, memory: RoomOf, args: EngineArgs, workload: Workload, slo: Slo, concurrency: int
 ) -> Found:
     """The prediction for the form given by the flags."""
     form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
+    load = workload.load(not args.scheduling.disable_radix_cache)
     rows = -(-concurrency // (form.attn_dp * replicas))
     ours, room = predictor.share.engine == OURS, memory.as_given()
-    chunk = room.chunk if room.chunk > 0 else workload.prompt
+    chunk = room.chunk if room.chunk > 0 else WHOLE
     if not ours and "chunked_prefill_size" not in args.given:
         chunk = FITTED_CHUNK
     candidate = Candidate(
-        form, replicas, _kv(args, predictor)[0] if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
-        room.depths[0], args.model.model_path or "MODEL",
+        form, replicas, kv_of(args) if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
+        room.depths[0], args.model.model_path or "MODEL", requests=concurrency,
     )  # fmt: skip
     if room.refusal and ours:
         raise ConfigError(room.refusal)
-    if ours and (most := min(room.running, int(room.tokens / workload.load.held))) < rows:
+    if ours and (most := min(room.running, int(room.tokens / load.held))) < rows:
         print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
         candidate = candidate.with_rows(max(1, most))
-    predictions = {depth: predictor.predict(candidate.with_drafts(depth), workload.load) for depth in room.depths}
-    depth = min(predictions, key=lambda depth: predictions[depth].tpot_s)
+    predictions = {depth: predictor.predict(candidate.with_drafts(depth), load) for depth in room.depths}
+    depth = max(predictions, key=lambda depth: predictions[depth].output_per_s)
     candidate, prediction = candidate.with_drafts(depth), predictions[depth]
     if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)) > 1:
         print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)

@@ -61,7 +61,7 @@ class LocalRanks:
                 continue
             spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
             self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
-        self._held = {rank: StoppedProcessDetector(child) for rank, child in self._children.items()}
+        self._held = {rank: StoppedProcessDetector(child.pid) for rank, child in self._children.items()}
 
     @property
     def pids(self) -> dict[int, int]:

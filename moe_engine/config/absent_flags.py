@@ -62,6 +62,8 @@ class AbsentFlags:
     no_effect: Mapping[str, str]
     """Switches that disable features absent from this engine, with the reason."""
     docker_run: tuple[str, ...]
+    vllm: Mapping[str, str]
+    """Advice for flags of vLLM."""
     name_of: Mapping[str, str]
     """Name of a flag, or of a switch without effect, by each spelling."""
 
@@ -80,7 +82,7 @@ def absent_flags() -> AbsentFlags:
         for name, values in rows.items()
     }  # fmt: skip
     own = {name: name for name in (*flags, *no_effect)}
-    return AbsentFlags(flags, no_effect, tuple(data["docker_run"]), own | other)
+    return AbsentFlags(flags, no_effect, tuple(data["docker_run"]), data["vllm"], own | other)
 
 
 def check_absent(given: Mapping[str, Any], accepted: Iterable[str]) -> tuple[str, ...]:
@@ -131,6 +133,8 @@ def unknown_flag(word: str, accepted: Iterable[str]) -> str:
     absent, keyword = absent_flags(), keyword_of(word)
     if keyword in absent.docker_run:
         return "unknown flag; it is a flag of `docker run`, not of the server"
+    if keyword in absent.vllm:
+        return f"unknown flag; it is a flag of vLLM: {absent.vllm[keyword]}"
     known = {keyword_of(spelling): spelling for spelling in accepted}
     known |= {name: option_of(name) if word.startswith("-") else name for name in absent.no_effect}
     close = nearest(keyword, [*known, *absent.name_of])

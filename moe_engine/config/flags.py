@@ -84,10 +84,16 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     Raises:
         ConfigError: for an unknown flag (with the nearest spelling), a missing value or a bad file.
     """
-    namespace, unknown = parser.parse_known_args(list(argv))
+    namespace, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
     given = vars(namespace) | (_parse_absent(parser, unknown) if unknown else {})
     path = given.pop("config", None)
     return {**_canonical(parser, read_yaml(path)), **given} if path is not None else given
+
+
+def _with_dashes(word: str) -> str:
+    """A flag's name may be written with - or _, as in vLLM; its value is left as it is."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:

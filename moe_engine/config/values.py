@@ -65,7 +65,7 @@ def to_field_value(info: FieldInfo, value: Any) -> Any:
     if value is None:
         return None if info.optional else info.default  # a dump of SGLang's flags has None for many defaults
     converted = _convert(info, value)
-    return _choose(info.option, info.flag, converted, info.default) if isinstance(converted, str) else converted
+    return _choose(info.option, info.flag, converted) if isinstance(converted, str) else converted
 
 
 def _convert(info: FieldInfo, value: Any) -> Any:
@@ -114,7 +114,7 @@ def _noun(info: FieldInfo) -> str:
     return {int: "a whole number", float: "a number", str: "text"}[info.type]
 
 
-def _choose(option: str, flag: Flag, value: str, default: Any) -> str:
+def _choose(option: str, flag: Flag, value: str) -> str:
     allowed = flag.allowed()
     if allowed is None or value in allowed:
         return value

@@ -19,7 +19,7 @@ from moe_engine.elastic.groups import ElasticContext
 from moe_engine.elastic.placement import plan_for_survivors
 from moe_engine.errors import ConfigError
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.loader import open_again
+from moe_engine.models.loader import LoadOptions, open_weights
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, SlotMemory
 from moe_engine.parallel.placement.balance import balancedness
@@ -28,9 +28,10 @@ from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import MIN_GAIN
 from moe_engine.worker.eplb.eplb_manager import Planner
+from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.startup.expert_setup import moe_layers, mtp_moe_layers
 from moe_engine.worker.startup.speculation_setup import mtp_layers
-from moe_engine.worker.worker import Worker, WorkerOptions
+from moe_engine.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,8 @@ class RankRecovery:
 
     def _open_weights(self) -> WeightSource:
         options = self._options
-        return open_again(
-            options.model_path, options.model, getattr(torch, options.dtype), self._device,
-            options.load_format, options.dummy_seed,
-        )  # fmt: skip
+        load = LoadOptions(options.dtype, self._device, options.load_format, options.dummy_seed)
+        return open_weights(options.model_path, options.model, load)
 
     def _update(self, layer: int, table: Sequence[int]) -> None:
         if self._balance is not None:

@@ -23,14 +23,12 @@ from moe_engine.models import registry
 from moe_engine.processes.address_space import address_space_hint
 from moe_engine.processes.child import ChildProcess
 from moe_engine.processes.runtime_dir import RuntimeDir
-from moe_engine.processes.stopped import StoppedProcessDetector
+from moe_engine.processes.stopped import HELD_SECONDS, StoppedProcessDetector
 from moe_engine.processes.zmq_sockets import bind
 
 logger = logging.getLogger("moe_engine")
 
 CORE_MODULE = "moe_engine.cluster.core_main"
-HELD_SECONDS = 5.0
-"""A core that has been stopped by a signal (SIGSTOP, not a debugger) for this long is killed."""
 
 
 class CoreProcess:
@@ -88,7 +86,7 @@ class CoreProcess:
         self.statuses = [SharedStatus(spec.status_path_of(group), create=True) for group in range(num_groups)]
         self.to_core_addresses = [spec.to_core_of(0)]
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
-        self._held = StoppedProcessDetector(self._child)
+        self._held = StoppedProcessDetector(self._child.pid)
 
     @property
     def pid(self) -> int:

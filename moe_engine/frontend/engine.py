@@ -10,12 +10,13 @@ import asyncio
 import dataclasses
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import aclosing
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-from moe_engine import logs
+from moe_engine import __version__, logs
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.delete_checkpoint import delete_checkpoint
@@ -31,6 +32,7 @@ from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.scoring import ScoreResult, score
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, wait_ready
+from moe_engine.frontend.watchdog import watch
 from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.planning.launch_flags import launch_flags
@@ -92,6 +94,7 @@ class Engine:
         client = CoreClient(self._cores, self.info, self.config.load_balance_method, by_room=by_room)
         # No batch size limits: the memory is that of the caller's own process.
         settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
+        self._watchdog = asyncio.create_task(watch(client, self.config.server.watchdog_timeout))
         return Frontend(client, tokenizer, settings)
 
     # -- generation
@@ -216,18 +219,20 @@ class Engine:
         loop = asyncio.get_running_loop()
 
         async def pump() -> None:
-            try:
-                async with aclosing(self._frontend.stream(request)) as chunks:
-                    async for chunk in chunks:
-                        loop.call_soon_threadsafe(queue.put_nowait, chunk)
-                loop.call_soon_threadsafe(queue.put_nowait, _END)
-            except Exception as error:
-                loop.call_soon_threadsafe(queue.put_nowait, error)
+            async with aclosing(self._frontend.stream(request)) as chunks:
+                async for chunk in chunks:
+                    loop.call_soon_threadsafe(queue.put_nowait, chunk)
+
+        def ended(task: Future[None]) -> None:
+            cancelled = EngineDeadError("this Engine was shut down") if task.cancelled() else None
+            with suppress(RuntimeError):  # the caller's loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, cancelled or task.exception() or _END)
 
         task = self._loop.submit(pump())
+        task.add_done_callback(ended)
         try:
             while (item := await queue.get()) is not _END:
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
@@ -401,8 +406,8 @@ class Engine:
         return self._loop.run(Profiling(self._frontend.client).stop())
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Aborts every request whose id starts with `rid`, or all."""
-        self._loop.call(lambda: self._frontend.abort(rid, all=abort_all))
+        """Aborts every request whose id starts with `rid`, or all. Does not wait for their end."""
+        self._loop.submit(_call(self._frontend.abort, rid, all=abort_all))
 
     def get_server_info(self) -> dict[str, Any]:
         """The flags in effect (see `planning.launch_flags`), the engine's facts and the state of each scheduler."""
@@ -411,6 +416,7 @@ class Engine:
             "max_total_num_tokens": self.info.max_total_num_tokens,
             "max_req_input_len": self.info.max_req_input_len,
             "context_len": self.info.context_len,
+            "version": __version__,
         }
         flags = launch_flags(self.config) | kernel_flags(self.info.backends)
         return {**flags, **facts, "internal_states": states}
@@ -424,7 +430,11 @@ class Engine:
             return
         self._end.detach()
         self._frontend.close()
-        self._loop.close(self._frontend.client.shutdown(drain=False))
+        self._loop.close(self._shut_down())
+
+    async def _shut_down(self) -> None:
+        self._watchdog.cancel()
+        await self._frontend.client.shutdown(drain=False)
 
     def __enter__(self) -> Engine:
         return self

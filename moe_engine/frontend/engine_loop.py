@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from threading import Lock
 from typing import Any, TypeVar
@@ -29,8 +29,9 @@ class EngineLoop:
         self._cores = cores
         self._running: set[Future[Any]] = set()
         self._begins = Lock()
-        """Held while work begins, so that `close` sees all of it."""
+        """Held while work begins, so that the end of the loop sees all of it."""
         self._is_closed = False
+        self._failure = ""
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self.thread = start_watched("moe-engine", self.loop.run_forever, self._failed)
@@ -49,9 +50,9 @@ class EngineLoop:
             if self._is_closed:
                 work.close()
                 raise EngineDeadError("this Engine was shut down")
-            if not self.thread.is_alive():
+            if self._failure:
                 work.close()
-                raise EngineDeadError("the event loop of this Engine has failed; see the log for the cause")
+                raise EngineDeadError(self._failure)
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
             self._running.add(future)
         future.add_done_callback(self._running.discard)
@@ -65,10 +66,6 @@ class EngineLoop:
         except BaseException:
             future.cancel()
             raise
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Calls a function on the loop's thread, without waiting for it."""
-        self.loop.call_soon_threadsafe(function)
 
     def begin_close(self) -> bool:
         """Refuses further work. False: not open."""
@@ -104,6 +101,8 @@ class EngineLoop:
         return self._pid == os.getpid()
 
     def _failed(self, message: str) -> None:
+        with self._begins:
+            self._failure = message
         stop_cores(self._cores)
         self._end_pending(message)
 

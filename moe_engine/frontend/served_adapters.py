@@ -99,7 +99,7 @@ class ServedAdapters:
                 field="lora_path",
             )
         if lora_path not in self._by_name:
-            raise self._unknown(lora_path, "lora_path", f"lora_path: {lora_path!r:.80}")
+            raise self._unknown("lora_path", f"lora_path: {lora_path!r:.80}")
         return lora_path
 
     def _named_by(self, model: str) -> str | None:
@@ -112,10 +112,10 @@ class ServedAdapters:
         if not colon:
             return None
         if adapter not in self._by_name:
-            raise self._unknown(adapter, "model", f"model: {adapter!r:.80} in {model!r:.80}")
+            raise self._unknown("model", f"model: {adapter!r:.80} in {model!r:.80}")
         return adapter
 
-    def _unknown(self, name: str, field: str, beginning: str) -> InputError:
+    def _unknown(self, field: str, beginning: str) -> InputError:
         if self._settings is None:
             words = "names a LoRA adapter, and this server runs without --enable-lora; leave the adapter out"
         else:
@@ -130,7 +130,7 @@ class ServedAdapters:
         held: dict[str | None, ServedAdapter] = {}
         for name in wanted:
             if (adapter := self._by_name.get(name)) is None:
-                raise self._unknown(name, "lora_path", f"lora_path: {name!r:.80}")
+                raise self._unknown("lora_path", f"lora_path: {name!r:.80}")
             held[name] = adapter
         for adapter in held.values():
             adapter.num_users += 1
@@ -189,7 +189,7 @@ class ServedAdapters:
         """Unloads an adapter on all ranks once the requests that use it have ended."""
         adapter = self._by_name.pop(name, None)
         if adapter is None:
-            return self._failed(str(self._unknown(name, "lora_name", f"lora_name: {name!r:.80}")))
+            return self._failed(str(self._unknown("lora_name", f"lora_name: {name!r:.80}")))
         self._num_draining += 1
         try:
             if adapter.num_users:

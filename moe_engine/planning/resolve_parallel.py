@@ -96,12 +96,12 @@ def resolve_parallel(
         ConfigError: sizes that do not fit each other or the model, with sizes that fit.
     """
     flags = args.parallel
-    attn_dp, replicas = _data_parallel(args, record)
+    attn_dp, replicas = data_parallel(args, record)
     num_nodes, node_rank, leader = _place(args, place, record)
-    backend = _backend(args)
+    backend = dispatch_backend(args)
     if backend != "none" and not model.is_moe:
         raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
-    ep_size = _ep_size(args, backend, record)
+    ep_size = expert_parallel(args, backend, record)
     _check_replicas(replicas, num_nodes)
     _check_enough_ranks(
         flags, attn_dp, ep_size, num_nodes, "" if "nnodes" in args.given or place is None else place.origin
@@ -269,7 +269,7 @@ def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
         )
 
 
-def _data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
+def data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
     """(attention groups, replicas) from either spelling of the flags."""
     flags = args.parallel
     if not flags.enable_dp_attention:
@@ -283,7 +283,7 @@ def _data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
     return record.note("attn_dp_size", flags.dp_size, "--dp-size with --enable-dp-attention"), 1
 
 
-def _backend(args: EngineArgs) -> str:
+def dispatch_backend(args: EngineArgs) -> str:
     flags = args.parallel
     if not flags.enable_deepep_moe:
         return flags.moe_a2a_backend
@@ -294,7 +294,7 @@ def _backend(args: EngineArgs) -> str:
     return "deepep"
 
 
-def _ep_size(args: EngineArgs, backend: str, record: Record) -> int:
+def expert_parallel(args: EngineArgs, backend: str, record: Record) -> int:
     """--ep-size; if left out, all ranks with a dispatcher, which spans all ranks."""
     flags = args.parallel
     if "ep_size" in args.given and flags.ep_size != flags.tp_size and flags.enable_ep_moe:

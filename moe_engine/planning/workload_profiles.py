@@ -90,7 +90,7 @@ def resolve_profile(args: EngineArgs, model: ModelConfig, device: str, resolve: 
         if not wanted or choice.flag in args.given:
             continue
         changed = {name: value for name, value in wanted.items() if name not in args.given}
-        why = _excluded(choice, args, model)
+        why = excluded(choice, args, model)
         if why is None:
             try:
                 config = resolve(candidate := _with(args, changed))
@@ -104,7 +104,7 @@ def resolve_profile(args: EngineArgs, model: ModelConfig, device: str, resolve: 
     return dataclasses.replace(config, decisions=tuple(_decisions(config, reasons)), notes=(*config.notes, *remarks))
 
 
-def _excluded(choice: Choice, args: EngineArgs, model: ModelConfig) -> str | None:
+def excluded(choice: Choice, args: EngineArgs, model: ModelConfig) -> str | None:
     """The reason why a choice would have no effect or do harm here, beyond the cases that `resolve` refuses."""
     if choice.flag == "speculative_algorithm" and not model.num_nextn_predict_layers:
         return "the model has no MTP layers"

@@ -9,6 +9,10 @@ Niceness alone does not do it on Linux:
   1 to 4 ms later, unless that thread enters the kernel: its share of the core may end within the tick, and since Linux
   6.13 the kernel does not interrupt a thread for another one (lazy preemption). `yielding` makes it enter the kernel
   every `PERIOD_SECONDS`.
+
+A thread of the policy `SCHED_IDLE` gives its core to any other thread at once, and the kernel wakes threads on that
+core as on a free one. On a machine without idle time it gets almost none, and no thread may leave the policy without a
+privilege: `in_idle_time` does the work again at `NICENESS` then.
 """
 
 from __future__ import annotations
@@ -16,17 +20,25 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from signal import Signals
 from threading import get_native_id
 from time import CLOCK_MONOTONIC
+from typing import TypeVar
+
+from moe_engine.processes.watched_thread import start_watched
 
 NICENESS = 15
 """About a thirtieth of a core beside a busy step; a whole core where one is free."""
 PERIOD_SECONDS = 0.0002
 """A signal takes about 2 us."""
+PATIENCE_SECONDS = 0.5
+"""Several times what a large grammar takes on a core that is busy half of the time."""
+
+T = TypeVar("T")
 
 
 def yield_to_steps(niceness: int = NICENESS, thread: int | None = None) -> None:
@@ -54,6 +66,29 @@ def yielding() -> Iterator[None]:
     finally:
         if timer is not None:
             _libc().timer_delete(timer)
+
+
+def in_idle_time(work: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:
+    """The result of `work` from a thread that computes only while no other thread wants its core. If it has no result
+    after `patience` seconds, the calling thread does the same work, so `work` must be safe in two threads."""
+    if sys.platform != "linux":
+        return work()
+    result: Future[T] = Future()
+    start_watched("idle time", lambda: _work_when_idle(work, result), lambda message: None)  # the future has its errors
+    if wait([result], patience).done:
+        return result.result()
+    with yielding():
+        return work()
+
+
+def _work_when_idle(work: Callable[[], T], result: Future[T]) -> None:
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        with yielding():
+            result.set_result(work())
+    except BaseException as error:
+        result.set_exception(error)
 
 
 class _Event(ctypes.Structure):

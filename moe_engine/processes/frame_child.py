@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
-from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.processes.pipe_frames import LENGTH_BYTES, frame
+from moe_engine.processes.stopped import HELD_SECONDS, LOOK_SECONDS, StoppedProcessDetector
+
+logger = logging.getLogger("moe_engine")
 
 
 class FrameChild:
@@ -22,8 +28,11 @@ class FrameChild:
 
     def __init__(self, module: str) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            [sys.executable, "-m", module], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)  # a stopped process reads nothing
+        self._module = module
 
     def begin(self) -> None:
         """Waits until the process can answer. It is killed if this raises."""
@@ -41,17 +50,42 @@ class FrameChild:
         self._popen.wait()
 
     def exchange(self, data: bytes, seconds: float) -> bytes | None:
-        """The answer to a frame; None if it is late. Raises EOFError if the process has ended."""
+        """The answer to a frame; None if it is late. Raises EOFError: the process has ended, or a signal has stopped it
+        for `HELD_SECONDS` and it is killed."""
         assert self._popen.stdin is not None and self._popen.stdout is not None
-        try:
-            write_frame(self._popen.stdin, data)
-        except OSError:
-            raise EOFError from None
+        deadline = time.monotonic() + seconds
+        unsent, answer, length = memoryview(frame(data)), bytearray(), LENGTH_BYTES
+        while unsent:
+            if not self._is_ready(self._popen.stdin, select.POLLOUT, deadline):
+                return None
+            try:
+                unsent = unsent[os.write(self._popen.stdin.fileno(), unsent) :]
+            except OSError:
+                raise EOFError from None
+        while len(answer) < length:
+            if not self._is_ready(self._popen.stdout, select.POLLIN, deadline):
+                return None
+            part = os.read(self._popen.stdout.fileno(), length - len(answer))
+            if not part:
+                raise EOFError
+            answer += part
+            if len(answer) == LENGTH_BYTES:
+                length += int.from_bytes(answer, "little")
+        return bytes(memoryview(answer)[LENGTH_BYTES:])
+
+    def _is_ready(self, pipe: IO[bytes], event: int, deadline: float) -> bool:
+        """Whether the process reads or writes its pipe by then; blocking. Raises EOFError as `exchange`."""
+        stopped = StoppedProcessDetector(self.pid)
         poller = select.poll()  # `select` refuses the descriptors of a process with a thousand connections
-        poller.register(self._popen.stdout, select.POLLIN)
-        if not poller.poll(seconds * 1000):
-            return None
-        return read_frame(self._popen.stdout)
+        poller.register(pipe, event)
+        while (left := deadline - time.monotonic()) > 0:
+            if poller.poll(min(left, LOOK_SECONDS) * 1000):
+                return True
+            if (held := stopped.seconds()) > HELD_SECONDS:
+                logger.error("%s (pid %d) is killed: a signal had stopped it for %.1f s", self._module, self.pid, held)
+                self.kill()
+                raise EOFError
+        return bool(poller.poll(0))
 
 
 Child = TypeVar("Child", bound=FrameChild)

@@ -7,8 +7,12 @@ from typing import IO
 LENGTH_BYTES = 4
 
 
+def frame(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
 def write_frame(stream: IO[bytes], data: bytes) -> None:
-    stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    stream.write(frame(data))
     stream.flush()
 
 

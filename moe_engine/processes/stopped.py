@@ -6,17 +6,17 @@ import time
 
 import psutil
 
-from moe_engine.processes.child import ChildProcess
-
 LOOK_SECONDS = 0.2
+HELD_SECONDS = 5.0
+"""A process that has been stopped by a signal (SIGSTOP, not a debugger) for this long is killed."""
 
 
 class StoppedProcessDetector:
     """Measures how long a child has been stopped, in polls. Time in which this process was itself stopped hardly
     counts, so that freezing and thawing all processes together causes no loss."""
 
-    def __init__(self, child: ChildProcess) -> None:
-        self._child = child
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._looked = time.monotonic()
         self._seconds = 0.0
 
@@ -31,6 +31,6 @@ class StoppedProcessDetector:
 
     def _is_held(self) -> bool:
         try:
-            return psutil.Process(self._child.pid).status() == psutil.STATUS_STOPPED
+            return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
         except psutil.Error:
             return False

@@ -171,36 +171,15 @@ class Admission:
             may_admit: False to continue `chunked` only.
             may_join: the requests that may be admitted; None: all.
         """
-        batch, connector = PrefillBatch(), self._kv_cache.connector
+        batch = PrefillBatch()
         budget = PrefillBudget(self._settings, self._kv_cache, ratio, running, num_mixed)
         if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
             return batch
-        barred, num_held = False, 0
+        num_held = 0
         if may_admit and self._sessions is not None:
             self._sessions.plan(self._kv_cache.available, num_running)
         if may_admit and not (batch.jobs and budget.exhausted):
-            for entry in self._policy.order(self._queue, self._kv_cache.tree):
-                if may_join is not None and not may_join(entry.request):
-                    continue
-                if self._lora is not None and not self._lora.may_join(entry.request, barred):
-                    barred |= self._lora.bars(entry.request)
-                    continue
-                if num_held >= MAX_HELD and self._sessions is not None and not self._sessions.may_evict(entry):
-                    continue
-                if self._is_computed_by(batch, entry):
-                    continue
-                if connector is not None and self._waits_for_kv(connector, entry, batch, budget, num_running, may_join):
-                    continue
-                batch.blocked = self._admit(entry, batch, budget, num_running)
-                if batch.blocked is Blocked.HELD:
-                    num_held += 1
-                    continue  # for a bounded time
-                if batch.blocked is not Blocked.NOTHING:
-                    batch.blocked_entry = entry
-                    break
-                if budget.exhausted or not batch.jobs[-1].is_last:
-                    batch.blocked = Blocked.BUDGET
-                    break
+            num_held = self._admit_in_order(batch, budget, num_running, may_join)
             self._queue.admit(batch.admitted)
             if self._sessions is not None:
                 for entry in batch.admitted:
@@ -209,6 +188,41 @@ class Admission:
         if self._sessions is not None:
             self._sessions.holds_back = num_held > 0
         return batch
+
+    def _admit_in_order(
+        self,
+        batch: PrefillBatch,
+        budget: PrefillBudget,
+        num_running: int,
+        may_join: Callable[[Request], bool] | None,
+    ) -> int:
+        """Admits waiting requests in the policy's order until one is blocked; the number of those held back meanwhile,
+        for a bounded time."""
+        connector = self._kv_cache.connector
+        barred, num_held = False, 0
+        for entry in self._policy.order(self._queue, self._kv_cache.tree):
+            if may_join is not None and not may_join(entry.request):
+                continue
+            if self._lora is not None and not self._lora.may_join(entry.request, barred):
+                barred |= self._lora.bars(entry.request)
+                continue
+            if num_held >= MAX_HELD and self._sessions is not None and not self._sessions.may_evict(entry):
+                continue
+            if self._is_computed_by(batch, entry):
+                continue
+            if connector is not None and self._waits_for_kv(connector, entry, batch, budget, num_running, may_join):
+                continue
+            batch.blocked = self._admit(entry, batch, budget, num_running)
+            if batch.blocked is Blocked.HELD:
+                num_held += 1
+                continue
+            if batch.blocked is not Blocked.NOTHING:
+                batch.blocked_entry = entry
+                break
+            if budget.exhausted or not batch.jobs[-1].is_last:
+                batch.blocked = Blocked.BUDGET
+                break
+        return num_held
 
     def _is_computed_by(self, batch: PrefillBatch, entry: Waiting) -> bool:
         """Whether a request of the batch computes more of this entry's prompt than is cached. One step later that part
@@ -273,7 +287,7 @@ class Admission:
         if slots is None:
             return False
         is_last = count == left
-        batch.jobs.append(PrefillJob(entry, start, slots, False, is_last))
+        batch.jobs.append(PrefillJob(entry, start, slots, is_new=False, is_last=is_last))
         budget.spend(request, count, expected_growth(request, self._config.clip_max_new_tokens) if is_last else 0)
         return is_last
 
@@ -318,7 +332,7 @@ class Admission:
         if self._lora is not None:
             self._lora.take(request)
         is_last = count == left
-        batch.jobs.append(PrefillJob(entry, node.end, slots, True, is_last))
+        batch.jobs.append(PrefillJob(entry, node.end, slots, is_new=True, is_last=is_last))
         batch.admitted.append(entry)
         batch.cached_tokens += node.end
         budget.spend(request, count, growth if is_last else 0)

@@ -245,7 +245,7 @@ class Scheduler:
                 return self._drain()
             draft, batch, num_before = PlanDraft(), PrefillBatch(), table.num_running
             if suspect in table.decodes:
-                self._decodes.add(draft, False, suspect)
+                self._decodes.add(draft, is_in_flight=False, alone=suspect)
             else:
                 batch = self._prefills.admit(0, True, partial(operator.is_, suspect))
                 suspects.no_room = not batch.jobs

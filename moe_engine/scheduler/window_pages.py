@@ -138,7 +138,7 @@ class WindowPages:
     def replace(self, own: Sequence[int], shared: Sequence[int], after_step: int) -> None:
         """Makes a request use the pages `shared`, which hold the same tokens, instead of its pages `own`.
 
-        The pins move. A shared page without a window page takes that of the own page.
+        The pins move. A shared page without a window page takes the window page of the replaced page.
         """
         for old, new in zip(own, shared):
             page = self.page_of.get(old)

@@ -31,13 +31,11 @@ from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.open_files import check_limit, raise_limit
-from moe_engine.processes.stopped import LOOK_SECONDS
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import Certificate
 from moe_engine.tuning.doctor.memory_costs import LedgerCosts
 
 if TYPE_CHECKING:
-    from moe_engine.frontend.client import CoreClient
     from moe_engine.frontend.client_api import EngineInfo
     from moe_engine.server.settings import ServerSettings
     from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -139,6 +137,7 @@ async def _serve(
 ) -> int:
     from moe_engine.frontend.client import CoreClient
     from moe_engine.frontend.frontend import Frontend
+    from moe_engine.frontend.watchdog import watch
     from moe_engine.server.app import create_app
     from moe_engine.server.serve import serve as serve_http
     from moe_engine.server.stop import SecondSignal, StopSwitch
@@ -156,7 +155,7 @@ async def _serve(
 
     for core in cores:
         core.on_death(replica_died, asyncio.get_running_loop())
-    watchdog = asyncio.create_task(_watch(client, config.server.watchdog_timeout))
+    watchdog = asyncio.create_task(watch(client, config.server.watchdog_timeout))
     watchdog.add_done_callback(partial(_report_failure, "The watchdog failed: stalled steps are no longer detected"))
     app.state.history.costs = LedgerCosts(config.args, config.machine)
     samples = asyncio.create_task(app.state.history.watch(app.state.server))
@@ -200,27 +199,6 @@ async def _serve(
 def _report_failure(message: str, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("%s", message, exc_info=error)
-
-
-async def _watch(client: CoreClient, timeout: float) -> None:
-    """Watchdog: kills a stalled engine, and one that a signal has stopped, so that its requests fail and a supervisor
-    restarts the server.
-
-    A stall must be seen twice in a row: after this process was itself blocked, the engine gets time to update its
-    status.
-    """
-    from moe_engine.server.state import stall
-
-    seen, due = None, time.monotonic()
-    while client.cause_of_death() is None:
-        await asyncio.sleep(min(LOOK_SECONDS, timeout / 4))
-        client.stop_held()
-        if time.monotonic() < due:
-            continue
-        due = time.monotonic() + min(1.0, timeout / 4)
-        before, seen = seen, stall(client.health(), timeout)
-        if before and seen:
-            client.stop_stalled(partial(stall, watchdog_timeout=timeout))
 
 
 def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from moe_engine.sampling_checks import TokenId
 from moe_engine.server.openai_types import Messages, Tool
+from moe_engine.tuning.doctor.diagnosis import Finding
 
 MAX_FLUSH_SECONDS = 3600
 
@@ -417,24 +418,6 @@ class OldLoad(TypedDict):
     num_tokens: int
 
 
-class DoctorFinding(TypedDict):
-    """A rule that holds: evidence, the flag to change, its memory."""
-
-    name: str
-    severity: str
-    condition: str
-    evidence: str
-    line_number: int | None
-    line: str | None
-    flag: str
-    value: Any
-    effect: str
-    memory: str | None
-    memory_bytes: int | None
-    source: str
-    windows: list[int]
-
-
 class DoctorReport(TypedDict):
     source: str
     engine: str
@@ -444,7 +427,7 @@ class DoctorReport(TypedDict):
     num_windows: int
     num_rules: int
     healthy: bool
-    findings: list[DoctorFinding]
+    findings: list[Finding]
     without_facts: list[str]
     text: str
 

@@ -13,6 +13,7 @@ from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineClient, Health
 from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.watchdog import stall
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
 from moe_engine.server.logprob_json import TokenJson
@@ -98,18 +99,3 @@ def health_problem(health: Health, watchdog_timeout: float) -> str | None:
     if not health.ready:
         return "the engine is still starting"
     return stall(health, watchdog_timeout)
-
-
-def stall(health: Health, watchdog_timeout: float) -> str | None:
-    """Reason the engine is stalled (no progress for --watchdog-timeout), or None."""
-    if health.last_step_age > watchdog_timeout and (health.num_running or health.num_waiting):
-        return (
-            f"stalled: step {health.last_step + 1} not finished for {health.last_step_age:.1f} s (--watchdog-timeout "
-            f"{watchdog_timeout:g}) with {health.num_running} requests running and {health.num_waiting} waiting"
-        )
-    if health.silence > watchdog_timeout:
-        return (
-            f"stalled: no heartbeat from the engine core for {health.silence:.1f} s (--watchdog-timeout "
-            f"{watchdog_timeout:g}); check whether its process is stopped"
-        )
-    return None

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from moe_engine.errors import GenerationError, InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.processes.child import describe_exit
+from moe_engine.processes.stopped import HELD_SECONDS, LOOK_SECONDS, StoppedProcessDetector
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_messages import ChatEncoder
 from moe_engine.tokenizer.tokenizer import TokenizerSource
+
+logger = logging.getLogger("moe_engine")
 
 MAX_PROCESSES = 2
 
@@ -63,7 +67,7 @@ class TextProcesses:
             process = self._idle.pop()
             if await process.begin(name):
                 return process
-            process.kill()  # it has exited after idling
+            process.kill()  # it has exited after idling, or was stopped by a signal
         process = await TextProcess.start(self._spec)
         if not await process.begin(name):
             process.kill()
@@ -85,6 +89,7 @@ class TextProcess:
         self._popen = popen
         self._reader = reader
         self._writer = writer
+        self._stopped_for = ""
         self.finished = False
 
     @classmethod
@@ -93,9 +98,8 @@ class TextProcess:
         command = [sys.executable, "-m", "moe_engine.server.text_process"]
         with theirs:
             popen = await asyncio.to_thread(subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, process_group=0)
-        # Reaps the process. A process that cannot be waited for is killed.
-        start_watched("request body process", partial(_wait, popen), lambda message: popen.kill())
         process = cls(popen, *await asyncio.open_unix_connection(sock=ours))
+        start_watched("request body process", process._watch, lambda message: popen.kill())
         process._writer.write(frame(Kind.SPEC, pickle.dumps(spec)))
         return process
 
@@ -126,7 +130,8 @@ class TextProcess:
         """The next frame: kind and payload.
 
         Raises:
-            InputError: 413, the process died while processing the body, most likely because of its size.
+            InputError: 413, the process died while processing the body, most likely because of its size; 503, a signal
+                had stopped it.
         """
         try:
             kind, payload = await self._read()
@@ -149,8 +154,17 @@ class TextProcess:
 
     async def _death(self) -> InputError:
         end = describe_exit(await asyncio.to_thread(self._popen.wait))
+        if self._stopped_for:
+            return InputError(f"the process for this large body {end}: {self._stopped_for}; try again", status=503)
         return InputError(f"the process for this large body {end}; send smaller requests", status=413)
 
-
-def _wait(popen: subprocess.Popen[bytes]) -> None:
-    popen.wait()
+    def _watch(self) -> None:
+        """Reaps the process; kills it once a signal has stopped it for `HELD_SECONDS`, as it would never answer."""
+        stopped = StoppedProcessDetector(self._popen.pid)
+        while self._popen.poll() is None:
+            if (held := stopped.seconds()) > HELD_SECONDS:
+                self._stopped_for = f"it had been stopped by a signal for {held:.1f} s"
+                logger.error("request body process (pid %d) is killed: %s", self._popen.pid, self._stopped_for)
+                self._popen.kill()
+                self._popen.wait()
+            time.sleep(LOOK_SECONDS)

@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from moe_engine.errors import InputError
-from moe_engine.processes.background import yielding
+from moe_engine.processes.background import in_idle_time
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
@@ -65,8 +65,7 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
         write_frame(answers, msgspec.msgpack.encode(None))
         while True:
             constraint = msgspec.msgpack.decode(read_frame(requests), type=Constraint)
-            with yielding():
-                verdict = verdict_of(backend, constraint)
+            verdict = in_idle_time(partial(verdict_of, backend, constraint))
             write_frame(answers, msgspec.msgpack.encode(verdict))
     except (EOFError, BrokenPipeError):
         pass

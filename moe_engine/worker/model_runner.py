@@ -331,23 +331,22 @@ class ModelRunner:
             raise ValueError(f"plan {plan.number} speculates, but this worker has no drafter")
         began = time.perf_counter()
         self._phase = "drafting"
-        whole = plan
         sizes = self.shared.sizes(plan)
-        left_out: list[int] = []
+        left_out: list[tuple[int, int]] = []
         if sizes is None:  # else the other ranks expect all tokens of the plan
             plan, left_out = step.without_ended(plan)
         step.reserve(speculation)
         if not plan.rows:
-            return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
+            return PendingSpeculation.empty(plan.number, left_out)
         verified = self._run_fused(step, plan, speculation) if sizes is None else None
         if verified is not None:
             draft_seconds, model_seconds, follow_seconds = verified.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
-            return PendingSpeculation.verified(plan, verified, took, [(i, whole.rows[i]) for i in left_out])
+            return PendingSpeculation.verified(plan, verified, took, left_out)
         follows = speculation.follow or not step.config.follows
         drafted_shape = self._drafted_shape(plan) if follows else None
         if drafted_shape is not None and self.drafted is not None:
-            return self._launch_drafted(self.drafted, plan, drafted_shape, [(i, whole.rows[i]) for i in left_out])
+            return self._launch_drafted(self.drafted, plan, drafted_shape, left_out)
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         taps = self.taps if speculation.follow else None
         drafted = time.perf_counter()
@@ -394,7 +393,7 @@ class ModelRunner:
         if left_out or plan.masked:  # not the planned step, or waited for masks: would mislead the cost model
             seconds = StepSeconds()
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
-        pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
+        pending.left_out, pending.cuda_graph = left_out, shape is not None
         pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
         pending.errors = drawn.errors
         return pending

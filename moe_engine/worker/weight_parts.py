@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.layers.decoder import Decoder, Reloadable
-from moe_engine.models.loader import gates_of, open_again
+from moe_engine.models.loader import LoadOptions, gates_of, open_weights
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.weights import WeightSource
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
@@ -54,8 +54,9 @@ def structure_of(runner: ModelRunner, options: WorkerOptions) -> WeightSource:
         CheckpointError: the files no longer exist.
     """
     plain = not options.model.weight_format.has_kernel_formats
-    load_format, device = "dummy" if plain else options.load_format, runner.stream.device
-    source = open_again(options.model_path, options.model, options.dtype, device, load_format, options.dummy_seed)
+    load_format = "dummy" if plain else options.load_format
+    load = LoadOptions(options.dtype, runner.stream.device, load_format, options.dummy_seed)
+    source = open_weights(options.model_path, options.model, load)
     source.served_gates = gates_of(parts_of(runner))
     return source
 

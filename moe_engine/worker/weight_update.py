@@ -27,7 +27,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.loader import reload
+from moe_engine.models.loader import LoadOptions, reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.received_tensors import ReceivedTensors, as_files, header_of
@@ -122,12 +122,10 @@ class WeightUpdate:
         """
         self._begin()
         options, device = self._options, self._runner.stream.device
+        load = LoadOptions(options.dtype, device, self._format(args), options.dummy_seed)
         staged: dict[tuple[int, int], _Staged] = {}
         for part in self._parts():
-            modules = reload(
-                part, args.model_path, options.model, options.dtype, device, self._format(args), options.dummy_seed
-            )
-            for old, new in modules:
+            for old, new in reload(part, args.model_path, options.model, load):
                 for kept, read in pairs(old, new):
                     staged.setdefault((kept.data_ptr(), kept.nbytes), _Staged(kept, read.cpu()))
         self._staged = list(staged.values())

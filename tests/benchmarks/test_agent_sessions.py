@@ -9,9 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks import serving
+from benchmarks import agent_report, serving
 from benchmarks.agent_sessions import Replay, TokenText, workload_of
-from moe_engine.tuning import agent_report
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.tuning.simulator.agents import Agents, AgentShape

@@ -97,7 +97,7 @@ def test_defaults_are_sglangs():
 
 
 def test_values_and_spellings():
-    args = cli("--model m --max-total-tokens 64k --dtype half --chunked-prefill-size=-1 --enable-mixed-c --pp 1 --tp 2")
+    args = cli("--model m --max-total-tokens 64k --dtype half --chunked-prefill-size=-1 --enable-mixed-c --tp_size 2")
     assert args.model.model_path == "m" and args.model.dtype == "float16"
     assert args.memory.max_total_tokens == 64000 and args.memory.chunked_prefill_size == -1
     assert args.scheduling.enable_mixed_chunk
@@ -267,6 +267,13 @@ def test_some_misspellings_are_recognised():
                 cli(wrong)
 
 
+def test_advice_for_vllm_flags_names_accepted_ones():
+    known = set(known_options(build_parser()))
+    for name, advice in ABSENT.vllm.items():
+        assert option_of(name) not in known and name not in ABSENT.name_of
+        assert set(re.findall(r"--[a-z0-9-]+", advice)) <= known, name
+
+
 @pytest.mark.parametrize("name", ABSENT.docker_run)
 def test_flags_of_docker_are_named_as_such(name):
     with pytest.raises(ConfigError, match="a flag of `docker run`"):
@@ -280,6 +287,7 @@ def test_flags_of_docker_are_named_as_such(name):
     [
         ("--page-sise 3", "did you mean --page-size?"),
         ("--enable-foo", "--enable-foo: unknown flag (did you mean --enable-lora?); --help lists all flags"),
+        ("--max_model_len=8192", "--max-model-len: unknown flag; it is a flag of vLLM: use --context-length; --help"),
         ("--m-fraction-static 0.8", "did you mean --mem-fraction-static?"),
         ("--frobnicate", "--frobnicate: unknown flag; --help lists all flags"),
         ("stray", "stray argument"),

@@ -23,7 +23,7 @@ from moe_engine.planning.launch_flags import FACTS, launch_flags
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.worker.worker import WorkerInfo
+from moe_engine.worker.startup.build_runner import WorkerInfo
 from tests.config.conftest import V3, machine
 from tests.config.sglang_flags import MACHINE, SERVER_ARGS
 from tests.config.test_parallel import EIGHT, LLAMA

@@ -14,7 +14,7 @@ from moe_engine.core.setup import engine_info, scheduler_config
 from moe_engine.executor.make_worker import worker_options
 from moe_engine.frontend.start import frontend_settings
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.worker.worker import WorkerInfo
+from moe_engine.worker.startup.build_runner import WorkerInfo
 
 
 def info_of_engine(config: ResolvedConfig) -> Any:

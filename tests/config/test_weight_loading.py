@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+import torch
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.executor.make_worker import worker_options
-from moe_engine.models import loader
 from moe_engine.models.read_ahead import Prefetch
 from moe_engine.planning.prepare import prepare
-from moe_engine.worker import worker
+from moe_engine.worker.startup.load_options import load_options
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -41,17 +41,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model_loader_extra_config": {"num_threads": 16}}, None, False),
     ],
 )  # fmt: skip
-def test_the_loader_gets_the_flags(
-    path: Path, flags: dict[str, Any], prefetch: Prefetch | None, drops: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loader_gets_the_flags(path: Path, flags: dict[str, Any], prefetch: Prefetch | None, drops: bool) -> None:
     asked = {"model_path": str(path), "device": "cpu", "skip_tokenizer_init": True} | flags
     options = worker_options(prepare(EngineArgs.from_kwargs(**asked)))
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(loader, "load_model", lambda path, config, **more: given.update(more))
     second: Any = SimpleNamespace(node=SimpleNamespace(rank=1, size=3))
-    stream, rows, backends = SimpleNamespace(device="cpu"), SimpleNamespace(width=8), None
-    worker._load(options, cast(Any, stream), cast(Any, backends), second, False, cast(Any, rows))
-    assert given["prefetch"] == prefetch and given["drop_cache"] is drops
+    load = load_options(options, torch.device("cpu"), second, progress=False)
+    assert load.prefetch == prefetch and load.drop_cache is drops
 
 
 def test_settings_of_loader_threads_without_effect(path: Path) -> None:

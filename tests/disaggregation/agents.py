@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
+from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError
 from moe_engine.row_sizes import TRANSFER_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
@@ -103,7 +105,7 @@ class AgentPair:
         self._schemas = schemas
         self.prefill, self.decode = Side(), Side()
         self.prefill_rows, self.decode_rows = Rows(num_places, *row), Rows(num_places, *row)
-        self._stack, self._transport = ExitStack(), transport
+        self._stack, self._opener = ExitStack(), partial(open_transport, transport, "127.0.0.1")
         self.sender = self._new_sender("tcp://127.0.0.1:*")
         self.port = int(self.sender.address.rpartition(":")[2])
         if cabled:
@@ -122,7 +124,7 @@ class AgentPair:
             address,
             None,
             lambda: None,
-            transport=self._transport,
+            self._opener,
         )
 
     def _new_receiver(self) -> DecodeAgent:
@@ -133,7 +135,7 @@ class AgentPair:
             self.port,
             None,
             lambda: None,
-            transport=self._transport,
+            self._opener,
         )
 
     def kill_prefill(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
 from moe_engine.core.kv_transfer.joint import JointTransfers
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts, sources_of
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
+from moe_engine.core.kv_transfer.transports.table import open_transport
 from tests.disaggregation.agents import SCHEMA, Rows, Side
 from tests.examples import examples
 from tests.waiting import until
@@ -174,15 +176,15 @@ class Server:
             wakes = [group.wake, *(follower.wake for follower in followers)]
             threads = [group, *followers]
         for rank, (link, wake) in enumerate(zip(links, wakes)):
-            common: Any = {"layout": made, "transport": "tcp"}
+            tcp = partial(open_transport, "tcp", "127.0.0.1")
             if sends:
                 home = Home(1, 0, rank, f"tcp://127.0.0.1:{self.port}" if rank else "")
                 agent = PrefillAgent(
-                    link, self.rows[rank], SCHEMA, "tcp://127.0.0.1:*", None, wake, **common, home=home
+                    link, self.rows[rank], SCHEMA, "tcp://127.0.0.1:*", None, wake, tcp, layout=made, home=home
                 )
                 self.port = self.port or int(agent.address.rpartition(":")[2])
             else:
-                agent = DecodeAgent(link, self.rows[rank], SCHEMA, self.port, None, wake, **common, rank=rank)
+                agent = DecodeAgent(link, self.rows[rank], SCHEMA, self.port, None, wake, tcp, layout=made, rank=rank)
             self.agents.append(agent)
             stack.callback(agent.close)
             if rank:

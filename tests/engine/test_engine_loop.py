@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.engine import Engine
 from moe_engine.frontend.engine_loop import EngineLoop
 
 
@@ -29,3 +34,29 @@ def test_a_pending_call_of_another_thread_gets_an_error():
     loop.close(asyncio.sleep(0))
     thread.join(60)
     assert errors == ["this Engine was shut down"]
+
+
+@pytest.mark.parametrize("cause", ["the loop failed", None], ids=["loop failed", "task cancelled"])
+def test_an_async_stream_ends_with_its_engine(cause: str | None):
+    engine: Any = Engine.__new__(Engine)
+    engine._loop = EngineLoop([])
+
+    async def chunks(request: object) -> Any:
+        yield {"text": "a"}
+        while not engine._loop._running:  # `submit` has not returned yet
+            await asyncio.sleep(0)
+        if cause is None:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+        else:
+            engine._loop._failed(cause)
+        await asyncio.Event().wait()
+
+    engine._frontend = SimpleNamespace(stream=chunks)
+
+    async def read() -> list[Any]:
+        return [chunk async for chunk in await engine.async_generate("a", stream=True)]
+
+    with pytest.raises(EngineDeadError, match=cause or "this Engine was shut down"):
+        asyncio.run(asyncio.wait_for(read(), 60))
+    engine._loop.begin_close()
+    engine._loop.close(asyncio.sleep(0))

@@ -25,6 +25,7 @@ import moe_engine
 from moe_engine import Engine, server_args
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError, EngineDeadError, InputError
+from moe_engine.frontend import core_process
 from moe_engine.planning.prepare import prepare
 from tests.models.checkpoints import make_checkpoint
 from tests.waiting import until
@@ -148,7 +149,8 @@ def test_server_args(checkpoint: Path) -> None:
     assert EngineArgs.from_kwargs(**keywords).flat() == flags.flat() == keywords
     prepare(EngineArgs.from_kwargs(**keywords))
     with Engine(server_args=args) as engine:
-        assert engine.get_server_info()["max_total_tokens"] == 4096
+        info = engine.get_server_info()
+        assert info["max_total_tokens"] == 4096 and info["version"] == moe_engine.__version__
     with pytest.raises(ConfigError, match="server_args has all flags of an engine: set page_size there"):
         Engine(server_args=args, page_size=4)
     args.dtype = "int3"
@@ -162,6 +164,8 @@ def test_server_args(checkpoint: Path) -> None:
 def test_input_errors_name_the_field(engine: Engine) -> None:
     with pytest.raises(InputError, match="temperature"):
         engine.generate("a", {"temperature": -1})
+    with pytest.raises(InputError, match=r"^sampling_params: expected an object, got 5"):
+        engine.generate("a", 5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="input_ids"):
         engine.generate(input_ids=[10**6])
     with pytest.raises(InputError, match="exactly one"):
@@ -206,6 +210,16 @@ def test_killed_engine_is_named(checkpoint: Path) -> None:
         engine.generate("hello", {**GREEDY, "max_new_tokens": 400})
     engine.shutdown()
     engine.shutdown()
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        engine.abort_request(abort_all=True)
+
+
+def test_a_core_stopped_by_a_signal_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "HELD_SECONDS", 0.3)
+    with Engine(model_path=str(checkpoint)) as engine:
+        psutil.Process(engine._cores[0].pid).suspend()
+        with pytest.raises(EngineDeadError, match="had been stopped by a signal"):
+            engine.generate("hello", GREEDY)
 
 
 def test_outside_model(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

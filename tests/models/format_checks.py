@@ -17,7 +17,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.table import kept_format, parse_format
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import write_tensors
 from tests.models.stepper import Chunk, Stepper, make_backends
@@ -26,7 +26,7 @@ from tests.models.stepper import Chunk, Stepper, make_backends
 def loaded(path: Path, row: str = "torch", **options: Any) -> Stepper:
     config = load_model_config(path)
     backends = make_backends(config, row)
-    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
+    return Stepper(load_model(path, config, LoadOptions("float32", **options), backends), config, backends)
 
 
 def logits_of(path: Path, row: str = "torch", **options: Any) -> Tensor:

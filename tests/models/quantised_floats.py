@@ -47,6 +47,22 @@ def matrix_fp8(weight: Tensor) -> Written:
     return {".weight": data, ".weight_scale": scale, ".input_scale": torch.tensor(0.1)}, values
 
 
+def published_fp8(weight: Tensor) -> Written:
+    """The same in transformers' names, as Ministral 3 is published."""
+    scale = weight.abs().amax() / 448
+    data, values = _fp8(weight, scale)
+    return {".weight": data, ".weight_scale_inv": scale, ".activation_scale": torch.tensor(0.1)}, values
+
+
+def fused_fp8(weight: Tensor, halves: bool) -> Written:
+    """Experts of a layer [E, N, K] with a scale for each, or for gate and up of each."""
+    grouped = weight.unflatten(1, (2 if halves else 1, -1))
+    scale = grouped.abs().amax((2, 3), keepdim=True) / 448
+    data, values = _fp8(grouped, scale)
+    found = {"": data.flatten(1, 2), "_scale_inv": scale.flatten(2), "_activation_scale": torch.rand(len(weight))}
+    return found, values.flatten(1, 2)
+
+
 def _nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.abs(values[..., None] - table).argmin(-1).astype(np.uint8)
 
@@ -126,8 +142,20 @@ def int8_rows(weight: Tensor) -> Written:
     )
 
 
-def _compressed(form: str, bits: int, strategy: str) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+def blocks_fp8(weight: Tensor) -> Written:
+    """Blocks of 128 rows and columns, smaller at the edges."""
+    (rows, cols), grid = weight.shape, tuple(-(-size // 128) for size in weight.shape)
+    padded = torch.zeros(grid[0] * 128, grid[1] * 128)
+    padded[:rows, :cols] = weight
+    blocks = padded.unflatten(0, (grid[0], 128)).unflatten(2, (grid[1], 128)).transpose(1, 2)
+    scale = blocks.abs().amax((2, 3)) / 448
+    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :cols]
+    data, values = _fp8(weight, whole)
+    return {".weight": data, ".weight_scale": scale.to(torch.float32)}, values
+
+
+def _compressed(form: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False, **more}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
@@ -138,9 +166,15 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
     "fbgemm_fp8": (rows_fp8, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
     "w8a8_fp8": (flat_rows_fp8, {"quant_method": "w8a8_fp8"}),
     "fp8, static": (matrix_fp8, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}),
+    "fp8, static, published": (
+        published_fp8,
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+        | {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
+    ),
     "modelopt": (matrix_fp8, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
     "compressed fp8, rows": (rows_fp8, _compressed("float-quantized", 8, "channel")),
     "compressed fp8, matrix": (matrix_fp8, _compressed("float-quantized", 8, "tensor")),
+    "compressed fp8, blocks": (blocks_fp8, _compressed("float-quantized", 8, "block", block_structure=[128, 128])),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}),
     "compressed nvfp4": (nvfp4_compressed, _compressed("nvfp4-pack-quantized", 4, "tensor_group")),
     "compressed mxfp4": (mxfp4, _compressed("mxfp4-pack-quantized", 4, "group")),

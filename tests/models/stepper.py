@@ -15,7 +15,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import index_widths
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -33,11 +33,13 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
 
 
 def load(path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> Stepper:
-    """A stepper over the checkpoint in `path`; `options` are the model's, `page_size` and `seed` the stepper's."""
+    """A stepper over the checkpoint in `path`; `options` are the model's, the loader's `load_format`, and the stepper's
+    `page_size` and `seed`."""
     page_size, seed = options.pop("page_size", 1), options.pop("seed", 0)
+    load = LoadOptions(dtype, load_format=options.pop("load_format", "auto"))
     config = load_model_config(path)
     backends = make_backends(config, row, dtype, page_size)
-    model = load_model(path, config, dtype, "cpu", backends, **options)
+    model = load_model(path, config, load, backends, **options)
     return Stepper(model, config, backends, getattr(torch, dtype), page_size=page_size, seed=seed)
 
 

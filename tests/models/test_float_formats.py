@@ -14,7 +14,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import check_slices, logits_of, write_pair
-from tests.models.quantised_floats import FLOATS, quantise_floats
+from tests.models.quantised_floats import FLOATS, fused_fp8, quantise_floats
 
 WIDE = {"kv_lora_rank": 32, "v_head_dim": 16, "q_lora_rank": 32}
 KEPT = [name for name in FLOATS if "fp4" in name]
@@ -59,3 +59,17 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (path / "hf_quant_config.json").write_text(json.dumps(settings))
     torch.testing.assert_close(logits_of(path), logits_of(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_experts_of_mistral_small_4(tmp_path: Path, halves: bool) -> None:
+    """A scale of each expert, or of its gate and up, in common tensors of a layer."""
+    name = "fp8, static, published"
+    path = make_checkpoint("mistral4", tmp_path / "q", seed=4, tokenizer=False)
+    stored, plain = quantise_floats(load_file(path / "model.safetensors"), name)
+    for key in [key for key in stored if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        parts, plain[key] = fused_fp8(stored.pop(key).float(), halves and "gate_up" in key)
+        stored |= {key + end: part for end, part in parts.items()}
+    path, other = write_pair(path, stored, plain, {"quantization_config": FLOATS[name][1]})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    torch.testing.assert_close(logits_of(path), logits_of(other), rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 
@@ -92,7 +92,7 @@ ROWS: dict[str, Callable[[ModelConfig], Backends]] = {
 
 
 def stepper(path: Path, config: ModelConfig, backends: Backends, **options: Any) -> Stepper:
-    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
+    return Stepper(load_model(path, config, LoadOptions("float32"), backends, **options), config, backends)
 
 
 def logits_of(loaded: Stepper, tokens: list[int]) -> Tensor:

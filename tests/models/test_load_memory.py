@@ -17,7 +17,7 @@ SCRIPT = """
 import resource, sys
 import torch
 from moe_engine.models import load_model_config
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.stepper import make_backends
 
 def peak():
@@ -26,9 +26,9 @@ def peak():
 torch.set_num_threads(2)
 config = load_model_config(sys.argv[1])
 backends = make_backends(config, dtype="bfloat16")
-load_model(sys.argv[2], load_model_config(sys.argv[2]), "bfloat16", "cpu", backends)  # imports and pools
+load_model(sys.argv[2], load_model_config(sys.argv[2]), LoadOptions("bfloat16"), backends)  # imports and pools
 before = peak()
-model = load_model(sys.argv[1], config, "bfloat16", "cpu", backends)
+model = load_model(sys.argv[1], config, LoadOptions("bfloat16"), backends)
 print((peak() - before) / model.weight_bytes)
 """
 

@@ -20,7 +20,7 @@ from moe_engine.models.checkpoint_files import INDEX_FILE, read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
@@ -187,7 +187,7 @@ def test_layers_cut_by_an_override(tmp_path: Path) -> None:
     def logits(path: Path, overrides: dict[str, int] | None = None) -> Tensor:
         config = load_model_config(path, overrides)
         backends = stepper.make_backends(config)
-        model = load_model(path, config, "float32", "cpu", backends)
+        model = load_model(path, config, LoadOptions("float32"), backends)
         assert len(model.layers) == 2  # type: ignore[attr-defined]
         return stepper.Stepper(model, config, backends).step([Chunk(0, [1, 2, 3], False)])[0]
 
@@ -221,9 +221,9 @@ def test_slices_of_a_quantised_weight(tmp_path: Path, scale_dtype: str) -> None:
 def test_progress_bar_counts_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_checkpoint("llama", tmp_path)
     config = load_model_config(path)
-    load_model(path, config, "auto", "cpu", stepper.make_backends(config), progress=True)
+    load_model(path, config, LoadOptions(progress=True), stepper.make_backends(config))
     assert "Loading weights: 100%" in capsys.readouterr().err
-    load_model(path, config, "auto", "cpu", stepper.make_backends(config), progress=False)
+    load_model(path, config, LoadOptions(), stepper.make_backends(config))
     assert capsys.readouterr().err == ""
 
 
@@ -258,6 +258,6 @@ def test_unknown_format_and_dtype(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
     config = load_model_config(path)
     with pytest.raises(ConfigError, match="--load-format"):
-        load_model(path, config, "auto", "cpu", stepper.make_backends(config), load_format="npz")
+        load_model(path, config, LoadOptions(load_format="npz"), stepper.make_backends(config))
     with pytest.raises(ConfigError, match="--dtype"):
-        load_model(path, config, "int4", "cpu", stepper.make_backends(config))
+        load_model(path, config, LoadOptions("int4"), stepper.make_backends(config))

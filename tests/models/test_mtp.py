@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_mtp
+from moe_engine.models.loader import LoadOptions, load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import dequantised_copy, make_checkpoint
 from tests.models.rows import all_rows
@@ -93,7 +93,8 @@ class Drafter:
     def __init__(self, path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> None:
         self.main = stepper.load(path, row, dtype, **options)
         self.config = self.main.config
-        self.mtp = load_mtp(path, self.config, self.main.model, dtype, "cpu", options.get("load_format", "auto"))
+        load = LoadOptions(dtype, load_format=options.get("load_format", "auto"))
+        self.mtp = load_mtp(path, self.config, self.main.model, load)
         more = replace(self.config, num_layers=self.mtp.num_layers)
         self.main.kv += make_kv(more, self.main.num_slots, getattr(torch, dtype))
 

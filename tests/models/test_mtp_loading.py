@@ -15,7 +15,7 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_mtp
+from moe_engine.models.loader import LoadOptions, load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.test_mtp import Drafter
@@ -83,12 +83,12 @@ def test_more_layers_counted_than_there_are(tmp_path: Path) -> None:
 def test_models_without_mtp_layers(tmp_path: Path, kind: str) -> None:
     main = stepper.load(make_checkpoint(kind, tmp_path))
     with pytest.raises(ConfigError, match="num_nextn_predict_layers 0"):
-        load_mtp(tmp_path, main.config, main.model, "float32", "cpu")
+        load_mtp(tmp_path, main.config, main.model, LoadOptions("float32"))
 
 
 def test_progress_bar_counts_the_bytes_of_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = stepper.load(make_checkpoint("deepseek_v3", tmp_path, num_mtp_layers=1))
-    load_mtp(tmp_path, main.config, main.model, "float32", "cpu", progress=True)
+    load_mtp(tmp_path, main.config, main.model, LoadOptions("float32", progress=True))
     shown = capsys.readouterr().err
     tensors = load_file(tmp_path / "model.safetensors")
     mtp = {name: t for name, t in tensors.items() if name.startswith("model.layers.3.") and name not in COPIES}

@@ -21,7 +21,7 @@ from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import kept_format, parse_format
 from moe_engine.models.layers.linear import Projection, format_for
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
@@ -42,7 +42,7 @@ def loaded(path: Path, name: str, row: str = "cpu") -> Stepper:
     if name:
         config = dataclasses.replace(config, weight_format=online_format(name))
     backends = make_backends(config, row)
-    return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+    return Stepper(load_model(path, config, LoadOptions("float32"), backends), config, backends)
 
 
 @pytest.mark.parametrize("name", ["int4", "int4wo-64", "int8", "fp8"])

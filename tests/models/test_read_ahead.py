@@ -17,7 +17,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models import read_ahead, weights
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.read_ahead import Prefetch, ReadAhead, Span, drop_cache, spans
 from moe_engine.models.tensor_header import TensorHeader
 from moe_engine.models.weights import WeightReader
@@ -122,7 +122,7 @@ def test_a_failed_load_ends_the_thread(tmp_path: Path, monkeypatch: pytest.Monke
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="up_proj"):
-        load_model(path, config, "float32", "cpu", make_backends(config, "torch"))
+        load_model(path, config, LoadOptions("float32"), make_backends(config, "torch"))
     ended(made[0])
 
 
@@ -170,7 +170,7 @@ def test_a_load_with_threads_reads_what_it_needs_and_drops_the_cache(
 ) -> None:
     path = make_checkpoint("llama", tmp_path, num_hidden_layers=1, tokenizer=False)
     config, dropped = load_model_config(path), list[tuple[int, int, int]]()
-    want = load_model(path, config, "float32", "cpu", make_backends(config, "torch"))
+    want = load_model(path, config, LoadOptions("float32"), make_backends(config, "torch"))
     real = os.posix_fadvise
 
     def advise(file: int, start: int, size: int, advice: int) -> None:
@@ -179,9 +179,8 @@ def test_a_load_with_threads_reads_what_it_needs_and_drops_the_cache(
         real(file, start, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    model = load_model(
-        path, config, "float32", "cpu", make_backends(config, "torch"), prefetch=Prefetch(2, 1, 2), drop_cache=True
-    )
+    options = LoadOptions("float32", prefetch=Prefetch(2, 1, 2), drop_cache=True)
+    model = load_model(path, config, options, make_backends(config, "torch"))
     assert dropped == [(0, 0, (path / "model.safetensors").stat().st_size)]
     pairs = zip(weights_of(model), weights_of(want), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.moe import router_spec
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.conftest import Oracle
 from tests.models.stepper import Chunk, Stepper, make_backends
 
@@ -77,7 +77,7 @@ def ours(path: Path, tokens: list[int], chosen: list[Tensor]) -> Tensor:
     config = load_model_config(path)
     backends = make_backends(config, "torch", "bfloat16")
     backends = dataclasses.replace(backends, ops=ForcedOps(backends.ops, chosen))
-    model = load_model(path, config, "bfloat16", "cpu", backends)
+    model = load_model(path, config, LoadOptions("bfloat16"), backends)
     return Stepper(model, config, backends, torch.bfloat16).step([Chunk(0, tokens, False)])[0]
 
 

@@ -16,7 +16,7 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.loader import gates_of, reload
+from moe_engine.models.loader import LoadOptions, gates_of, reload
 from moe_engine.models.partial_weights import ReceivedWeights
 from moe_engine.models.received_tensors import ReceivedTensors
 from moe_engine.models.tensors import ROUTERS
@@ -57,7 +57,7 @@ def test_the_bits_of_a_float32_router_in_half_the_bytes(kind: str, tmp_path: Pat
 
 
 def replaced(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
-    return reload(model, path, load_model_config(path), "bfloat16", "cpu")
+    return reload(model, path, load_model_config(path), LoadOptions("bfloat16"))
 
 
 @pytest.mark.parametrize("served", [torch.bfloat16, torch.float32])

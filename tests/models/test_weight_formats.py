@@ -32,7 +32,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 from moe_engine.models.formats.table import FORMATS, format_in_files, kept_format
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.checkpoint import sums
 from tests.models.checkpoints import make_checkpoint, write_tensors
@@ -187,7 +187,7 @@ def loaded(path: Path, kept: bool = False, **options: Any) -> Stepper:
     backends = make_backends(config)
     if kept:
         backends = replace(backends, linear=Int8Linear(), experts=Int8Experts())
-    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
+    return Stepper(load_model(path, config, LoadOptions("float32", **options), backends), config, backends)
 
 
 @pytest.mark.parametrize("kept", [False, True])

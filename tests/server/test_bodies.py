@@ -32,6 +32,7 @@ from moe_engine.server import (
     parse_api,
     scoring_api,
     text_process,
+    text_processes,
 )
 from moe_engine.server.bodies import PROCESS_BYTES
 from moe_engine.server.endpoints import REFUSED_PATHS
@@ -275,6 +276,32 @@ def test_a_process_that_dies_is_named_and_replaced():
         assert (
             httpx.post(address + "/tokenize", content=padded({"prompt": "Hello"}, PROCESS_BYTES)).json()["count"] == 2
         )
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["with a body", "idle"])
+def test_a_process_stopped_by_a_signal_is_named_and_replaced(monkeypatch, idle):
+    monkeypatch.setattr(text_processes, "HELD_SECONDS", 0.3)
+    text = padded({"prompt": "Hello"}, PROCESS_BYTES)
+    answers: list[httpx.Response] = []
+    with real_server(FakeClient()) as address:
+        assert httpx.post(address + "/tokenize", content=text).json()["count"] == 2
+        (process,) = children()
+        if idle:
+            process.suspend()
+        else:
+            body = json.dumps({"tokens": [5] * 8_000_000}).encode()
+            ask = threading.Thread(
+                target=lambda: answers.append(httpx.post(address + "/detokenize", content=body, timeout=60))
+            )
+            ask.start()
+            until(lambda: has_memory(100 * 2**20))
+            process.suspend()
+            ask.join()
+            assert answers[0].status_code == 503
+            message = answers[0].json()["error"]["message"]
+            assert "was killed by SIGKILL: it had been stopped by a signal for" in message
+        assert httpx.post(address + "/tokenize", content=text, timeout=60).json()["count"] == 2
+        assert process not in children()
 
 
 def test_out_of_memory_is_an_error_response():

@@ -6,7 +6,7 @@ kernels need no compilation, and these steps are most of the computation of an e
 
 from __future__ import annotations
 
-from moe_engine.worker import worker
+from moe_engine.worker.startup import build_runner
 
-warm_sizes = worker.warm_sizes
-worker.warm_sizes = lambda runner, num_tokens, top_k: 0
+warm_sizes = build_runner.warm_sizes
+build_runner.warm_sizes = lambda runner, num_tokens, top_k: 0

@@ -13,6 +13,7 @@ from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import InputError
 from moe_engine.frontend import grammar_checks
 from moe_engine.frontend.grammar_checks import CheckChild, GrammarChecks
+from moe_engine.processes import frame_child
 from moe_engine.processes.frame_child import FrameChildren
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
@@ -46,6 +47,30 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (passed.kind, passed.where) == (PREPARED, "regex")
         with pytest.raises(InputError, match=r"^regex: unclosed group at character 2 of"):
             asyncio.run(checks.check(Constraint("regex", "a(b", "regex")))
+    finally:
+        checks.close()
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "larger than a pipe"])
+def test_a_process_stopped_by_a_signal_is_replaced(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    checks = GrammarChecks(CheckSpec(GrammarSettings(), source, SIZE, (EOS,)))
+    ask, asked = CheckChild.ask, list[int]()
+
+    def stopped(child: CheckChild, constraint: Constraint) -> grammar_checks.Verdict:
+        if not asked:
+            os.kill(child.pid, signal.SIGSTOP)
+        asked.append(child.pid)
+        return ask(child, constraint)
+
+    monkeypatch.setattr(frame_child, "HELD_SECONDS", 0.3)
+    monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 60.0)
+    monkeypatch.setattr(CheckChild, "ask", stopped)
+    schema = '{"enum": ["a"], "description": "%s"}' % ("x" * size)
+    try:
+        assert asyncio.run(checks.check(Constraint("json_schema", schema, "schema"))).kind == PREPARED
+        assert len(set(asked)) == 2
     finally:
         checks.close()
 

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from moe_engine.processes import background
-from moe_engine.processes.background import yield_to_steps, yielding
+from moe_engine.processes.background import in_idle_time, yield_to_steps, yielding
 from moe_engine.processes.frame_child import FrameChild
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities and timers of threads")
@@ -84,3 +84,34 @@ def test_work_that_waits_is_not_disturbed():
         assert subprocess.run(["sleep", "0.01"], check=False).returncode == 0
         time.sleep(0.01)
         assert threading.Event().wait(0.01) is False
+
+
+def test_work_in_idle_time_has_a_thread_of_its_own():
+    before = attributes(0)
+    thread, found = in_idle_time(lambda: (threading.get_native_id(), attributes(0)), patience=60)
+    assert thread != threading.get_native_id()
+    assert found[0] == os.SCHED_IDLE
+    assert attributes(0) == before
+
+
+def test_an_error_of_work_in_idle_time_reaches_the_caller():
+    def work() -> None:
+        raise MemoryError("of the work")
+
+    with pytest.raises(MemoryError, match="of the work"):
+        in_idle_time(work, patience=60)
+
+
+def test_the_caller_does_the_work_without_idle_time():
+    """The first thread, which waits for ever, stands for one that gets no core."""
+    caller, released = threading.current_thread(), threading.Event()
+
+    def work() -> int:
+        if threading.current_thread() is not caller:
+            released.wait()
+        return threading.get_native_id()
+
+    try:
+        assert in_idle_time(work, patience=0.01) == threading.get_native_id()
+    finally:
+        released.set()

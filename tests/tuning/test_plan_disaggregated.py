@@ -13,7 +13,6 @@ from moe_engine.config.slo import Slo
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.efficiency import load_efficiency
-from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import parse_cluster
@@ -24,6 +23,7 @@ from moe_engine.tuning.planner.memory import Memory
 from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.report import json_of, text_of
 from moe_engine.tuning.planner.search import Found, Plan, Search
+from moe_engine.tuning.planner.space import Space
 from moe_engine.tuning.planner.steady import Load
 from moe_engine.tuning.planner.workload import Workload
 from tests.tuning.plan_models import write
@@ -51,12 +51,11 @@ def parts(folder: str) -> tuple[Predictor, Memory]:
     return predictor, Memory(Subject(load_model_config(folder)), cluster, given)
 
 
-def one_rank(form: Form) -> bool:
-    return form.ranks == 1
+SPACE = Space({"ranks": 1}, kv=("bf16",))
 
 
 def setups(folder: str, load: Load = LOAD) -> list[tuple[Disaggregated, Prediction]]:
-    return list(DisaggregatedSearch(*parts(folder), load, ("bf16",), one_rank).run(6, folder, {}))
+    return list(DisaggregatedSearch(*parts(folder), load, SPACE).run(6, folder, {}))
 
 
 def test_numbers_of_engines_are_the_best():
@@ -110,7 +109,7 @@ def test_tokens_of_separate_engines_do_not_wait_for_prompts(folder: str):
 def test_launches_are_those_of_serve(folder: str):
     """The plan's commands resolve as `serve` resolves them, with the same ledger."""
     predictor, memory = parts(folder)
-    search = DisaggregatedSearch(predictor, memory, LOAD, ("bf16",), one_rank)
+    search = DisaggregatedSearch(predictor, memory, LOAD, SPACE)
     setup, prediction = max(search.run(6, folder, {}), key=lambda point: point[1].output_per_s)
     rooms = tuple(memory.of(side) for side in setup.sides)
     for side, room in zip(setup.sides, rooms):
@@ -128,7 +127,7 @@ def test_launches_are_those_of_serve(folder: str):
 
 def test_the_search_compares_them_with_whole_engines(folder: str):
     predictor, memory = parts(folder)
-    found = Search(predictor, memory, Workload(8000, 100), Slo(), ("bf16",), kept=one_rank).run(6, folder, 9)
+    found = Search(predictor, memory, Workload(8000, 100), Slo(), SPACE).run(6, folder, 9)
     assert {type(plan.setup) for plan in found.plans} == {Candidate, Disaggregated}
     apart = next(plan for plan in found.plans if isinstance(plan.setup, Disaggregated))
     best = max(p.output_per_gpu for _, p in setups(folder, Load(8000.0, 8000.0, 100.0)))

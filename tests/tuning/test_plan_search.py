@@ -18,11 +18,11 @@ from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate, serve_command
-from moe_engine.tuning.planner.forms import forms
 from moe_engine.tuning.planner.launch import Subject
 from moe_engine.tuning.planner.memory import Memory
 from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.search import Found, Search, pareto
+from moe_engine.tuning.planner.space import Space
 from moe_engine.tuning.planner.workload import Workload
 from tests.tuning.plan_models import V3, small_grouped, write
 
@@ -105,7 +105,7 @@ def test_the_front_has_the_points_that_no_other_exceeds():
 def test_forms_use_all_gpus_and_divide_the_model():
     for _ in range(10):
         facts, gpus = model_facts(small_grouped()), random.choice([1, 2, 6, 8, 16, 24, 64])
-        for form, replicas in forms(facts, gpus, lambda form: True):
+        for form, replicas in Space().forms(facts, gpus):
             assert form.ranks * replicas == gpus
             assert facts.num_heads % form.attn_tp == 0 and facts.num_experts % form.ep == 0
             assert not form.travels or form.attn_dp > 1
@@ -125,7 +125,7 @@ def test_many_gpus_are_searched_by_few_ledgers(folder: str):
     memory.of = of  # type: ignore[method-assign]
     facts = model_facts(V3)
     predictor, lines = Predictor(facts, cluster, load_efficiency("moe-engine"), "fp8"), list[str]()
-    whole = Search(predictor, memory, WORKLOAD, Slo(), kept=lambda form: form.ranks >= 32, progress=lines.append)
+    whole = Search(predictor, memory, WORKLOAD, Slo(), Space(kept=lambda form: form.ranks >= 32), progress=lines.append)
     result = whole.run(256, folder, 2)
     assert result.tried > 2000 and len(result.plans) == 2
     assert len(set(asked)) < 600

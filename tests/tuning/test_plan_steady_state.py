@@ -95,8 +95,8 @@ def test_chunks_cost_more_than_a_whole_prompt_and_cached_tokens_less():
 
 
 def test_turns_of_a_conversation_are_cached():
-    first = Workload(1000, 200).load
-    later = Workload(1000, 200, shared=512, turns=4).load
+    first = Workload(1000, 200).load()
+    later = Workload(1000, 200, shared=512, turns=4).load()
     assert (first.computed, first.prompt) == (1000, 1000)
     prompts = [512 + turn * 1200 + 1000 for turn in range(4)]
     assert later.computed == 1000 and later.prompt == sum(prompts) / 4

@@ -31,7 +31,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Prefetch | None, bool]]
             found.append((more.get("prefetch"), more.get("drop", False)))
             super().__init__(*args, **more)
 
-    monkeypatch.setattr(weights, "WeightReader", Recorded)
     monkeypatch.setattr(loader, "WeightReader", Recorded)
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_engine.kernels.kv_format.formats import head_width, latent_width
 from moe_engine.models.config import GQAConfig, MLAConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec, kv_spec
 from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
@@ -116,7 +116,9 @@ def test_every_cache_tensor_makes_the_round_trip(kind: str, kv_dtype: str, tmp_p
     config = load_model_config(make_checkpoint(kind, tmp_path / "model", tokenizer=False))
     pool = KVPool(kv_spec(config, kv_dtype), 512, 1, STREAM)
     backends = make_backends(config)
-    stepper = Stepper(load_model(tmp_path / "model", config, "float32", "cpu", backends), config, backends, max_rows=2)
+    stepper = Stepper(
+        load_model(tmp_path / "model", config, LoadOptions("float32"), backends), config, backends, max_rows=2
+    )
     stepper.slot_table += 1  # slot 0 is the dummy page
     stepper.kv = pool.layers
     tokens = torch.randint(0, 250, (50,)).tolist()

@@ -134,7 +134,7 @@ plain = stepper.make_backends(config)
 kept = []
 with torch.inference_mode():
     for kernels in (plain, dataclasses.replace(plain, regions=torch_regions.CompiledRegions(4))):
-        model = stepper.load_model(path, config, "float32", "cpu", kernels)
+        model = stepper.load_model(path, config, stepper.LoadOptions("float32"), kernels)
         steps = stepper.Stepper(model, config, kernels)
         steps.step([stepper.Chunk(0, [5, 6, 7], False)])
         kept.append(steps.step([stepper.Chunk(0, [8], True)])[0])

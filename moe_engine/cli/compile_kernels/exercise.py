@@ -20,7 +20,7 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.warmup_sizes import StepSize, step_sizes
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext, with_all_reduce
 from moe_engine.parallel.step_sizes import StepSizes
@@ -52,9 +52,8 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
     backends = replace(backends, fuse_shared_experts=fused)
     parallel = _parallel(config, dtype)
     cut = one_layer_of_each(config.model)
-    model = load_model(
-        config.model_path, cut, dtype, META, backends, parallel, load_format="dummy", max_positions=config.context_len
-    )
+    load = LoadOptions(config.dtype, META, "dummy")
+    model = load_model(config.model_path, cut, load, backends, parallel, max_positions=config.context_len)
     local = local_config(cut, parallel)
     kv = _caches(local, config.kv_cache_dtype, config.dtype)
     requests = config.max_running_requests

@@ -64,7 +64,7 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     if given.port in ports:
         raise ConfigError(f"--worker-port {first_port}: the servers would take the router's port {given.port}")
     args = EngineArgs.from_cli(serve)
-    _check_serve_flags(serve, args)
+    _check_serve_flags(args)
     worker_flags = [[*serve, *_share_of(args, i, given.workers)] for i in range(given.workers)]
     router = [
         *_program(given.router_program), "--host", _address(given.host, given.port), "--port", str(given.port),
@@ -123,7 +123,7 @@ def _program(given: str | None) -> list[str]:
     return [sys.executable, "-m", MODULE]
 
 
-def _check_serve_flags(serve: Sequence[str], args: EngineArgs) -> None:
+def _check_serve_flags(args: EngineArgs) -> None:
     if args.server.port != EngineArgs().server.port or args.server.host != EngineArgs().server.host:
         raise ConfigError("--host and --port behind --: the router has the public address, give them before --")
     if args.server.ssl_certfile is not None:

@@ -14,8 +14,7 @@ from moe_engine.core.kv_transfer import wire
 from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.core.kv_transfer.thread import TransferThread
-from moe_engine.core.kv_transfer.transports.protocol import Send
-from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.core.kv_transfer.transports.protocol import Send, Transport
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message
 
@@ -32,10 +31,9 @@ class TransferAgent(TransferThread):
     Args:
         rows: the places of the tier.
         schema: what the handshake compares.
+        open_transport: opens the transport, with the function that sends its bytes over the connection.
         layout, rank: this rank among those of its attention group.
-        transport: name of its row in `transports.table`; host: address of this rank for it; devices: see
-            `open_transport`.
-        deliver: sends the transport's bytes over the connection.
+        deliver: that function.
         wake_core: ends a wait of the core's loop.
 
     Raises:
@@ -48,18 +46,16 @@ class TransferAgent(TransferThread):
         rows: StagedRows,
         schema: dict[str, str],
         wake_core: Callable[[], None],
+        open_transport: Callable[[Send], Transport],
         layout: Layout | None,
         rank: int,
-        transport: str,
-        host: str,
-        devices: str,
         deliver: Send,
         max_sockets: int = 0,
     ) -> None:
         super().__init__(link, wake_core, max_sockets)
         self._rows, self._schema = rows, schema
         self._layout, self._rank = layout or Layout(), rank
-        self._transport = open_transport(transport, host, deliver, devices)
+        self._transport = open_transport(deliver)
         self._beat_at = time.monotonic()
 
     def _turn(self) -> None:

@@ -24,7 +24,7 @@ from moe_engine.core.kv_transfer.agent import TransferAgent
 from moe_engine.core.kv_transfer.directory import address_at
 from moe_engine.core.kv_transfer.layout import Layout, parts, sources_of
 from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
-from moe_engine.core.kv_transfer.transports.protocol import Memory, TransportError
+from moe_engine.core.kv_transfer.transports.protocol import Memory, Send, Transport, TransportError
 from moe_engine.processes import open_files
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys, connect
 from moe_engine.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
@@ -132,15 +132,13 @@ class DecodeAgent(TransferAgent):
         default_port: int,
         keys: JobKeys | None,
         wake_core: Callable[[], None],
+        open_transport: Callable[[Send], Transport],
         *,
-        transport: str = "tcp",
-        host: str = "127.0.0.1",
-        devices: str = "",
         layout: Layout | None = None,
         rank: int = 0,
     ) -> None:
         super().__init__(
-            link, rows, schema, wake_core, layout, rank, transport, host, devices, lambda peer, frames: None,
+            link, rows, schema, wake_core, open_transport, layout, rank, lambda peer, frames: None,
             max_sockets=SOCKETS_OF_THREAD + SOCKETS_OF_PEER * max_peers(),
         )  # fmt: skip
         self._default_port, self._keys = default_port, keys

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
@@ -13,6 +14,7 @@ from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.schema import cache_schema
 from moe_engine.core.kv_transfer.transports.protocol import TransportError
+from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.addresses import LOOPBACK, network_address, own_address_towards
@@ -111,15 +113,14 @@ def _start(
     flags, copies = config.args.disaggregation, cast("TransferCopies", worker.runner.kv_copies)
     port, backend = flags.disaggregation_bootstrap_port, flags.disaggregation_transfer_backend
     layout, schema, keys = layout_of(config), cache_schema(config), job_keys(config.parallel.secret)
-    more: dict[str, Any] = {"transport": backend, "host": _reachable(config), "layout": layout}
-    more["devices"] = flags.disaggregation_ib_device or ""
+    opener = partial(open_transport, backend, _reachable(config), devices=flags.disaggregation_ib_device or "")
     try:
         if flags.disaggregation_mode == "decode":
-            DecodeAgent(link, copies, schema, port, keys, wake, **more, rank=rank)
+            DecodeAgent(link, copies, schema, port, keys, wake, opener, layout=layout, rank=rank)
         else:
             home = _home(config, group, rank)
             address = f"tcp://{_bound(config)}:{'*' if home.bootstrap else port}"
-            PrefillAgent(link, copies, schema, address, keys, wake, **more, home=home)
+            PrefillAgent(link, copies, schema, address, keys, wake, opener, layout=layout, home=home)
     except TransportError as error:
         raise ConfigError(f"--disaggregation-transfer-backend {backend}: {error}") from error
 

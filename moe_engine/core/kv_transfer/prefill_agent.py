@@ -22,7 +22,7 @@ from moe_engine.core.kv_transfer.directory import Directory, Home
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts
 from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.schema import difference
-from moe_engine.core.kv_transfer.transports.protocol import TransportError, Write
+from moe_engine.core.kv_transfer.transports.protocol import Send, Transport, TransportError, Write
 from moe_engine.core.kv_transfer.windows import SendWindow
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
@@ -116,17 +116,13 @@ class PrefillAgent(TransferAgent):
         address: str,
         keys: JobKeys | None,
         wake_core: Callable[[], None],
+        open_transport: Callable[[Send], Transport],
         *,
-        transport: str = "tcp",
-        host: str = "127.0.0.1",
-        devices: str = "",
         layout: Layout | None = None,
         home: Home | None = None,
     ) -> None:
         self._home = home or Home()
-        super().__init__(
-            link, rows, schema, wake_core, layout, self._home.rank, transport, host, devices, self._deliver
-        )
+        super().__init__(link, rows, schema, wake_core, open_transport, layout, self._home.rank, self._deliver)
         self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Protocol
 
@@ -122,7 +122,3 @@ class _Unknown:
 def worst(findings: Iterable[Finding]) -> int:
     """Exit code: 1 if a finding recommends a change, else 0."""
     return int(any(finding.severity != "info" for finding in findings))
-
-
-def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]

@@ -24,6 +24,8 @@ class Candidate:
         rows: running requests of one attention group. drafts: MTP depth.
         model_path: as in the command.
         mode: value of --disaggregation-mode: ``prefill`` or ``decode``; empty: the engine does both.
+        requests: given requests of all replicas; None: the running requests of all attention groups.
+        auto_depth: the launch chooses the depth of each step; `drafts` is the one that pays off here.
     """
 
     form: Form
@@ -34,6 +36,8 @@ class Candidate:
     drafts: int = 0
     model_path: str = "MODEL"
     mode: str = ""
+    requests: int | None = None
+    auto_depth: bool = False
 
     @property
     def sides(self) -> tuple[Candidate, ...]:
@@ -63,10 +67,10 @@ class Candidate:
     @property
     def concurrency(self) -> int:
         """Requests of all replicas."""
-        return self.rows * self.form.attn_dp * self.replicas
+        return self.rows * self.form.attn_dp * self.replicas if self.requests is None else self.requests
 
-    def with_rows(self, rows: int) -> Candidate:
-        return replace(self, rows=rows)
+    def with_rows(self, rows: int, requests: int | None = None) -> Candidate:
+        return replace(self, rows=rows, requests=requests)
 
     def with_drafts(self, drafts: int) -> Candidate:
         return replace(self, drafts=drafts)
@@ -79,7 +83,11 @@ class Candidate:
         sizes = {"tp_size": form.ranks, "attn_dp_size": form.attn_dp, "ep_size": form.ep}
         found |= {name: size for name, size in sizes.items() if size > 1}
         if form.travels:
-            found |= {"moe_a2a_backend": "auto", "moe_dense_tp_size": 1, "enable_dp_lm_head": True}
+            found |= {"moe_a2a_backend": "auto"}
+        if form.dense_whole:
+            found |= {"moe_dense_tp_size": 1}
+        if form.travels and form.attn_dp > 1:
+            found |= {"enable_dp_lm_head": True}
         if form.redundant:
             found |= {"ep_num_redundant_experts": form.redundant, "enable_eplb": True}
         if form.overlap:
@@ -97,7 +105,9 @@ class Candidate:
             "max_running_requests": self.rows * form.attn_dp,
             "cuda_graph_max_bs_decode": self.rows,
         }
-        if self.drafts:
+        if self.auto_depth:
+            found |= {"speculative_algorithm": "NEXTN", "speculative_num_steps": "auto"}
+        elif self.drafts:
             found |= {
                 "speculative_algorithm": "NEXTN", "speculative_num_steps": self.drafts, "speculative_eagle_topk": 1,
                 "speculative_num_draft_tokens": self.drafts + 1,
@@ -127,13 +137,18 @@ def sbatch_command(flags: Mapping[str, Any], cluster: Cluster) -> str:
     own = {name: value for name, value in flags.items() if name not in ("nnodes", "dist_init_addr")}
     ranks = flags.get("tp_size", 1)
     nodes = -(-ranks // cluster.gpu.gpus_per_node)
-    per_node = min(cluster.gpu.gpus_per_node, ranks * flags.get("dp_size", 1))
+    per_node = min(cluster.gpu.gpus_per_node, ranks * _replicas(flags))
     return f"LAYOUT=flags sbatch --nodes={nodes} --gres=gpu:{per_node} slurm/serve.sbatch " + words(own)
 
 
 def launches(replicas: int, flags: Mapping[str, Any]) -> int:
     """Number of times that a command is started: replicas on further machines are launches of their own."""
-    return -(-replicas // flags.get("dp_size", 1))
+    return -(-replicas // _replicas(flags))
+
+
+def _replicas(flags: Mapping[str, Any]) -> int:
+    """Engines of one launch: with the older spelling --dp-size counts attention groups."""
+    return 1 if flags.get("enable_dp_attention") else int(flags.get("dp_size", 1))
 
 
 def words(flags: Mapping[str, Any]) -> str:

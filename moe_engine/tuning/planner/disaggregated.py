@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.forms import CHUNKS, ROWS, depths, forms, variants
 from moe_engine.tuning.planner.memory import RoomOf
 from moe_engine.tuning.planner.predict import TAIL, Prediction, Predictor, shares
+from moe_engine.tuning.planner.space import CHUNKS, Space
 from moe_engine.tuning.planner.steady import Load, Steady, steady_state
 
 BUSY = 0.85
@@ -86,37 +86,38 @@ class DisaggregatedSearch:
     """Setups of separate engines, with their predictions.
 
     Args:
-        kept: forms that the user's flags allow.
+        space: the values to try.
         progress: called with a line for each kind of decode engine.
     """
 
     def __init__(
-        self, predictor: Predictor, memory: RoomOf, load: Load, kv: Sequence[str], kept: Callable[[Form], bool],
+        self, predictor: Predictor, memory: RoomOf, load: Load, space: Space,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
-        self._predictor, self._memory, self._load, self._kv, self._kept = predictor, memory, load, kv, kept
+        self._predictor, self._memory, self._load, self._space = predictor, memory, load, space
         self._progress = progress
 
     def run(self, gpus: int, model_path: str, refused: dict[str, str]) -> Iterator[tuple[Disaggregated, Prediction]]:
         """All setups of at most `gpus` GPUs whose sides fit. The first refusal is added to `refused`."""
-        for dtype in self._kv:
+        for dtype in self._space.kv:
             prefills = self._prefills(gpus, dtype, model_path, refused)
             for decode, room_tokens in self._decodes(gpus, dtype, model_path) if prefills else ():
                 self._progress(f"separate engines, decode {decode.text.partition(' x ')[2]}")
-                for rows in ROWS:
+                for rows in self._space.rows(decode.form):
                     if rows * self._load.held > room_tokens:
                         break
                     yield from self._balanced(prefills, decode.with_rows(rows), gpus)
 
     def _prefills(self, gpus: int, kv: str, model_path: str, refused: dict[str, str]) -> list[PrefillSide]:
         """The Pareto front of engines by prompts a second of a GPU and seconds of a prompt."""
+        auto = self._space.auto_depth
         sides = [
-            self._prefill(Candidate(variant, 1, kv, chunk, PREFILL_ROWS, 0, model_path, "prefill"))
+            self._prefill(Candidate(variant, 1, kv, chunk, PREFILL_ROWS, 0, model_path, "prefill", auto_depth=auto))
             for size in self._sizes(gpus)
             for form in self._forms(size)
             if self._fits(form, kv, model_path, refused)
-            for variant in variants(form)
-            for chunk in PREFILL_CHUNKS
+            for variant in self._space.variants(form)
+            for chunk in self._space.chunks(form, PREFILL_CHUNKS)
         ]
         found: list[PrefillSide] = []
         for side in sorted(sides, key=lambda side: (side.seconds, -side.per_gpu)):
@@ -137,7 +138,7 @@ class DisaggregatedSearch:
         load, groups = self._load, candidate.form.attn_dp
         computed = max(1, round(load.computed))
         before = round(load.prompt) - computed
-        prompts = max(1, candidate.chunk // computed)
+        prompts = max(1, min(candidate.chunk, self._space.prompts) // computed)
         alone, _ = _chunks(cost, computed, before, candidate.chunk, 1, groups)
         full, parts = _chunks(cost, computed, before, candidate.chunk, prompts, groups)
         last = (computed - 1) % candidate.chunk + 1
@@ -148,23 +149,22 @@ class DisaggregatedSearch:
     def _decodes(self, gpus: int, kv: str, model_path: str) -> Iterator[tuple[Candidate, float]]:
         """Decode engines with the KV slots of an attention group."""
         for form in (form for size in self._sizes(gpus) for form in self._forms(size)):
-            plain = Candidate(form, 1, kv, CHUNKS[0], 8, 0, model_path, "decode")
-            for drafts in depths(self._predictor.facts):
+            plain = Candidate(form, 1, kv, CHUNKS[0], 8, 0, model_path, "decode", auto_depth=self._space.auto_depth)
+            for drafts in self._space.depths(self._predictor.facts):
                 room = self._memory.of(replace(plain, drafts=min(1, drafts)))
                 if room.refusal:
                     break
-                for variant in variants(form):
+                for variant in self._space.variants(form):
                     yield replace(plain, form=variant, drafts=drafts), room.tokens
 
     def _sizes(self, gpus: int) -> Iterator[int]:
         """Sizes of an engine that leave a GPU to the other side."""
-        size = 1
-        while size < gpus:
-            yield size
-            size *= 2
+        asked = self._space.form.get("ranks")
+        powers = (1 << power for power in range(gpus.bit_length()))
+        return (size for size in (powers if asked is None else (asked,)) if size < gpus)
 
     def _forms(self, size: int) -> Iterator[Form]:
-        return (form for form, _ in forms(self._predictor.facts, size, self._kept) if form.ranks == size)
+        return (form for form, _ in self._space.forms(self._predictor.facts, size) if form.ranks == size)
 
     def _decode(self, engine: Candidate) -> Steady:
         cost, _ = self._predictor.cost(engine.form, engine.kv)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
+from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_parallel import data_parallel, dispatch_backend, expert_parallel
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.hardware.table import Cluster
 
@@ -22,18 +24,21 @@ def given_form(args: EngineArgs, cluster: Cluster, engine: str = OURS) -> tuple[
     Raises:
         ConfigError: the axes do not divide each other, or the cluster has fewer GPUs.
     """
-    parallel = args.parallel
-    dp = parallel.attn_dp_size
-    if parallel.tp_size % dp or parallel.tp_size % parallel.ep_size:
-        raise ConfigError(
-            f"--tp-size {parallel.tp_size}: --attn-dp-size {dp} and --ep-size {parallel.ep_size} must divide it"
-        )
-    travels = parallel.moe_a2a_backend != "none" or (dp > 1 and parallel.ep_size > 1 and engine != OURS)
+    parallel, record = args.parallel, Record()
+    dp, replicas = data_parallel(args, record)
+    backend = dispatch_backend(args)
+    ep = expert_parallel(args, backend, record)
+    sizes = {"--tp-size": parallel.tp_size, "--attn-dp-size": dp, "--ep-size": ep, "--dp-size": replicas}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} {size}: must be at least 1")
+    if parallel.tp_size % dp or parallel.tp_size % ep:
+        raise ConfigError(f"--tp-size {parallel.tp_size}: --attn-dp-size {dp} and --ep-size {ep} must divide it")
+    travels = (backend != "none" and parallel.tp_size > 1) or (dp > 1 and ep > 1 and engine != OURS)
     form = Form(
-        parallel.tp_size, dp, parallel.ep_size, travels, args.experts.ep_num_redundant_experts,
-        parallel.enable_two_batch_overlap, parallel.moe_dense_tp_size == 1 or travels,
+        parallel.tp_size, dp, ep, travels, args.experts.ep_num_redundant_experts, parallel.enable_two_batch_overlap,
+        parallel.moe_dense_tp_size == 1 or travels,
     )  # fmt: skip
-    replicas = max(1, parallel.dp_size)
     if form.ranks * replicas > cluster.num_gpus:
         raise ConfigError(
             f"--tp-size {form.ranks} x --dp-size {replicas} needs {form.ranks * replicas} GPUs, --hardware has "

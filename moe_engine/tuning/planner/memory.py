@@ -14,8 +14,9 @@ from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.forms import CHUNKS
+from moe_engine.tuning.planner.given_space import decided, profile_flags
 from moe_engine.tuning.planner.launch import Subject, form_of, held_by, plain, resolve_for
+from moe_engine.tuning.planner.space import CHUNKS
 from moe_engine.types import SpeculationConfig
 
 
@@ -61,6 +62,15 @@ class Memory:
         self._found: dict[Candidate, Room] = {}
         self._held: dict[Form, Held] = {}
         self._modules: dict[str, bool] = {}
+        self._decided = decided(given)
+
+    def with_profile(self) -> tuple[EngineArgs, Memory]:
+        """The user's flags with those of --workload-profile that the search would otherwise choose, and their
+        ledgers."""
+        if not (more := profile_flags(self._given, self._subject.model)):
+            return self._given, self
+        args = self._given.replace(**more)
+        return args, Memory(self._subject, self._cluster, args)
 
     def of(self, candidate: Candidate) -> Room:
         if candidate not in self._found:
@@ -74,7 +84,7 @@ class Memory:
 
     def _resolve(self, candidate: Candidate) -> Room:
         flags = candidate.flags(self._cluster)
-        fixed = {name: value for name, value in flags.items() if name not in self._given.given or name == "model_path"}
+        fixed = {name: value for name, value in flags.items() if name not in self._decided or name == "model_path"}
         return self._room(fixed)
 
     def as_given(self) -> Room:

@@ -83,7 +83,7 @@ class Predictor:
         form = candidate.form
         cost, late = self.cost(form, candidate.kv)
         state = steady_state(
-            cost, form, load, candidate.rows * form.attn_dp, self.share, candidate.chunk, candidate.drafts,
+            cost, form, load, candidate.concurrency / candidate.replicas, self.share, candidate.chunk, candidate.drafts,
             self.accepted(candidate.drafts), prompt_deviation=late,
         )  # fmt: skip
         return _prediction(state, candidate, load, self.accepted(candidate.drafts), self.share)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from moe_engine.config.slo import Slo
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.disaggregated import Disaggregated, DisaggregatedSearch
-from moe_engine.tuning.planner.forms import CHUNKS, ROWS, forms, options
 from moe_engine.tuning.planner.memory import Room, RoomOf
 from moe_engine.tuning.planner.predict import Prediction, Predictor
+from moe_engine.tuning.planner.space import CHUNKS, EVERYTHING, Space
 from moe_engine.tuning.planner.workload import Workload
 
 Progress = Callable[[str], None]
@@ -43,8 +42,8 @@ class Search:
     """Predicts candidates, then checks the memory ledger of the best.
 
     Args:
+        space: the values to try.
         concurrency: total requests; None: any number.
-        kept: forms that the user's flags allow.
         progress: called with a line for each stage.
     """
 
@@ -54,23 +53,22 @@ class Search:
         memory: RoomOf,
         workload: Workload,
         slo: Slo,
-        kv: Sequence[str] = ("bf16", "fp8"),
+        space: Space = EVERYTHING,
         concurrency: int | None = None,
-        kept: Callable[[Form], bool] = lambda form: True,
         progress: Progress = lambda text: None,
     ) -> None:
         self.predictor, self.memory, self.workload, self.slo = predictor, memory, workload, slo
-        self.kv, self.concurrency, self.kept, self.progress = kv, concurrency, kept, progress
-        self.load = workload.load
+        self.space, self.concurrency, self.progress = space, concurrency, progress
+        self.load = workload.load(space.caches)
 
     def run(self, gpus: int, model_path: str, top: int) -> Found:
         """Raises ConfigError: nothing fits, or nothing meets the objective."""
         facts, refused, tried, most = self.predictor.facts, dict[str, str](), 0, 0
         points: list[Point] = []
-        all_forms = list(forms(facts, gpus, self.kept))
+        all_forms = list(self.space.forms(facts, gpus))
         for done, (form, replicas) in enumerate(all_forms):
             self.progress(f"{done}/{len(all_forms)} forms, {tried} configurations")
-            for candidate in options(facts, form, self.kv, model_path, replicas):
+            for candidate in self.space.options(facts, form, model_path, replicas):
                 room = self._base(candidate)
                 if room.refusal:
                     refused.setdefault(_name(candidate), room.refusal)
@@ -78,10 +76,10 @@ class Search:
                 most = max(most, int(room.tokens // self.load.held) * candidate.form.attn_dp * candidate.replicas)
                 for rows in self._rows(candidate, room):
                     tried += 1
-                    chosen = candidate.with_rows(rows)
+                    chosen = candidate.with_rows(rows, self.concurrency)
                     points.append((chosen, self.predictor.predict(chosen, self.load)))
-        if self.concurrency is None:
-            apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.kv, self.kept, self.progress)
+        if self.concurrency is None and self.space.separate:
+            apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.space, self.progress)
             points += apart.run(gpus, model_path, refused)
             tried = len(points)
         if not (points or refused or all_forms):
@@ -107,12 +105,11 @@ class Search:
 
     def _rows(self, candidate: Candidate, room: Room) -> Iterator[int]:
         fit = int(room.tokens // self.load.held)
+        found = self.space.rows(candidate.form)
         if self.concurrency is not None:
             rows = -(-self.concurrency // (candidate.form.attn_dp * candidate.replicas))
-            if rows <= fit and (rows - 1) * candidate.form.attn_dp * candidate.replicas < self.concurrency:
-                yield rows
-            return
-        yield from (rows for rows in ROWS if rows <= fit)
+            found = (rows,) if self.space.running is None or rows <= found[0] else ()
+        yield from (rows for rows in found if rows <= fit)
 
     def _best(self, met: list[Point], top: int, refused: dict[str, str]) -> tuple[Plan, ...]:
         """The best of each form whose exact launches fit."""

@@ -22,11 +22,10 @@ class Workload:
     shared: int = 0
     turns: int = 1
 
-    @property
-    def load(self) -> Load:
-        """The mean turn: its shared prefix and its earlier turns are cached."""
-        before = (self.turns - 1) / 2 * (self.prompt + self.output)
-        return Load(float(self.prompt), self.shared + before + self.prompt, float(self.output))
+    def load(self, cached: bool = True) -> Load:
+        """The mean turn: its shared prefix and its earlier turns are cached unless the cache is disabled."""
+        prompt = self.shared + (self.turns - 1) / 2 * (self.prompt + self.output) + self.prompt
+        return Load(float(self.prompt) if cached else prompt, prompt, float(self.output))
 
     @property
     def longest(self) -> int:

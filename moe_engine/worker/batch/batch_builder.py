@@ -22,6 +22,7 @@ from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
+from moe_engine.worker.batch.paged_rows import PagedRows
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.shared_prefix import find_sharers
 from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch
@@ -65,14 +66,11 @@ class BatchBuilder:
         windows: WindowTable | None = None,
     ) -> None:
         self._rows = rows
-        self._page_size = page_size
-        self._window = window
-        self._windows = windows
-        self._table = rows.slot_table if window is None or windows is None else windows.table
+        self._paged = PagedRows(rows, page_size, window, windows)
         self._form = form
         self._stream = stream
         self._same: _SameRows | None = None
-        self.uniform = UniformBatches(rows, page_size, stream, window, windows)
+        self.uniform = UniformBatches(self._paged, stream)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's `new_rows` and `row_writes` must have been applied before."""
@@ -126,15 +124,8 @@ class BatchBuilder:
         positions, slots, flat, ints = self._stream.upload(staging).split(count)
         context_lens, slots32 = ints.view(torch.int32).split(count)
         self._rows.write_slots(flat, slots32)
-        queries = PagedQueries(
-            query_lens=same.query_lens,
-            context_lens=lengths.tolist(),
-            rows=same.rows_int32,
-            query_starts=same.query_starts,
-            context_lens_device=context_lens,
-            slot_table=self._table,
-            page_size=self._page_size,
-            window=self._window,
+        queries = self._paged.queries(
+            same.query_lens, lengths.tolist(), same.rows_int32, same.query_starts, context_lens
         )
         return StepBatch(
             input_ids=self._rows.last_token.index_select(0, same.rows_device),
@@ -146,8 +137,8 @@ class BatchBuilder:
             sampled=SampledRows(same.rows, lengths, same.rows_device),
             offsets=same.offsets,
             flat=flat,
-            windows=None if self._windows is None else self._windows.of(flat),
-            adapters=None if self._rows.adapters is None else self._rows.adapters.of(same.rows),
+            windows=self._paged.window_slots(flat),
+            adapters=self._paged.adapters(same.rows),
         )
 
     # -- any plan
@@ -244,17 +235,14 @@ class BatchBuilder:
             visible = None
             if runs.visible is not None and shift == 0:
                 visible = self._upload_masks(runs.visible, int(ends[end - 1]))
-            return PagedQueries(
-                query_lens=query_lens[begin:end],
-                context_lens=context_lens[begin:end],
-                rows=rows32[begin:end],
-                query_starts=query_starts[begin + shift : end + shift + 1],
-                context_lens_device=lengths32[begin:end],
-                slot_table=self._table,
-                page_size=self._page_size,
-                visible=visible,
-                window=self._window,
-                shared=shared if shift else (),
+            return self._paged.queries(
+                query_lens[begin:end],
+                context_lens[begin:end],
+                rows32[begin:end],
+                query_starts[begin + shift : end + shift + 1],
+                lengths32[begin:end],
+                visible,
+                shared if shift else (),
             )
 
         return StepBatch(
@@ -267,8 +255,8 @@ class BatchBuilder:
             sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, sampled_rows),
             offsets=offsets,
             flat=flat_device,
-            windows=None if self._windows is None else self._windows.of(flat_device),
-            adapters=None if self._rows.adapters is None else self._rows.adapters.of(rows[owner]),
+            windows=self._paged.window_slots(flat_device),
+            adapters=self._paged.adapters(rows[owner]),
             stored_states=None if not runs.stores else self._stored_states(rows[order], query_lens, runs.stores),
             images=images,
         )

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.decoder.drafting import ChainSteps
-from moe_engine.kernels.queries import AttentionBatch, PagedQueries
-from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.kernels.queries import AttentionBatch
+from moe_engine.worker.batch.paged_rows import PagedRows
 from moe_engine.worker.batch.step_batch import StepBatch
-from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows
 
@@ -41,19 +40,8 @@ class _Shape:
 class UniformBatches:
     """Builds uniform batches. The cache is keyed by the identity of the `rows` object."""
 
-    def __init__(
-        self,
-        rows: RequestRows,
-        page_size: int,
-        stream: DeviceStream,
-        window: int | None = None,
-        windows: WindowTable | None = None,
-    ) -> None:
-        self._rows = rows
-        self._page_size = page_size
-        self._window = window
-        self._windows = windows
-        self._table = rows.slot_table if window is None or windows is None else windows.table
+    def __init__(self, paged: PagedRows, stream: DeviceStream) -> None:
+        self._paged, self._rows = paged, paged.rows
         self._stream = stream
         self._known_for: np.ndarray | None = None
         self._known: dict[int, _Shape] = {}
@@ -76,15 +64,8 @@ class UniformBatches:
             self._rows.images.shift(shape.sampled_rows, host[:total])
         parts = [host[:total], host[total : 2 * total], lengths32]
         positions_device, flat, context_lens = self._stream.upload_parts(staging, parts)
-        queries = PagedQueries(
-            query_lens=shape.query_lens,
-            context_lens=lengths.tolist(),
-            rows=shape.rows_int32,
-            query_starts=shape.query_starts,
-            context_lens_device=context_lens,
-            slot_table=self._table,
-            page_size=self._page_size,
-            window=self._window,
+        queries = self._paged.queries(
+            shape.query_lens, lengths.tolist(), shape.rows_int32, shape.query_starts, context_lens
         )
         return StepBatch(
             input_ids=ids.reshape(-1),
@@ -96,8 +77,8 @@ class UniformBatches:
             sampled=SampledRows(shape.sampled_rows, ends, shape.sampled_device),
             offsets=shape.offsets,
             flat=flat,
-            windows=None if self._windows is None else self._windows.of(flat),
-            adapters=None if self._rows.adapters is None else self._rows.adapters.of(shape.sampled_rows),
+            windows=self._paged.window_slots(flat),
+            adapters=self._paged.adapters(shape.sampled_rows),
         )
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
@@ -116,15 +97,8 @@ class UniformBatches:
         if self._rows.images is not None:
             self._rows.images.shift(rows, places)
         positions_device, flat_device, context_lens = self._stream.upload_parts(staging, [places, flat, ends])
-        queries = PagedQueries(
-            query_lens=shape.query_lens,
-            context_lens=ends[0].tolist(),
-            rows=shape.rows_int32,
-            query_starts=shape.query_starts,
-            context_lens_device=context_lens[0],
-            slot_table=self._table,
-            page_size=self._page_size,
-            window=self._window,
+        queries = self._paged.queries(
+            shape.query_lens, ends[0].tolist(), shape.rows_int32, shape.query_starts, context_lens[0]
         )
         slots = self._rows.slots_at(flat_device)
         return ChainSteps(levels, positions_device, slots, context_lens, queries)

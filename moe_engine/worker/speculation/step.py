@@ -85,13 +85,13 @@ class SpeculativeStep:
         """Writes the slots that a plan reserves for future tokens."""
         self._rows.reserve(speculation.reserved)
 
-    def without_ended(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
-        """The plan without decodes of rows that ended in the last step, and their indices in the plan.
+    def without_ended(self, plan: StepPlan) -> tuple[StepPlan, list[tuple[int, int]]]:
+        """The plan without decodes of rows that ended in the last step; their indices in the plan, with their rows.
 
         Their tokens are not needed: the scheduler ends these requests when it gets the last step's result.
         """
         ended = self._history.ends.ended
-        left_out = [i for i in range(plan.num_decodes) if ended[plan.rows[i]]]
+        left_out = [(i, row) for i, row in enumerate(plan.rows[: plan.num_decodes]) if ended[row]]
         if not left_out:
             return plan, []
         kept = [i for i in range(len(plan.rows)) if i >= plan.num_decodes or not ended[plan.rows[i]]]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.hidden_taps import HiddenTaps
-from moe_engine.models.loader import load_head, load_model, load_mtp
+from moe_engine.models.loader import LoadOptions, load_head, load_model, load_mtp
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.batch.batch_builder import BatchBuilder
@@ -40,32 +39,27 @@ def add_speculation(
     runner: ModelRunner,
     config: SpeculationConfig,
     options: WorkerOptions,
+    load: LoadOptions,
     draft_backends: Backends | None = None,
-    progress: bool = False,
-    **reads: Any,
 ) -> None:
     """Sets a runner's speculative step.
 
     Args:
         draft_backends: kernels of a separate draft model or EAGLE head; MTP layers use the target's.
-        reads: `file_reads`.
     """
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
     assert rows.history is not None, "RequestRows was created without num_drafts"
     target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
     drafter: Drafter
     if config.method == "nextn":
-        layers = load_mtp(
-            config.draft_model_path or options.model_path, options.model, runner.model, getattr(torch, options.dtype),
-            stream.device, options.load_format, progress, options.dummy_seed,
-            exported=config.draft_model_path is not None, **reads,
-        )  # fmt: skip
+        path, exported = config.draft_model_path or options.model_path, config.draft_model_path is not None
+        layers = load_mtp(path, options.model, runner.model, load, exported)
         images = _draft_images(runner)
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size, images)
     elif config.method == "standalone":
-        drafter = _standalone(runner, config, options, draft_backends, progress, **reads)
+        drafter = _standalone(runner, config, options, load, draft_backends)
     elif config.method == "eagle":
-        drafter = _eagle(runner, options, draft_backends, progress, **reads)
+        drafter = _eagle(runner, options, load, draft_backends)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
@@ -94,16 +88,11 @@ def draft_bytes(runner: ModelRunner) -> int:
     return 0
 
 
-def _eagle(
-    runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool, **reads: Any
-) -> MTPDrafter:
+def _eagle(runner: ModelRunner, options: WorkerOptions, load: LoadOptions, backends: Backends | None) -> MTPDrafter:
     """The drafter of an EAGLE head, whose KV is the last layer of the target's pool."""
     head, rows, stream, pool = options.draft_head, runner.rows, runner.stream, runner.kv_pool
     assert head is not None and backends is not None
-    layers = load_head(
-        head, runner.model, (options.model_path, options.model), options.dtype, stream.device, backends, rows.width,
-        options.load_format, progress, options.dummy_seed, **reads,
-    )  # fmt: skip
+    layers = load_head(head, runner.model, (options.model_path, options.model), load, backends, rows.width)
     if head.tapped:
         assert isinstance(runner.model, Decoder)
         runner.taps = runner.model.taps = HiddenTaps(head.tapped)
@@ -126,19 +115,16 @@ def _standalone(
     runner: ModelRunner,
     config: SpeculationConfig,
     options: WorkerOptions,
+    load: LoadOptions,
     backends: Backends | None,
-    progress: bool,
-    **reads: Any,
 ) -> StandaloneDrafter:
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
-    draft, dtype = options.draft_model, getattr(torch, options.dtype)
+    draft = options.draft_model
     assert rows.history is not None and draft is not None and backends is not None
     assert config.draft_model_path is not None
-    load_format = "dummy" if options.load_format == "dummy" else "auto"
-    model: Model = load_model(
-        config.draft_model_path, draft, dtype, stream.device, backends, load_format=load_format, progress=progress,
-        seed=options.dummy_seed, max_positions=rows.width, **reads,
-    )  # fmt: skip
+    if load.load_format != "dummy":
+        load = replace(load, load_format="auto")
+    model: Model = load_model(config.draft_model_path, draft, load, backends, max_positions=rows.width)
     pool = KVPool(kv_spec(draft, options.kv_dtype), runner.kv_pool.num_slots, page_size, stream)
     form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, page_size, form, stream)

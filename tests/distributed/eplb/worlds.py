@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.models.loader import LoadOptions, load_model, load_mtp
 from moe_engine.models.sharding import dispatch_shape, local_config
 from moe_engine.parallel.context import ParallelContext, join, with_dispatcher
 from moe_engine.parallel.dispatch.tables import Place, choose
@@ -69,12 +69,12 @@ def load(case: Case, parallel: ParallelContext) -> Loaded:
         shape = dispatch_shape(config, parallel, torch.float32, MAX_TOKENS)
         parallel = with_dispatcher(parallel, choice, shape, DECODE_TOKENS)
     backends = make_backends(config, case.row)
-    model = load_model(case.path, config, "float32", "cpu", backends, parallel)
+    model = load_model(case.path, config, LoadOptions("float32"), backends, parallel)
     local = local_config(config, parallel)
     stepper = Stepper(model, local, backends, seed=1)
     mtp = None
     if case.mtp:
-        mtp = load_mtp(case.path, config, model, "float32", "cpu")
+        mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
         stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.kv[0].shape[0], torch.float32)
     runner: Any = SimpleNamespace(model=model, stream=SimpleNamespace(device=torch.device("cpu")))
     control = attach_experts(runner, config, case.settings, parallel, backends.experts, mtp)

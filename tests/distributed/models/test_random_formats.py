@@ -16,7 +16,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.topology import Topology
@@ -71,7 +71,7 @@ def logits(path: Path, topology: Topology | None, rank: int, row: str) -> Tensor
     check_headers(path, read_checkpoint(path), config)
     parallel = SINGLE if topology is None else imagine(topology, rank, [])
     backends = make_backends(config, row)
-    model = load_model(path, config, "float32", "cpu", backends, parallel)
+    model = load_model(path, config, LoadOptions("float32"), backends, parallel)
     stepper, vocab = Stepper(model, local_config(config, parallel), backends), config.vocab_size
     found = stepper.step([Chunk(0, [(i * 37 + 11) % vocab for i in range(40)], False)])
     for token in (9, vocab // 2 + 3, vocab - 2):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.models.loader import LoadOptions, load_model, load_mtp
 from moe_engine.models.sharding import dispatch_shape, local_config
 from moe_engine.parallel.context import ParallelContext, join, with_dispatcher
 from moe_engine.parallel.dispatch.tables import Place, choose
@@ -46,12 +46,12 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
         shape = dispatch_shape(config, parallel, torch.float32, MAX_TOKENS)
         parallel = with_dispatcher(parallel, choice, shape, DECODE_TOKENS)
     backends = make_backends(config, case.row, page_size=case.page_size)
-    model = load_model(case.path, config, "float32", "cpu", backends, parallel)
+    model = load_model(case.path, config, LoadOptions("float32"), backends, parallel)
     local = local_config(config, parallel)
     stepper = Stepper(model, local, backends, page_size=case.page_size, seed=1)
     if not case.mtp:
         return stepper, None, parallel
-    mtp = load_mtp(case.path, config, model, "float32", "cpu")
+    mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
     stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.num_slots, torch.float32)
     return stepper, mtp, parallel
 

@@ -11,7 +11,7 @@ import torch
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers import mla_chunks
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 
@@ -27,7 +27,7 @@ def greedy(path: Path, attention: object | None, indexer: object | None = None) 
     backends = make_backends(config, page_size=4)
     if attention is not None:
         backends = replace(backends, attention=attention, indexer=indexer)
-    model = load_model(path, config, "float32", "cpu", backends)
+    model = load_model(path, config, LoadOptions("float32"), backends)
     stepper = Stepper(model, config, backends, page_size=4)
     generator = torch.Generator().manual_seed(3)
     prompts = {s: torch.randint(0, 256, (n,), generator=generator).tolist() for s, n in PROMPTS.items()}

@@ -32,7 +32,7 @@ from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization.reference import quantize_weight
 from moe_engine.kernels.tables import EXPERTS, GQA, LINEAR, MLA, OPS
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from tests.kernels.triton import interpreter
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
@@ -141,7 +141,7 @@ def test_a_whole_model(tmp_path: Path) -> None:
             "attention": TritonMLA(deterministic=True, num_programs=3),
         }  # fmt: skip
         backends = replace(make_backends(config), **ours)  # type: ignore[arg-type]
-        return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+        return Stepper(load_model(path, config, LoadOptions("float32"), backends), config, backends)
 
     prompt, neighbour, long = [5, 9, 200], [77, 3], list(range(40, 47))
     alone = fresh()

@@ -26,7 +26,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import experts_format, kept_format, width_group
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.tensors import expert_names, model_tensors
 from moe_engine.models.weights import WeightReader
@@ -70,7 +70,7 @@ def written(folder: Path, name: str, **fields: int) -> tuple[Path, Path]:
 def loaded(path: Path, **rows: Any) -> Stepper:
     config = load_model_config(path)
     backends = replace(make_backends(config), **rows)
-    return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+    return Stepper(load_model(path, config, LoadOptions("float32"), backends), config, backends)
 
 
 @pytest.mark.parametrize("name", NAMES)

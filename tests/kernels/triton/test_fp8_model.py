@@ -36,7 +36,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.share import Share
 from tests.kernels.cpu.formulas import gated
@@ -112,7 +112,7 @@ def stepper(
     if linear is not None:
         ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # with norms that quantise
         backends = replace(backends, ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
-    model = load_model(path, config, "float32", "cpu", backends, **options)
+    model = load_model(path, config, LoadOptions("float32", **options), backends)
     return Stepper(model, config, backends)
 
 

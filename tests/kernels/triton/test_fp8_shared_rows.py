@@ -26,7 +26,7 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.linear import Linear
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.parallel.dispatch.build import PhasedDispatcher
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
@@ -42,7 +42,7 @@ def stepper(path: Path, ops: object, linear: object, experts: object) -> Stepper
     config = load_model_config(path)
     kernels = {"ops": ops, "linear": linear, "experts": experts}
     backends = replace(make_backends(config), **kernels, fuse_shared_experts=False)  # type: ignore[arg-type]
-    return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+    return Stepper(load_model(path, config, LoadOptions("float32"), backends), config, backends)
 
 
 def decode_launches(loaded: Stepper) -> Counter[str]:

@@ -24,7 +24,7 @@ from moe_engine.kernels.ops.protocol import HeadNorms, OpsCapabilities, RotaryTa
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.loader import load_model
+from moe_engine.models.loader import LoadOptions, load_model
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
 from tests.kernels.vendors.trtllm_moe_emulator import TrtllmMoeEmulator
@@ -41,7 +41,7 @@ ATTENTION = {
 def stepper(path: Path, max_expanded_tokens: int = 16384, **rows: Any) -> Stepper:
     config = load_model_config(path)
     backends = replace(make_backends(config, dtype="bfloat16", page_size=64), **rows)
-    model = load_model(path, config, "bfloat16", "cpu", backends, max_expanded_tokens=max_expanded_tokens)
+    model = load_model(path, config, LoadOptions("bfloat16"), backends, max_expanded_tokens=max_expanded_tokens)
     return Stepper(model, config, backends, torch.bfloat16, page_size=64)
 
 
@@ -129,7 +129,7 @@ def test_the_bias_of_a_projection_is_added_with_the_cache_rows(tmp_path: Path) -
     found = []
     for ops in (grouping, TorchOps()):
         backends = replace(make_backends(config, dtype="bfloat16"), linear=DeepGemmLinear(gemm), ops=ops)
-        model = load_model(path, config, "bfloat16", "cpu", backends)
+        model = load_model(path, config, LoadOptions("bfloat16"), backends)
         found.append(logits_of(Stepper(model, config, backends, torch.bfloat16)))
     assert grouping.num_biases == 2 * 3  # layers, steps
     assert torch.equal(*found)

@@ -16,7 +16,7 @@ import pytest
 
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA
 from moe_engine.step_settings import GraphSettings
-from moe_engine.worker import worker
+from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.draft_setup import why_drafts_are_not_captured
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
@@ -46,9 +46,9 @@ def test_captured_steps_accept_the_same_drafts(
     """Chains and trees."""
     libraries.install()
     nodes = DEPTH + 1 if topk == 1 else 5
-    choose = worker.kernels_for
+    choose = build_runner.kernels_for
     monkeypatch.setattr(
-        worker, "kernels_for", lambda *args: replace(choose(*args), attention=FA3GQA(fa3_emulator.module()))
+        build_runner, "kernels_for", lambda *args: replace(choose(*args), attention=FA3GQA(fa3_emulator.module()))
     )
     name = "eagle3" if eagle3 else "eagle2 of qwen3"
     seed = str(random.randrange(1000))

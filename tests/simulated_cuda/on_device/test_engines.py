@@ -23,8 +23,8 @@ from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
-from moe_engine.worker import worker
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
@@ -154,7 +154,7 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
 def test_e4m3_latents_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaled cache rows and attention in Triton: the tokens of the CPU, whose last bits may round to another e4m3
     number."""
-    monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, first_k_dense_replace=1)
     add_latent_scales(path, 1)
     requests, both = script([GREEDY, GREEDY]), {"kv_cache_dtype": E4M3_TENSOR}
@@ -204,7 +204,7 @@ DELTA: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_
 def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-Next: captured decodes and captured steps with drafts read and store the states of their requests by rows
     on the device. Steps with padding, prompts in chunks of the delta rule, cached prefixes."""
-    monkeypatch.setattr(worker, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
     path = agreeing_checkpoint("qwen3_next", tmp_path / "model", 5, **DELTA)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
@@ -332,12 +332,12 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
     """The tokens of steps without graphs. The draft model has Triton attention, whose plans are upper bounds. Only a
     step with other counts, of prompts or of last tokens, reads lengths on the host. With windows model and draft model
     have layers with and without one, and contexts exceed it."""
-    choose = worker.kernels_for
+    choose = build_runner.kernels_for
     libraries.install()
     own, windows = name.startswith("draft model"), name.endswith("windows")
     triton_row: Callable[[], Any] = TritonGQA if windows else TritonMLA
     make: Callable[[], Any] = triton_row if own else lambda: FA3MLA(fa3_emulator.module())
-    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    monkeypatch.setattr(build_runner, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
     fields, dtype = ({}, "float32") if own else (LATENT, "bfloat16")
     if windows:
         path = agreeing_checkpoint("gpt_oss", tmp_path / "model", 5, **ALTERNATING)
@@ -367,10 +367,10 @@ def test_captured_drafts_of_every_kind_never_wait(name: str, tmp_path: Path, mon
 @pytest.mark.parametrize("row", ["triton", "fa3"])
 def test_captured_trees_never_wait(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of steps without graphs, and as many accepted drafts."""
-    choose = worker.kernels_for
+    choose = build_runner.kernels_for
     libraries.install()
     make: Callable[[], Any] = TritonMLA if row == "triton" else lambda: FA3MLA(fa3_emulator.module())
-    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    monkeypatch.setattr(build_runner, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
     fields, dtype = ({}, "float32") if row == "triton" else (LATENT, "bfloat16")
     path = agreeing_checkpoint(
         "deepseek_v3", tmp_path / "model", 5, num_hidden_layers=1, num_mtp_layers=1, first_k_dense_replace=3, **fields
@@ -413,9 +413,9 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     """Padded and exact sizes. Steps with more rows of logits than allowed at once are captured without the LM head."""
     kind, make, page_size, settings, rows_at_once = LIBRARIES[name]
     drafts = name.endswith("drafts")
-    choose = worker.kernels_for
+    choose = build_runner.kernels_for
     libraries.install()
-    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    monkeypatch.setattr(build_runner, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
     model, fields = MODELS[kind]
     path = agreeing_checkpoint(
         model, tmp_path / "model", 3, num_mtp_layers=int(drafts), **({"num_hidden_layers": 1} | fields)

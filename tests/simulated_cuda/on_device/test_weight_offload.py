@@ -21,9 +21,9 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.planning.ledger import BUFFERS_ROW
 from moe_engine.planning.weight_offload import layer_bytes, spread
 from moe_engine.step_settings import GraphSettings
-from moe_engine.worker import worker
 from moe_engine.worker.device_stream import DevicePrefetch
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
+from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine
 from tests.kernels.vendors import fa3_emulator
@@ -112,9 +112,9 @@ def test_formats_and_adapters(form: str, kind: str, tmp_path: Path) -> None:
 def test_captured_steps_contain_the_copies(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all layers in host memory, and with a first layer on the device."""
     libraries.install()
-    choose = worker.kernels_for
+    choose = build_runner.kernels_for
     monkeypatch.setattr(
-        worker, "kernels_for", lambda *args: replace(choose(*args), attention=FA3GQA(fa3_emulator.module()))
+        build_runner, "kernels_for", lambda *args: replace(choose(*args), attention=FA3GQA(fa3_emulator.module()))
     )
     path = agreeing_checkpoint("qwen3", tmp_path / "model", 3, num_hidden_layers=4, head_dim=64)
     flags: dict[str, Any] = FEW | {"dtype": "bfloat16", "disable_cuda_graph": True}
