@@ -75,12 +75,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
     fleet.recorder.keeps_details = own.output_details
     began = time.perf_counter()
-    with report.progress(workload.total, not own.disable_tqdm) as advance, _few_collections():
+    shown = report.progress(workload.total, not own.disable_tqdm)
+    with shown as advance, report.shown_changes(lambda: fleet.now), _few_collections():
         outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
-    shown = "trace" if own.dataset_name == "trace" else str(rate)
-    print(serving_report.result_table(values, backend="simulated", request_rate=shown, max_concurrency=limit))
+    sent = "trace" if own.dataset_name == "trace" else str(rate)
+    print(serving_report.result_table(values, backend="simulated", request_rate=sent, max_concurrency=limit))
     print(report.remarks(values, outcome))
     if own.output_file:
         record = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}

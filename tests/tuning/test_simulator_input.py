@@ -263,6 +263,17 @@ def test_simulate_command(tmp_path, capsys):
     assert values["median_ttft_ms"] > 12 and values["total_output_tokens"] <= 30 * 20
 
 
+def test_changes_of_the_autopilot_are_shown(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    path.write_text(costs().to_json())
+    flags = ["--cost-file", str(path), "--num-prompts", "400", "--request-rate", "200", "--max-total-tokens", "4096"]
+    shared = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "8", "--gsp-prompts-per-group", "60"]
+    assert main(["simulate", *flags, *shared, "--gsp-system-prompt-len", "300", "--gsp-output-len", "30"]) == 0
+    assert "Autopilot" not in capsys.readouterr().err
+    assert main(["simulate", "--autopilot", *flags, *shared, "--gsp-system-prompt-len", "300"]) == 0
+    assert " s] Autopilot: schedule_policy fcfs -> lpm: " in capsys.readouterr().err
+
+
 def test_the_first_requests_of_a_longer_trace(tmp_path, capsys):
     path, trace, out = tmp_path / "costs.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
     path.write_text(costs().to_json())

@@ -30,8 +30,7 @@ MAX_JUMP = 64
 SLOWER = 1.02
 """Bound on the growth of a step's cost over such a jump."""
 BENT = 1e-6
-"""Distance of a step's cost from the line between the ends of a jump, over the cost, below which it is regarded as
-linear: a curve of costs may bend in between."""
+"""Distance of the cost in the middle from the line between the ends, over the cost, up to which it counts as linear."""
 HELD_POLL_SECONDS = 0.02
 """As `moe_engine.core.loop`."""
 EndedHandler = Callable[["Replica", int, Running, float], None]
@@ -95,8 +94,7 @@ class Replica:
         """Time at which the newest result was applied."""
         self._ends = 0
         """Requests that have ended since the newest step was in flight."""
-        self._back_at = 0.0
-        """End of the last restart."""
+        self._back_at = 0.0  # end of the last restart
         self.num_steps = 0
         self.busy_seconds = 0.0
 
@@ -453,9 +451,8 @@ class Replica:
 
     def _is_linear(self, first: float, last: float, steps: int) -> bool:
         """Whether the step in the middle of a jump costs what the line between its first and its last step says."""
-        middle = steps // 2
-        seconds = self.spec.costs.step(self._busiest([self._runs.shape(middle)])).seconds
-        return abs(first + (last - first) * middle / (steps - 1) - seconds) <= BENT * first
+        seconds = self.spec.costs.step(self._busiest([self._runs.shape(steps // 2)])).seconds
+        return abs(first + (last - first) * (steps // 2) / (steps - 1) - seconds) <= BENT * first
 
     @property
     def _same_skew(self) -> int:
@@ -465,8 +462,7 @@ class Replica:
     # -- faults
 
     def restart(self, moment: float, seconds: float) -> list[Running]:
-        """Restarts all ranks, with empty caches. Returns the lost requests; those that wait for a restart already are
-        not lost, and wait for the later one."""
+        """Restarts all ranks, with empty caches. Returns the lost requests, not those that wait for a restart."""
         if moment < self._back_at:
             self._back_at = self.now = moment + seconds
             return []
