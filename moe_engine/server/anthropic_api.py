@@ -24,6 +24,7 @@ from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
+from moe_engine.validation import refuse_unavailable
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {
@@ -54,6 +55,7 @@ class AnthropicApi:
     def read(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: as of `ChatApi.read`."""
         asked = decode_body(body, MessagesRequest)
+        refuse_unavailable(asked)
         with named(NAMES):
             return self._chat.plan(*chat_request(asked, limits_thinking=limits_thinking(self._state)))
 

@@ -19,6 +19,7 @@ NAMES = (
     (r"^max_thinking_tokens\b", "thinking.budget_tokens"),
     (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "messages.content.source"),
     (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
+    (r"^reasoning_effort\b", "output_config.effort"),
 )
 """For errors: fields of chat requests, and Anthropic's names of them."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -47,7 +48,10 @@ def chat_request(
     if last["role"] == "assistant" and last["content"] and last.keys() == {"role", "content"}:
         body["continue_final_message"] = True
     if isinstance(req, MessagesRequest):
-        if req.output_config is not None and (form := req.output_config.get("format")) is not None:
+        config = req.output_config or {}
+        if config.get("effort") is not None:
+            body["reasoning_effort"] = config["effort"]
+        if (form := config.get("format") or req.output_format) is not None:
             json_schema = {"name": "output", "schema": form["schema"]}
             body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         body |= {"max_tokens": req.max_tokens, "stream": req.stream, "stop": req.stop_sequences}
@@ -144,6 +148,9 @@ def _part(block: Any, place: str, *, images: bool) -> dict[str, Any]:
         return {"type": "text", "text": _field(block, "text", place)}
     if kind == "document":
         return {"type": "text", "text": _document(block, place)}
+    if kind == "search_result":
+        lines = (_field(block, "title", place), _field(block, "source", place), _content(block, place))
+        return {"type": "text", "text": "\n\n".join(lines)}
     if kind != "image":
         raise _unavailable(block, place)
     if not images:
@@ -163,11 +170,19 @@ def _document(block: Any, place: str) -> str:
     """The title and the text of a document."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else source
-    if kind != "text":
+    if kind not in ("text", "content"):
         field = f"{place}.source.type"
         raise InputError(f"{field}: documents of type {kind!r:.60} are not available here; send text", field=field)
-    text = _field(source, "data", f"{place}.source")
+    text = _field(source, "data", f"{place}.source") if kind == "text" else _content(source, f"{place}.source")
     return f"{block['title']}\n\n{text}" if isinstance(block.get("title"), str) else text
+
+
+def _content(block: Any, place: str) -> str:
+    """The texts of `content`."""
+    found, place = block.get("content"), f"{place}.content"
+    if not isinstance(found, str | list):
+        raise InputError(f"{place}: expected a string or a list, got {found!r:.60}", field=place)
+    return _text(found, place)
 
 
 def _image_address(block: Any, place: str) -> str:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 import msgspec
 from msgspec import Meta
 
 from moe_engine.sampling_checks import MAX_COUNT
+from moe_engine.server.openai_answers import ModelCard
+from moe_engine.validation import Effort, NotAvailable, OffOnly
 
-BLOCKS = "text, image, document, tool_use, tool_result, thinking or redacted_thinking; other types are refused"
+BLOCKS = (
+    "text, image, document, search_result, tool_use, tool_result, thinking or redacted_thinking; other types are "
+    "refused"
+)
 
 
 class Source(TypedDict, total=False):
-    """`type` base64, or text of documents: `media_type` and `data`; url: `url`."""
+    """`type` base64, or text of documents: `media_type` and `data`; content of documents: `content`; url: `url`."""
 
-    type: Required[Annotated[str, Meta(pattern="^(base64|url|text)$")]]
+    type: Required[Annotated[str, Meta(pattern="^(base64|url|text|content)$")]]
     media_type: str
     data: str
+    content: str | list[Any]
     url: str
 
 
@@ -31,7 +38,7 @@ class Block(TypedDict, total=False):
     name: str
     input: Any
     tool_use_id: str
-    source: Source
+    source: Annotated[Source | str, Meta(description="a text in a search_result")]
     title: str | None
     content: str | list[Any] | None
     is_error: bool | None
@@ -68,6 +75,7 @@ class OutputFormat(TypedDict):
 
 class OutputConfig(TypedDict, total=False):
     format: Annotated[OutputFormat | None, Meta(description="the text is JSON of this schema")]
+    effort: Effort | None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -93,6 +101,9 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat | None, Meta(description="older name of output_config.format")] = None
+    mcp_servers: OffOnly = None
+    container: NotAvailable = None
     metadata: Any = None
 
 
@@ -146,6 +157,27 @@ class StreamEvent(TypedDict):
 
 class TokenCount(TypedDict):
     input_tokens: int
+
+
+class ModelInfo(TypedDict):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+
+
+def model_info(card: ModelCard) -> ModelInfo:
+    """A model in Anthropic's form."""
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat(),
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
 
 
 class ErrorDetail(TypedDict):

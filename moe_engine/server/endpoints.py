@@ -42,7 +42,8 @@ from moe_engine.server.sessions_api import CloseSessionRequest, OpenSessionReque
 from moe_engine.server.state import ServerState
 from moe_engine.server.trainer_api import TrainerApi
 
-ONE_BY_ONE = "send the requests one by one, at once: the scheduler batches them; SGLang has removed this endpoint too"
+AT_ONCE = "send the requests one by one, at once: the scheduler batches them"
+ONE_BY_ONE = f"{AT_ONCE}; SGLang has removed this endpoint too"
 STORAGE_AT_START = "storage is attached at start (--hicache-storage-backend)"
 REFUSED_PATHS = {
     "/update_weights": "the old name of /update_weights_from_disk",
@@ -54,6 +55,7 @@ REFUSED_PATHS = {
     "/generate_from_file": ONE_BY_ONE,
     "/v1/files": ONE_BY_ONE,
     "/v1/batches": ONE_BY_ONE,
+    "/v1/messages/batches": AT_ONCE,
     "/vertex_generate": "use /generate, or /invocations",
     "/api/embed": "use /v1/embeddings",
     "/api/pull": "a server has the model of its start (--model-path)",

@@ -36,7 +36,9 @@ class ToolWish:
         """
         if not self.called or form is None:
             return given
-        asked = any(tool["function"].get("strict") is True for tool in self.called)
+        asked = len(self.called) < len(self.offered) or any(
+            tool["function"].get("strict") is True for tool in self.called
+        )
         strict = asked and TOOL_FORMATS[form].enforces_strict
         if not (self.required or strict or given is not None):
             return given
@@ -65,18 +67,18 @@ def tool_wish(req: ChatRequest, tools: list[dict[str, Any]], form: str | None) -
     if choice in ("auto", "none"):
         used = tools if choice == "auto" else []
         return ToolWish(used, used, required=False, several=several)
-    name = None if isinstance(choice, str) else _name(choice)
-    called = [tool for tool in tools if name is None or tool["function"]["name"] == name]
+    called, required, shown = tools, True, choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        called, required = _allowed(choice, tools)
+        shown = "allowed_tools"
+    elif isinstance(choice, dict):
+        called, several, shown = [_named(choice, "tool_choice", tools)], False, "a named function"
     if not tools:
-        raise InputError("tool_choice: needs tools; send some, or leave it out", field="tool_choice")
-    if not called:
-        field = "tool_choice.function.name"
-        raise InputError(f"{field}: {name!r:.80} is not the name of one of the tools", field=field)
+        raise _needs_tools()
     if form is None:
-        shown = choice if isinstance(choice, str) else "a named function"
         words = f"tool_choice: {shown} needs a server with --tool-call-parser; use auto or none"
         raise InputError(words, field="tool_choice")
-    return ToolWish(tools, called, required=True, several=several and name is None)
+    return ToolWish(tools, called, required=required, several=several)
 
 
 def _is_format_of_text(given: Constraint) -> bool:
@@ -85,14 +87,40 @@ def _is_format_of_text(given: Constraint) -> bool:
     return given.where.startswith("response_format") and given.kind == "json_schema"
 
 
-def _name(choice: dict[str, Any]) -> str:
-    """The function of a named choice."""
-    if choice.get("type") != "function":
-        kind = choice.get("type")
-        raise InputError(f"tool_choice.type: expected 'function', got {kind!r:.80}", field="tool_choice.type")
+def _allowed(choice: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+    """The functions of OpenAI's `allowed_tools`, and whether one has to be called. All tools stay in the prompt."""
+    field = "tool_choice.allowed_tools"
+    wanted = choice.get("allowed_tools")
+    if not isinstance(wanted, dict):
+        raise InputError(f"{field}: expected an object, got {wanted!r:.80}", field=field)
+    mode, names = wanted.get("mode"), wanted.get("tools")
+    if mode not in ("auto", "required"):
+        raise InputError(f"{field}.mode: expected 'auto' or 'required', got {mode!r:.80}", field=f"{field}.mode")
+    if not isinstance(names, list) or not names:
+        words = f"{field}.tools: expected a list of length >= 1, got {names!r:.80}"
+        raise InputError(words, field=f"{field}.tools")
+    called = [_named(name, f"{field}.tools[{i}]", tools) for i, name in enumerate(names)]
+    return [tool for tool in tools if any(tool is other for other in called)], mode == "required"
+
+
+def _named(choice: Any, field: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tool that `{"type": "function", "function": {"name": ...}}` names."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind != "function":
+        kinds = "'function' or 'allowed_tools'" if field == "tool_choice" else "'function'"
+        raise InputError(f"{field}.type: expected {kinds}, got {kind!r:.80}", field=f"{field}.type")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
+    field = f"{field}.function.name"
     if not isinstance(name, str):
-        field = "tool_choice.function.name"
         raise InputError(f"{field}: expected a string, got {name!r:.80}", field=field)
-    return name
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    if not tools:
+        raise _needs_tools()
+    raise InputError(f"{field}: {name!r:.80} is not the name of one of the tools", field=field)
+
+
+def _needs_tools() -> InputError:
+    return InputError("tool_choice: needs tools; send some, or leave it out", field="tool_choice")

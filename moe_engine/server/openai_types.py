@@ -204,6 +204,10 @@ class ChatRequest(CommonRequest, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Annotated[str, Meta(pattern="^(auto|none|required)$")] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
+    functions: OffOnly = None
+    modalities: list[Annotated[str, Meta(pattern="^text$")]] | None = None
+    audio: NotAvailable = None
+    web_search_options: NotAvailable = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[Count | None, Meta(description="vLLM's name of max_thinking_tokens")] = None

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.sampling_checks import parse_sampling
+from moe_engine.server.anthropic_types import model_info
 from moe_engine.server.control_api import internal_states, version
 from moe_engine.server.http_io import json_response
 from moe_engine.server.live_pages import HEADERS, page, wants_page
@@ -28,6 +29,10 @@ class PagesApi:
         """The served model and its LoRA adapters."""
         adapters = self._state.frontend.adapters.paths
         cards = [self._card(), *(self._card(name, path) for name, path in adapters.items())]
+        if _is_anthropic(request):
+            listed = [model_info(card) for card in cards]
+            ends = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
+            return json_response({"data": listed, **ends})
         answer: ModelList = {"object": "list", "data": cards}
         return json_response(answer)
 
@@ -35,9 +40,11 @@ class PagesApi:
         """The served model or a LoRA adapter, by name."""
         name = request.path_params["model"]
         if (path := self._state.frontend.adapters.paths.get(name)) is not None:
-            return json_response(self._card(name, path))
-        self._state.find_model(name)
-        return json_response(self._card())
+            card = self._card(name, path)
+        else:
+            self._state.find_model(name)
+            card = self._card()
+        return json_response(model_info(card) if _is_anthropic(request) else card)
 
     def _card(self, adapter: str | None = None, path: str = "") -> ModelCard:
         return {
@@ -83,3 +90,8 @@ class PagesApi:
         found = openapi(request.app.state.endpoints, version(), native, model)
         root = self._state.flags.fastapi_root_path
         return {**found, "servers": [{"url": root}]} if root else found
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether the request is of Anthropic's API, whose clients send their version."""
+    return "anthropic-version" in request.headers

@@ -17,7 +17,8 @@ TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_t
 """The field with the text, by the kind of a part."""
 NAMES = (
     (r"^(tools\[\d+\])\.function", r"\1"),
-    (r"^tool_choice\.function", "tool_choice"),
+    (r"^tool_choice\.allowed_tools\.(tools\[\d+\])\.function", r"tool_choice.\1"),
+    (r"^tool_choice\.(function|allowed_tools)\b", "tool_choice"),
     (r"^max_tokens\b", "max_output_tokens"),
     (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "input.content.image_url"),
     (r"^messages\b", "input"),
@@ -168,12 +169,20 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
+    """A choice of this API in the form of chats, whose names of functions are one level deeper."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
-        words = f"tool_choice.type: expected 'function', got {choice.get('type')!r:.60}"
-        raise InputError(words, field="tool_choice.type")
-    return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
+    if choice.get("type") != "allowed_tools":
+        return _chosen(choice)
+    tools = choice.get("tools")
+    deeper = [_chosen(tool) for tool in tools] if isinstance(tools, list) else tools
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": deeper}}
+
+
+def _chosen(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _format(req: ResponsesRequest) -> dict[str, Any] | None:

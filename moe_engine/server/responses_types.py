@@ -67,7 +67,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     truncation: Annotated[str, Meta(pattern="^(auto|disabled)$")] | None = None
     include: Annotated[list[str] | None, Meta(description="has no effect")] = None
     user: Any = None

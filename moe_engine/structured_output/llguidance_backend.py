@@ -13,11 +13,11 @@ from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
 
 from moe_engine.structured_output.backend import PREPARED, GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.error_places import readable, without_line, wrong_part
+from moe_engine.structured_output.gbnf import to_lark
 from moe_engine.structured_output.llguidance_gaps import enforceable
 from moe_engine.structured_output.mask_batch import Entries, MaskBatch
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
@@ -142,13 +142,14 @@ class LLGuidance:
             return llguidance.LLMatcher.grammar_from_regex(source)
         if kind == "choice":
             choices = dict.fromkeys(json.loads(source))
-            return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            return f"start: CHOICE\nCHOICE: {texts}"  # one lexeme: rules of the parser may have 2000 alternatives
         if kind == "structural_tag":
             return lark_of_tags(source, self._json_options)
         if kind == "tool_calls":
             return lark_of_calls(json.loads(source), self._json_options, self._special_ids)
         try:
-            return any_to_lark(source)
+            return to_lark(source)
         except Exception as error:  # also plain Exceptions, for names that no rule defines
             raise GrammarError(readable(str(error))) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from moe_engine.structured_output.backend import PREPARED
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from moe_engine.validation import checked
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import CHAT, in_process, named_events, post
+from tests.server.harness import CHAT, get, in_process, named_events, post
 
 ASK: dict[str, Any] = {**CHAT, "max_tokens": 200}
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
@@ -250,6 +251,17 @@ def test_documents_of_plain_text():
     assert chat_request(checked(asked, MessagesRequest))[1] == chat_request(checked(blocks(*shown), MessagesRequest))[1]
     result = blocks({"type": "tool_result", "tool_use_id": "c", "content": [document]})
     assert chat_request(checked(result, MessagesRequest))[1][0]["content"] == "It rains."
+    for content in ("It rains.", [{"type": "text", "text": "It rains."}]):
+        given = blocks({**document, "source": {"type": "content", "content": content}, "title": "Sky"})
+        assert chat_request(checked(given, MessagesRequest))[1][0]["content"] == "Sky\n\nIt rains."
+
+
+def test_results_of_searches():
+    found = {"type": "search_result", "source": "http://sky", "title": "Sky", "content": [
+        {"type": "text", "text": "It rains."}, {"type": "text", "text": "It snows."}]}  # fmt: skip
+    text = "Sky\n\nhttp://sky\n\nIt rains.\nIt snows."
+    for asked in (blocks(found), blocks({"type": "tool_result", "tool_use_id": "c", "content": [found]})):
+        assert chat_request(checked(asked, MessagesRequest))[1][0]["content"] == text
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("enabled", 9), ("adaptive", None), ("disabled", None)])
@@ -300,6 +312,10 @@ def blocks(*parts: Any) -> dict[str, Any]:
         ({**ASK, "tools": [TIME], "tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({**ASK, "tools": [TIME], "tool_choice": {"type": "maybe"}}, "tool_choice"),
         ({**ASK, "temperature": -1}, "temperature"),
+        ({**ASK, "mcp_servers": [{"type": "url", "url": "http://tools", "name": "n"}]}, "mcp_servers"),
+        ({**ASK, "container": "c"}, "container"),
+        (blocks({"type": "search_result", "source": "s", "title": "t"}), "messages[0].content[0].content: expected"),
+        ({**ASK, "output_config": {"effort": 5}}, "output_config.effort"),
     ],
 )
 def test_wrong_requests(body: dict[str, Any], words: str):
@@ -308,6 +324,21 @@ def test_wrong_requests(body: dict[str, Any], words: str):
     found = response.json()
     assert found["type"] == "error" and found["error"]["type"] == "invalid_request_error"
     assert words in found["error"]["message"]
+
+
+def test_models_for_clients_of_anthropic():
+    """The shapes of Anthropic's `ModelInfo` and its page, for requests with the header that its clients send."""
+    headers = {"anthropic-version": "2023-06-01"}
+    page = get(fake(), "/v1/models", headers=headers).json()
+    (model,) = page.pop("data")
+    assert page == {"has_more": False, "first_id": "tiny", "last_id": "tiny"}
+    assert {**model, "created_at": ""} == {
+        "type": "model", "id": "tiny", "display_name": "tiny", "created_at": "", "max_input_tokens": 2048,
+        "max_tokens": 2048,
+    }  # fmt: skip
+    assert datetime.fromisoformat(model["created_at"]).tzinfo is not None
+    assert {**get(fake(), "/v1/models/tiny", headers=headers).json(), "created_at": ""} == {**model, "created_at": ""}
+    assert get(fake(), "/v1/models").json()["object"] == "list"
 
 
 async def test_keys():
@@ -351,12 +382,18 @@ def test_a_last_message_of_the_assistant_is_continued():
 def test_formats_of_the_output():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     client = fake()
-    body = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
-    assert post(client, "/v1/messages", body).status_code == 200
-    constraint = client.requests[0].sampling["constraint"]
-    assert constraint["kind"] == PREPARED
+    form = {"type": "json_schema", "schema": schema}
+    for more in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
+        assert post(client, "/v1/messages", {**ASK, **more}).status_code == 200
+        constraint = client.requests[-1].sampling["constraint"]
+        assert constraint["kind"] == PREPARED
     wrong = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}}
     assert "output_config.format.schema" in post(fake(), "/v1/messages", wrong).json()["error"]["message"]
+
+
+def test_the_effort_is_that_of_chats():
+    req, _, _ = chat_request(checked({**ASK, "output_config": {"effort": "low"}}, MessagesRequest))
+    assert req.reasoning_effort == "low"
 
 
 def test_arguments_keep_their_numbers():

@@ -176,6 +176,9 @@ OPENAI = [
     ("chat/completions", chat(stream="yes"), "stream", "stream: expected true or false, got 'yes'"),
     ("chat/completions", chat(logprobs=5), "logprobs", "logprobs: expected true or false, got 5"),
     ("chat/completions", chat(top_logprobs=5), "top_logprobs", "top_logprobs: needs logprobs: true"),
+    ("chat/completions", chat(functions=[{"name": "f"}]), "functions", "functions: not available"),
+    ("chat/completions", chat(modalities=["text", "audio"]), "modalities[1]", "modalities[1]: expected 'text'"),
+    ("chat/completions", chat(web_search_options={}), "web_search_options", "web_search_options: not available"),
     (
         "chat/completions",
         chat(logprobs=True, top_logprobs=1000),
@@ -184,7 +187,7 @@ OPENAI = [
     ),
     ("chat/completions", chat(tool_choice="required"), "tool_choice", "tool_choice: needs tools"),
     ("chat/completions", chat(tool_choice="required", tools=TOOLS), "tool_choice", "needs a server with --tool-call"),
-    ("chat/completions", chat(tool_choice={"type": "x"}), "tool_choice.type", "expected 'function', got 'x'"),
+    ("chat/completions", chat(tool_choice={"type": "x"}), "tool_choice.type", "or 'allowed_tools', got 'x'"),
     ("chat/completions", chat(tool_choice={"type": "function"}), "tool_choice.function.name", "expected a string"),
     ("chat/completions", chat(tool_choice=named("b"), tools=TOOLS), "tool_choice.function.name", "'b' is not the name"),
     ("chat/completions", chat(tools=[{"type": "x"}]), "tools[0].type", "expected 'function', got 'x'"),

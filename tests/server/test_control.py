@@ -370,7 +370,7 @@ def test_endpoints_that_are_not_offered():
         for response in (get(FakeClient(), path), post(FakeClient(), path, {})):
             error = response.json()["error"]
             if not path.startswith("/api/"):  # whose errors are texts
-                assert error["type"] == "NotImplementedError"
+                assert error["type"] == ("api_error" if path.startswith("/v1/messages") else "NotImplementedError")
                 error = error["message"]
             assert (response.status_code, error) == (501, f"{path}: not offered by moe-engine: {reason}")
             assert response.headers["x-should-retry"] == "false", "or OpenAI's client sends it three times"

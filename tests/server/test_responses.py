@@ -198,6 +198,10 @@ FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "str
         ({"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "name": "time"}},
          {"tools": [chat_tool(WEATHER), chat_tool(TIME)],
           "tool_choice": {"type": "function", "function": {"name": "time"}}}),
+        ({"tools": [WEATHER, TIME], "tool_choice": {
+            "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}},
+         {"tools": [chat_tool(WEATHER), chat_tool(TIME)], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}}}),
     ],
 )  # fmt: skip
 def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dict[str, Any]):
@@ -227,7 +231,20 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({**ASK, "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({**ASK, "tools": [{"type": "function"}]}, "tools[0].name"),
-        ({**ASK, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({**ASK, "tools": [TIME], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({**ASK, "tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
+        (
+            {
+                **ASK,
+                "tools": [TIME],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "other"}],
+                },
+            },
+            "tool_choice.tools[0].name",
+        ),
         ({**ASK, "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({**ASK, "n": 2}, "n:"),
         (
@@ -236,6 +253,7 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ),
         ({**ASK, "truncation": "auto"}, "truncation"),
         ({**ASK, "background": True}, "background"),
+        ({**ASK, "metadata": {"a": 1}}, "metadata"),
         ({**ASK, "max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

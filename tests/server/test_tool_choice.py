@@ -28,6 +28,14 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
 WEATHER, NOW = function("weather", parameters=CITY), function("now")
 STRICT = function("weather", parameters=CITY, strict=True)
 NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """OpenAI's choice of some of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 NO_GRAMMARS = GrammarSettings(grammar_backend="none")
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}
 
@@ -63,6 +71,10 @@ ENFORCED: list[tuple[dict[str, Any], str, dict[str, Any], bool, bool]] = [
     ({"tool_choice": "required", "parallel_tool_calls": False}, "tool_choice", {"weather": CITY, "now": NOTHING},
      True, False),
     ({"tool_choice": NAMED}, "tool_choice", {"now": NOTHING}, True, False),
+    ({"tool_choice": allowed("required", "now")}, "tool_choice", {"now": NOTHING}, True, True),
+    ({"tool_choice": allowed("required", "now", "weather")}, "tool_choice", {"weather": CITY, "now": NOTHING}, True,
+     True),
+    ({"tool_choice": allowed("auto", "weather")}, "tools", {"weather": ANY}, False, True),
     ({"tools": [STRICT, NOW]}, "tools", {"weather": CITY, "now": ANY}, False, True),
     ({"tools": [STRICT, NOW], "response_format": FORMAT}, "tools", {"weather": CITY, "now": ANY}, False, True),
     ({"response_format": FORMAT}, "response_format.json_schema.schema", {"weather": ANY, "now": ANY}, False, True),
@@ -92,6 +104,7 @@ def test_free_requests_have_no_constraint() -> None:
     assert constraint_of({"tools": [WEATHER], "parallel_tool_calls": False}) is None
     assert constraint_of({"tools": [STRICT], "tool_choice": "none"}) is None
     assert constraint_of({"tools": [STRICT]}, tool_call_parser=None) is None
+    assert constraint_of({"tools": [WEATHER, NOW], "tool_choice": allowed("auto", "weather", "now")}) is None
     given = constraint_of({"tools": [WEATHER], "regex": "a"})
     assert given is not None and given["kind"] == "regex"
 
@@ -109,6 +122,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required", "json_schema": CITY}, "json_schema", "tool_choice and json_schema"),
     ({"tools": [STRICT], "regex": "a"}, "regex", "tools and regex"),
     ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "cannot be combined with tool_choice"),
+    ({"tool_choice": allowed("any", "now")}, "tool_choice.allowed_tools.mode", "'auto' or 'required'"),
+    ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "length >= 1"),
+    ({"tool_choice": allowed("auto", "now", "x")}, "tool_choice.allowed_tools.tools[1].function.name", "'x' is not"),
     ({"tool_choice": "required", "tools": [NOW, NOW]}, "tools[1].function.name", "defined twice"),
 ]
 

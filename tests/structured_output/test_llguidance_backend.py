@@ -65,7 +65,21 @@ def accepts(state: Matcher, ids: list[int]) -> bool:
 CASES: list[tuple[str, Any, list[str], list[str]]] = [
     ("regex", "(ab|c){2}[0-9]", ["abc1", "cc9"], ["ab1", "abc", "abc12"]),
     ("choice", ["yes", 'no "x"\n'], ["yes", 'no "x"\n'], ["y", "no", "yes "]),
+    ("choice", ["a", "ab", "abc", "\\d", "é"], ["a", "ab", "abc", "\\d", "é"], ["", "b", "1", "abcd"]),
+    ("choice", [f"item {i}" for i in range(5000)], ["item 0", "item 4999"], ["item", "item 5000"]),
     ("grammar", 'root ::= "a" | "b" root', ["a", "bba"], ["", "ab"]),
+    (
+        "grammar",
+        'root ::= x # "#\n\n # |\n  | [#|\n] x\n\t| "\\n|"\r\nx ::=\n  "k"',
+        ["k", "#k", "|k", "\nk", "\n|"],
+        ["", "|", "kk"],
+    ),
+    (
+        "grammar",
+        r'root ::= "\u00e9\U0001F600" [\u00e0-\u00ff] "\u0022\\u0041"',
+        ['é😀ÿ"\\u0041'],
+        ["é😀", 'é😀x"\\u0041', 'é😀ÿ"A'],
+    ),
     ("grammar", 'start: "a" NUM\nNUM: /[0-9]{2}/', ["a12"], ["a1", "12"]),
     ("json_schema", {"type": "integer"}, ["12", "-3"], ["1.5", " 1", "1 ", '"1"']),
     ("json_schema", {"type": "object"}, ["{}", '{ "a": [1] }', '{\n  "a": 1\n}'], ["[]", '{  "a": 1}', "{}\n"]),
@@ -108,6 +122,12 @@ def test_what_is_not_enforced_is_refused(backend: GrammarBackend, schema: dict[s
     tag = {**TAGS, "structures": [{"begin": "<f=a>", "schema": schema, "end": ""}]}
     with pytest.raises(GrammarError, match=words):
         backend.compile(Constraint("structural_tag", json.dumps(tag)))
+
+
+@pytest.mark.parametrize("escape", ["ud83d", "U00110000"])
+def test_escapes_that_are_no_characters(backend: GrammarBackend, escape: str) -> None:
+    with pytest.raises(GrammarError, match=f"{escape} is not a character"):
+        backend.compile(Constraint("grammar", f'root ::= "\\{escape}"'))
 
 
 def test_rollback_restores_every_mask(backend: GrammarBackend) -> None:

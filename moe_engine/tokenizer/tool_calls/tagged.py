@@ -28,6 +28,7 @@ class TaggedFormat:
     parameter; between it and `value_begin` there may be white space or attributes. `trims`: one line end after
     `value_begin` and before `value_end` is not part of the value. `block_may_be_json`: between `begin` and `end` may be
     a call as a JSON object, or a list of them (Hunyuan-A13B). `may_be_json`: so may the arguments of a call.
+    `implied_ends`: line ends with tags that also end a value, unless a grammar enforces `value_end`.
     """
 
     begin: str
@@ -42,6 +43,7 @@ class TaggedFormat:
     trims: bool = False
     may_be_json: bool = False
     block_may_be_json: bool = False
+    implied_ends: tuple[str, ...] = ()
 
     def parse(self, reader: CallReader) -> Wait[None]:
         if reader.content_is_json and not (yield from reader.at(self.begin)):
@@ -53,8 +55,12 @@ class TaggedFormat:
             else:
                 yield from self._call(reader)
             space = yield from reader.space()
-            if (yield from reader.peek()) and not (yield from reader.at(self.begin)):
-                reader.plain(space)
+            for begin in begins:
+                if (yield from reader.at(begin)):
+                    break
+            else:
+                if (yield from reader.peek()):
+                    reader.plain(space)
 
     def _calls(self, reader: CallReader) -> Wait[None]:
         if not self.call_begin:
@@ -159,13 +165,22 @@ class TaggedFormat:
             yield from reader.take("\n")
         if types == {"string"}:
             text = _JsonString(reader.arguments, self.trims)
-            whole = yield from reader.until((self.value_end,), text.push)
-            text.finish(bool(whole))
+            whole = yield from self._until_end(reader, text.push)
+            text.finish(whole)
             return
         parts: list[str] = []
-        whole = yield from reader.until((self.value_end,), parts.append)
+        yield from self._until_end(reader, parts.append)
         value = "".join(parts)
         reader.arguments(_json(value.removesuffix("\n") if self.trims else value, types))
+
+    def _until_end(self, reader: CallReader, sink: Callable[[str], None]) -> Wait[bool]:
+        """Whether the value has an end."""
+        implied = () if reader.is_json else self.implied_ends
+        marker = yield from reader.until((self.value_end, *implied), sink)
+        if marker in implied:
+            sink("\n")
+            reader.unread(marker.removeprefix("\n"))
+        return bool(marker)
 
 
 class _JsonString:
@@ -255,7 +270,7 @@ def _refuse(name: str) -> Any:
 
 QWEN3_CODER = TaggedFormat(
     "<tool_call>", "<function=", (">",), "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>",
-    trims=True,
+    trims=True, implied_ends=("\n<parameter=", "\n</function>"),
 )  # fmt: skip
 GLM45 = TaggedFormat(
     "<tool_call>", "", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
