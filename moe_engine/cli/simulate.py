@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import math
 import random
 import sys
@@ -19,6 +20,7 @@ from moe_engine.cli.simulate_checks import check, check_launch, other_launch, pa
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
+from moe_engine.logs import LOGGER
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -76,7 +78,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     fleet.recorder.keeps_details = own.output_details
     began = time.perf_counter()
     shown = report.progress(workload.total, not own.disable_tqdm)
-    with shown as advance, report.shown_changes(lambda: fleet.now), _few_collections():
+    with shown as advance, _shown_changes(lambda: fleet.now), _few_collections():
         outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
@@ -90,6 +92,22 @@ def main(argv: Sequence[str], prog: str) -> int:
     if own.plot:
         report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
     return 1 if values["failed"] else 0
+
+
+@contextmanager
+def _shown_changes(clock: Callable[[], float]) -> Iterator[None]:
+    """Writes the autopilot's changes to standard error, with the simulated second."""
+    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: str(record.msg).startswith("Autopilot"))
+    handler.format = lambda record: f"[{clock():.1f} s] {record.getMessage()}"  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager

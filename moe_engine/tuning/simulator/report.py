@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.logs import LOGGER
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.simulator.fleet import Outcome
 
@@ -73,22 +71,6 @@ def _expert_line(load: dict[str, Any]) -> str:
     others = ", ".join(f"{name} {value:.2f}" for name, value in load["skew_of_placements"].items())
     straggler = f"rank {load['straggler_rank']} has {load['straggler_load']:.2f} times the mean"
     return f"expert load, busiest rank over the mean: {skew} ({straggler}); placements: {others}"
-
-
-@contextmanager
-def shown_changes(clock: Callable[[], float]) -> Iterator[None]:
-    """Writes the autopilot's changes to standard error, with the simulated second."""
-    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stderr)
-    handler.addFilter(lambda record: str(record.msg).startswith("Autopilot"))
-    handler.format = lambda record: f"[{clock():.1f} s] {record.getMessage()}"  # type: ignore[method-assign]
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @contextmanager
