@@ -55,6 +55,7 @@ GRACE_SECONDS = 10.0
 """Time beyond a call's deadline for a scheduler's reply, which waits for the step in flight."""
 STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 """Errors of a socket that was closed because its core was stopped."""
+SHUT_DOWN = "this engine was shut down"
 
 
 @dataclass
@@ -301,7 +302,8 @@ class CoreClient:
             core.kill_if_stopped()
 
     async def shutdown(self, *, drain: bool = True) -> None:
-        """Stops the cores, with `drain` after their running requests. Safe to call twice."""
+        """Stops the cores, with `drain` after their running requests. What no core has answered, and what begins later,
+        gets an `EngineDeadError`. Safe to call twice."""
         if self.closing:
             return
         self.closing = True
@@ -318,6 +320,9 @@ class CoreClient:
             core.stop(0.0)
         for endpoint in self._endpoints:
             endpoint.to_core.close()
+        for core in self._cores:
+            core.dead = core.dead or SHUT_DOWN
+            self._died(core, core.dead)
 
     # -- plumbing
 

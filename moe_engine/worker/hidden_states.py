@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 from torch import Tensor
 
 from moe_engine.types import StepPlan
@@ -22,13 +23,16 @@ class PendingHidden:
 
 
 def pending_hidden(
-    plan: StepPlan, wanted: Collection[int], hidden: Tensor, stream: DeviceStream
+    plan: StepPlan, offsets: np.ndarray, wanted: Collection[int], hidden: Tensor, stream: DeviceStream
 ) -> PendingHidden | None:
-    """Begins to copy the states of the rows `wanted`; hidden [T, D] in the order of the plan. None: no such row."""
-    rows, parts, begin = [], [], 0
-    for row, count in zip(plan.rows, plan.counts):
+    """Begins to copy the states of the rows `wanted`. None: no such row.
+
+    Args:
+        offsets: [R], of each row's tokens in `hidden` [T, D]: batches have prompts in another order than plans.
+    """
+    rows, parts = [], []
+    for row, begin, count in zip(plan.rows, offsets.tolist(), plan.counts):
         if row in wanted:
             rows.append(row)
             parts.append(hidden[begin : begin + count])
-        begin += count
     return PendingHidden(rows, stream.download(parts)) if rows else None

@@ -172,7 +172,7 @@ class ModelRunner:
         shape, clock = self._graph_shape(plan), self._clock()
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
-            states = self._hidden_states(plan, hidden)
+            states = self._hidden_states(plan, batch, hidden)
             pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
             pending.hidden, pending.clock = states, clock
             pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
@@ -189,7 +189,7 @@ class ModelRunner:
         self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
     ) -> PendingResult:
         """Samples from hidden [T, D]."""
-        prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, hidden)
+        prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
                 self.speculation.advance_plain(plan, batch.sampled, self._empty)
@@ -201,9 +201,9 @@ class ModelRunner:
         pending.seconds, pending.hidden = time.perf_counter() - began, states
         return pending
 
-    def _hidden_states(self, plan: StepPlan, hidden: Tensor) -> PendingHidden | None:
+    def _hidden_states(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> PendingHidden | None:
         wanted = self.rows.returns_hidden
-        return pending_hidden(plan, wanted, hidden, self.stream) if wanted else None
+        return pending_hidden(plan, batch.offsets, wanted, hidden, self.stream) if wanted else None
 
     def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
         """The passes over the logits of hidden [S, D]. A CUDA graph may have computed them already: logits [S, V]."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.step_settings import LoraAdapter, LoraSettings
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, in_process, post
@@ -71,11 +73,17 @@ def test_adapters_are_listed() -> None:
 
 
 class Ranks(FakeClient):
-    """`called`: calls of ranks and schedulers, in order."""
+    """`called`: calls of ranks and schedulers, in order. Requests run until `may_answer` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called: list[tuple[str, Any]] = []
+        self.may_answer = asyncio.Event()
+
+    async def _deltas(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+        await self.may_answer.wait()
+        async for delta in super()._deltas(request):
+            yield delta
 
     async def call(self, method: str, **args: Any) -> list[Any]:
         self.called.append((method, args.get("lora_id")))
@@ -88,7 +96,6 @@ class Ranks(FakeClient):
 
 async def test_loading_and_unloading_under_traffic() -> None:
     client = Ranks()
-    client.delay = 0.005
     async with in_process(client, lora=LORA) as http:
 
         async def change(verb: str, **body: Any) -> httpx.Response:
@@ -98,10 +105,12 @@ async def test_loading_and_unloading_under_traffic() -> None:
         while not client.requests:
             await asyncio.sleep(0)
         unloading = asyncio.create_task(change("unload", lora_name="fr"))
-        await asyncio.sleep(0.005)
-        assert not unloading.done() and client.called == []  # a request still uses it
+        while "fr" in [card["id"] for card in (await http.get("/v1/models")).json()["data"]]:
+            await asyncio.sleep(0)
         refused = await http.post("/generate", json={"text": "a", "lora_path": "fr"})
         assert refused.status_code == 400 and "no LoRA adapter" in refused.text
+        assert not unloading.done() and client.called == []  # a request still uses it
+        client.may_answer.set()
         assert (await running).status_code == 200
         answer = await unloading
         assert answer.json() == {

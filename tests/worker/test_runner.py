@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +20,7 @@ from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.types import LogprobSpec, NewRow, SamplingParams, StepPlan
+from moe_engine.types import LogprobSpec, NewRow, SamplingParams, StepPlan, StepResult
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
@@ -27,6 +30,7 @@ from moe_engine.worker.startup import kernel_choice
 from moe_engine.worker.worker import Worker
 from tests.lines_run import lines_run
 from tests.logprobs import unpack
+from tests.worker.plan_driver import PlanDriver, Sequence_
 
 VOCAB = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,6 +94,26 @@ def test_empty_plans_only_update_rows() -> None:
 
 
 LOGPROB_SAMPLING = SamplingParams(temperature=0.0, repetition_penalty=1.5, logit_bias=((40, 1e4),))
+
+
+def test_hidden_states_are_of_the_rows_own_tokens() -> None:
+    """In batches that run short chunks behind a cached prefix before other prompts."""
+    runner = _runner()
+    sequences = [Sequence_(random.choices(range(15, 40), k=random.randint(1, 12)), max_new=8) for _ in range(20)]
+    orders = set()
+
+    def execute(plan: StepPlan) -> StepResult:
+        plan.new_rows[:] = [dataclasses.replace(new, returns_hidden=new.row % 3 > 0) for new in plan.new_rows]
+        result = runner.execute(plan)
+        tokens = {s.row: s.tokens for s in sequences}
+        spans = zip(plan.rows, plan.starts, plan.counts)
+        expected = {row: tokens[row][start : start + count] for row, start, count in spans if row % 3}
+        assert {row: array("f", states).tolist() for row, states in (result.vectors or {}).items()} == expected
+        orders.add(tuple(np.diff(runner.builder.build(plan).offsets) > 0) if plan.rows else ())
+        return result
+
+    PlanDriver(execute, runner.kv_pool, 8, random.randrange(1000), retract=0.2, repoint=0.2).run(sequences)
+    assert any(not all(order) for order in orders), "no batch had another order than its plan"
 
 
 def test_logprobs_are_of_the_raw_logits_and_only_on_request() -> None:

@@ -12,6 +12,7 @@
 namespace moe {
 
 constexpr int64_t MOST_BLOCK = 128;
+constexpr int64_t AHEAD = 1024;  // prefetch distance of a single panel in bytes
 constexpr float LARGEST = 32639.f;  // 127 * 256 + 127
 
 // Elements with a common scale: the largest power of two that divides the group, at most 128.
@@ -97,6 +98,20 @@ struct IntegerTable {
   }
 };
 
+// Adds a group's sum, by its scale and zero point. `end`: of the group's codes in a panel.
+static INLINE F16 add_group(const Coding& form, const IntegerTable& table, const char* end, const char* panel, int64_t k,
+                            int64_t g, F16 part, float sum, F16 total) {
+  if (form.factors) {
+    F16 factor, minus;
+    load_factors(end, panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &factor, &minus);
+    minus = fma(factor, set1(table.offset), minus);
+    return fma(factor, part, total) - minus * set1(sum);
+  }
+  const F16 scale = load_scales(end, form.scale_type) * set1(table.unit);
+  const F16 zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
+  return fma(scale, part - zeros * set1(sum), total);
+}
+
 template <int BITS, int MR, int NR>
 __attribute__((noinline)) static void integer_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
                                                    const char* panels, int64_t panel, const char* next, float* c,
@@ -155,29 +170,66 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
       }
     }
     for (int n = 0; n < NR; n++) {
-      const char* end = panels + g * group_bytes + codes + n * panel;
-      if (form.factors) {
-        F16 factor, minus;
-        load_factors(end, panels + n * panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &factor, &minus);
-        minus = fma(factor, set1(table.offset), minus);
-        for (int i = 0; i < MR; i++)
-          total[i][n] = fma(factor, part[i][n], total[i][n]) - minus * set1(sums[i]);
-        continue;
-      }
-      const F16 scale = load_scales(end, form.scale_type) * set1(table.unit);
-      const F16 zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
-      for (int i = 0; i < MR; i++) total[i][n] = fma(scale, part[i][n] - zeros * set1(sums[i]), total[i][n]);
+      const char* first = panels + n * panel;
+      for (int i = 0; i < MR; i++)
+        total[i][n] = add_group(form, table, first + g * group_bytes + codes, first, k, g, part[i][n], sums[i], total[i][n]);
     }
   }
   for (int i = 0; i < MR; i++)
     for (int n = 0; n < NR; n++) store(c + i * ldc + n * LANES, total[i][n]);
 }
 
+// One row and one panel: a single stream of memory, and BLOCK known, so that a group is straight code. Of one row four
+// panels at once save broadcasts, but each is a stream of its own, and reading them takes longer than the products.
+template <int BITS, int BLOCK>
+__attribute__((noinline)) static void integer_panel(const Coding& form, const char* x, int64_t k, const char* panel,
+                                                    int64_t left, const char* next, float* c) {
+  constexpr int64_t STEP = OCTET * LANES * BITS / 8;
+  const IntegerTable table(form);
+  const int64_t in_group = form.group / BLOCK, codes = form.code_bytes(), group_bytes = form.group_bytes();
+  const float *scales = reinterpret_cast<const float*>(x + 2 * k), *block_sums = scales + k / BLOCK;
+  F16 total = zero();
+  for (int64_t g = 0; g < k / form.group; g++) {
+    const char* p = panel + g * group_bytes;
+    const char* end = p + codes;
+    F16 part = zero();
+    float sum = 0;
+    for (int64_t b = g * in_group; b < (g + 1) * in_group; b++, p += BLOCK / OCTET * STEP) {
+      const int64_t over = p - panel + AHEAD - left;
+      const char *row = x + b * BLOCK, *ahead = over < 0 ? p + AHEAD : next + over;
+      __m512i high = _mm512_setzero_si512(), low = high;
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < BLOCK / OCTET; j++) {
+        __m512i first, second;
+        take<BITS>(p + j * STEP, table.looked_up, table.bytes, &first, &second);
+        __builtin_prefetch(ahead + j * STEP, 0, 2);
+        if (BITS == 8) __builtin_prefetch(ahead + j * STEP + 64, 0, 2);
+        const char* at = row + j * OCTET;
+        high = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(high, first, quad(at)), second, quad(at + 4));
+        low = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(low, first, quad(at + k)), second, quad(at + k + 4));
+      }
+      if (BLOCK == 32) __builtin_prefetch(ahead + BLOCK / OCTET * STEP, 0, 2);  // the group's scales
+      F16 value;
+      value.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+      part = fma(set1(scales[b]), value, part);
+      sum += block_sums[b];
+    }
+    total = add_group(form, table, end, panel, k, g, part, sum, total);
+  }
+  store(c, total);
+}
+
 template <int BITS>
 static void integer_columns(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                             int64_t count, const char* next, float* c, int64_t ldc) {
-  const int64_t panel = form.panel_bytes(k);
+  const int64_t panel = form.panel_bytes(k), block = block_of(form);
   int64_t n = 0;
+  if (m == 1 && (block == 32 || block == 64 || block == 128)) {
+    const auto run = block == 32 ? integer_panel<BITS, 32> : block == 64 ? integer_panel<BITS, 64> : integer_panel<BITS, 128>;
+    for (; n < count; n++)
+      run(form, x, k, panels + n * panel, (count - n) * panel, next, c + n * LANES);
+    return;
+  }
   auto run = [&](auto rows, auto width, int64_t i) {
     constexpr int NR = decltype(width)::value;
     integer_tile<BITS, decltype(rows)::value, NR>(form, x + i * ldx, ldx, k, panels + n * panel, panel,

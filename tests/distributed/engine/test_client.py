@@ -368,3 +368,18 @@ async def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
         await client.shutdown()
         assert first.stopped is not None and second.stopped is not None
         assert isinstance(await second.got(0), messages.Shutdown)
+
+
+async def test_what_no_core_answers_before_its_end_gets_an_error(tmp_path: Path) -> None:
+    async with client_of(tmp_path, 2) as (client, (core,)):
+        tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(2)]
+        calls = [asyncio.create_task(client.call("internal_state")), asyncio.create_task(client.call_one("is_idle"))]
+        for group in (0, 0, 0, 1, 1):
+            await core.got(group)
+        core.bring("r0", [5], end=True)
+        assert await tasks[0] == [5]
+        await client.shutdown()
+        late = [ask(client, "late"), asyncio.create_task(client.call("flush_cache"))]
+        for task in (tasks[1], *calls, *late):
+            with pytest.raises(EngineDeadError, match="this engine was shut down"):
+                await task
