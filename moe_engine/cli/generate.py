@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moe_engine.config.args import build_parser
 from moe_engine.config.flags import parse_flags
 from moe_engine.errors import ConfigError
+from moe_engine.validation import check_unicode
 
 if TYPE_CHECKING:
     from moe_engine.planning.resolved_config import ResolvedConfig
@@ -40,6 +41,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             raise ConfigError(f"standard input: the prompt is not UTF-8 text: {error}") from None
     if not prompt:
         raise ConfigError("--prompt: the prompt is empty; give --prompt TEXT or pipe the text in")
+    check_unicode(prompt, "--prompt")  # an argument that the locale cannot decode has surrogates
     from moe_engine.frontend.engine import Engine
 
     with Engine(**values) as engine:

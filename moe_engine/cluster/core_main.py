@@ -71,8 +71,9 @@ def _leave(ranks: RankParent | None, code: int) -> NoReturn:
     if ranks is not None:
         ranks.close()
     zmq.Context.instance().destroy(1000)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the user's shell (`>&-`)
+            stream.flush()
     os._exit(code)
 
 

@@ -52,7 +52,8 @@ def _or(fixes: list[str]) -> str:
 
 
 def _fixes(given: SizingInput) -> list[str]:
-    """Flags with which the same launch fits, nearest first: a smaller step, or a larger share of the memory."""
+    """Flags with which the same launch fits, nearest first: a smaller step, a larger share of the memory, or a smaller
+    host-RAM tier."""
     fixes = []
     for flags, limits in _smaller_steps(given):
         if _fits(dataclasses.replace(given, limits=limits)):
@@ -61,6 +62,8 @@ def _fixes(given: SizingInput) -> list[str]:
     fraction = _sufficient_fraction(given)
     if fraction is not None:
         fixes.append(f"--mem-fraction-static {fraction:g}")
+    if given.tier_bytes and (size := _smaller_tier(given)):
+        fixes.append(f"--hicache-size {size}")
     if given.drafts and _fits(_without_drafts(given)):
         fixes.append("no --speculative-algorithm")
     return fixes
@@ -69,6 +72,15 @@ def _fixes(given: SizingInput) -> list[str]:
 def _fits(given: SizingInput) -> bool:
     rows = fixed_rows(given)
     return fitting_tokens(given, rows, memory_limit(given, rows)[0]) >= given.min_tokens
+
+
+def _smaller_tier(given: SizingInput) -> int:
+    """A --hicache-size with which the launch fits: half of the memory that is left, so that the KV cache gets the other
+    half. 0: none."""
+    without = dataclasses.replace(given, tier_bytes=0)
+    rows = fixed_rows(without)
+    size = (memory_limit(without, rows)[0] - sum(row.num_bytes for row in rows)) // (2 * 10**9)
+    return size if 0 < size * 10**9 < given.tier_bytes else 0
 
 
 def _without_drafts(given: SizingInput) -> SizingInput:

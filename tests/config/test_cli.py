@@ -122,6 +122,11 @@ def test_demo_and_doctor(capsys):
     assert code == 0 and "compiler" in out
 
 
+def test_a_prompt_that_is_not_utf_8_is_refused(capsys):
+    code, _, err = run(capsys, "generate", "--prompt", b"Z\xfcrich".decode(errors="surrogateescape"))
+    assert code == 2 and "error: --prompt: character 1 is" in err and "Traceback" not in err
+
+
 def test_generate_needs_a_prompt(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for argv in (["generate"], ["generate", "--prompt", ""]):

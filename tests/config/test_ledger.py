@@ -126,6 +126,13 @@ def test_too_large_a_model_names_the_sum(resolved):
     assert "this machine offers 16.00 GB (80% of 20.00 GB available" in text and "no flag changes that" in text
 
 
+def test_too_large_a_host_tier_names_a_size_that_fits(resolved):
+    tier = {"enable_hierarchical_cache": True}
+    text = refusal(resolved, V2_LITE, on=machine(60, 64), hicache_size=100, **tier)
+    (size,) = re.findall(r"it fits with --hicache-size (\d+)$", text)
+    assert resolved(V2_LITE, on=machine(60, 64), hicache_size=int(size), **tier).max_total_num_tokens > 4096
+
+
 def test_too_many_tokens_names_what_fits(resolved):
     text = refusal(resolved, V2_LITE, on=machine(60, 64), max_total_tokens="4M")
     assert "--max-total-tokens 4000000 needs 115.87 GB of KV (31104 B a token)" in text
