@@ -1,5 +1,5 @@
 """config.json of Mistral's families since 2025 -> ModelConfig: Ministral 3 and Mistral Small 4, alone or as the text
-model of `Mistral3ForConditionalGeneration`, whose vision tower is not loaded. Imports no torch.
+model of `Mistral3ForConditionalGeneration`, which has Pixtral's vision tower. Imports no torch.
 
 In both a query is multiplied by a factor that grows with its position (`RopeConfig.query_beta`).
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.fused_float8 import FusedFloat8
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.vision_config import PIXTRAL, VisionConfig
 
 
 def parse_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -48,13 +50,62 @@ def _with_fused_experts(format: WeightFormat, num_experts: int) -> WeightFormat:
     return replace(format, rules=(experts, *format.rules))
 
 
-def parse_mistral3_text(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """The text model of a file with `text_config`."""
+def parse_mistral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """A text model (`text_config`) with Pixtral's tower; without `vision_config` the text model alone."""
     parsers = {"mistral": parse_dense, "ministral3": parse_ministral3, "mistral4": parse_mistral4}
     kind = fields.text("model_type", "")
     if kind not in parsers:
         fields.fail("text_config.model_type", f"{kind!r} is not supported; supported: {', '.join(parsers)}")
-    return parsers[kind](fields, generation)
+    config, section = parsers[kind](fields, generation), fields.section("vision_config")
+    if section is None or section.text("model_type", "pixtral") != "pixtral":
+        return config
+    return replace(config, vision=_tower(fields, section, config))
+
+
+def _tower(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig:
+    width, heads = section.integer("hidden_size", 1024), section.integer("num_attention_heads", 16)
+    if width % heads or (width // heads) % 4:
+        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    for name, served in (("vision_feature_layer", (-1, [-1])), ("projector_hidden_act", ("gelu",))):
+        if fields.has(name) and fields.raw[name] not in served:
+            fields.fail(name, f"{fields.raw[name]!r} is not supported; supported: {served[0]}")
+    activation = section.text("hidden_act", "gelu")
+    if activation not in ("silu", "gelu"):
+        section.fail("hidden_act", f"{activation!r} is not supported; supported: silu, gelu")
+    rotary = section.section("rope_parameters") or section
+    image_token = fields.integer("image_token_index" if fields.has("image_token_index") else "image_token_id", 10)
+    return VisionConfig(
+        tower=PIXTRAL,
+        width=width,
+        num_layers=section.integer("num_hidden_layers", 24),
+        num_heads=heads,
+        intermediate=section.integer("intermediate_size", 4096),
+        patch_size=section.integer("patch_size", 16),
+        temporal_patch_size=1,
+        channels=section.integer("num_channels", 3),
+        merge=fields.integer("spatial_merge_size", 2),
+        out_width=config.hidden_size,
+        image_token=image_token,
+        video_token=None,
+        norm_eps=1e-5,
+        theta=rotary.number("rope_theta", 10000.0, above=0),
+        activation=activation,
+        projector_eps=config.norm_eps,
+        projector_bias=fields.flag("multimodal_projector_bias"),
+        row_ends=_row_ends(Path(fields.source).parent, image_token),
+    )
+
+
+def _row_ends(folder: Path, image_token: int) -> tuple[int, int]:
+    """Ids of the tokens behind a row of an image and behind the image. Without a tokenizer those at the distance from
+    the image token that published vocabularies have."""
+    names, ids = ("[IMG_BREAK]", "[IMG_END]"), dict[Any, int]()
+    if (file := folder / "tokenizer_config.json").is_file():
+        listed = read_json(file).get("added_tokens_decoder") or {}
+        ids = {token.get("content"): int(number) for number, token in listed.items()}
+    if not all(name in ids for name in names) and (file := folder / "tokenizer.json").is_file():
+        ids = {token.get("content"): token.get("id") for token in read_json(file).get("added_tokens") or ()}
+    return ids.get(names[0], image_token + 2), ids.get(names[1], image_token + 3)
 
 
 def _scaled(config: ModelConfig, fields: Fields) -> ModelConfig:

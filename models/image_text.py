@@ -1,5 +1,5 @@
 """Models for images and text: a text model with a vision tower (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE; Kimi
-K2.5 in `models.kimi`).
+K2.5 in `models.kimi`, Mistral's in `models.mistral3`).
 
 Legend: T tokens in the step, n image tokens of them, D hidden.
 """
@@ -7,6 +7,7 @@ Legend: T tokens in the step, n image tokens of them, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -20,8 +21,10 @@ from moe_engine.models.layers.axis_rows import AxisRows
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.deepstack import DeepstackRows
+from moe_engine.models.layers.embedding import EMBEDDING
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid
+from moe_engine.models.vision.row_ends import RowEnds
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
@@ -58,6 +61,8 @@ class ImageInputs(Decoder):
         self.tower: Tower | None = None if config.vision is None else make_tower(config.vision, reader, backends)
         first, axes = max_positions or config.context_length, config.rope.axes
         self.max_image_tokens = max_image_tokens
+        has_row_ends = config.vision is not None and config.vision.row_ends is not None
+        self.row_ends = RowEnds(config, reader) if has_row_ends else None
         super().__init__(config, reader, backends, parallel, first + (max_image_tokens if axes else 0))
         self._axis_rows = AxisRows(self.rotary, first, axes) if axes else None
 
@@ -71,7 +76,8 @@ class ImageInputs(Decoder):
     def encode(self, pixels: Tensor, grid: Grid) -> Tensor:
         """Rows of the tokens of one image [N, `VisionConfig.row_width`]. pixels: [P, patch width], any float dtype."""
         assert self.tower is not None
-        return self.tower.forward(pixels.to(self.embedding.weight.dtype), grid)
+        rows = self.tower.forward(pixels.to(self.embedding.weight.dtype), grid)
+        return rows if self.row_ends is None else self.row_ends.insert(rows, grid)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return super().attention_args(self.place(batch))
@@ -89,7 +95,9 @@ class ImageInputs(Decoder):
         vision = self.vision
         if vision is not None:
             yield Reloadable((PREFIX,), self.tower, lambda reader: make_tower(vision, reader, self.backends))
-        yield from super().modules()
+        yield from super().modules()  # the embedding comes before its copies: it is read from the first module
+        if self.row_ends is not None:
+            yield Reloadable((EMBEDDING,), self.row_ends, partial(RowEnds, self.config))
 
 
 class ImageTextModel(ImageInputs, DenseModel):

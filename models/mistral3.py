@@ -1,4 +1,4 @@
-"""Text models of `Mistral3ForConditionalGeneration`: Mistral Small 3.1, Ministral 3, Mistral Small 4."""
+"""`Mistral3ForConditionalGeneration`: Mistral Small 3.1, Ministral 3, Mistral Small 4, with images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from typing import Any
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.deepseek import DeepseekModel
 from moe_engine.models.dense import DenseModel
+from moe_engine.models.image_text import ImageInputs
 
 
-def text_model(config: ModelConfig, *args: Any, **options: Any) -> DeepseekModel | DenseModel:
+class Mistral3Model(ImageInputs, DenseModel):
+    """`Model` for images and text; image tokens have the positions of their places."""
+
+    has_mtp = False
+
+
+class Mistral3LatentModel(ImageInputs, DeepseekModel):
+    """The same on the text model of Mistral Small 4."""
+
+    has_mtp = False
+
+
+def make_model(config: ModelConfig, *args: Any, **options: Any) -> Mistral3Model | Mistral3LatentModel:
     """The model of the config's attention; arguments as those of the classes."""
-    return (DeepseekModel if config.attention.kind == "mla" else DenseModel)(config, *args, **options)
+    return (Mistral3LatentModel if config.attention.kind == "mla" else Mistral3Model)(config, *args, **options)

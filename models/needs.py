@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.formats.schemes import has_four_bits
+from moe_engine.models.formats.protocol import family_of
+from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
 from moe_engine.models.formats.table import experts_format
+from moe_engine.models.tensors import Kind, model_tensors
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
@@ -41,6 +43,18 @@ def expert_widths(
     return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused, few)
 
 
+def has_linears_in_four_bits(model: ModelConfig) -> bool:
+    """True if a matrix of a layer, other than of experts, is stored in a form of `GroupCodes.four_bits`."""
+    stored = model.weight_format
+    if not isinstance(stored, SchemeFormat) or not any(four_bits_of(scheme) for _, scheme in stored.rules):
+        return False
+    prefixes = (spec.name.removesuffix(".weight") for spec in model_tensors(model) if spec.kind is Kind.LINEAR)
+    schemes = {
+        stored.scheme_of(prefix) for prefix in prefixes if ".layers." in prefix and family_of(prefix) == "linear"
+    }
+    return any(scheme is not None and four_bits_of(scheme) is not None for scheme in schemes)
+
+
 def need_of_model(
     model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
 ) -> Need:
@@ -60,5 +74,5 @@ def need_of_model(
         delta=model.delta is not None,
         varlen=model.vision is not None,
         experts=expert_widths(model),
-        four_bits=has_four_bits(model.weight_format),
+        four_bits=has_linears_in_four_bits(model),
     )

@@ -5,12 +5,14 @@ Legend: P patches of an image, M patches of a token in one direction (merge size
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 QWEN2 = "moe_engine.models.vision.qwen2_vl:Qwen2Tower"
 QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
 KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
+PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
 """Values of `VisionConfig.tower`."""
 
 
@@ -30,7 +32,9 @@ class VisionConfig:
         image_token, video_token: placeholder tokens of the text.
         max_patches: patches of the largest accepted image.
         norm_eps, theta: epsilon of the norms, base of the rotary frequencies.
-        activation: of the MLP without a gate.
+        activation: of the MLP without a gate, or of the gate.
+        projector_eps, projector_bias: of the projector, where it differs.
+        row_ends: tokens of the text behind each row of an image's tokens and behind the last one; None: there are none.
     """
 
     tower: str
@@ -53,6 +57,9 @@ class VisionConfig:
     norm_eps: float = 1e-6
     theta: float = 10000.0
     activation: str = "silu"
+    projector_eps: float = 1e-6
+    projector_bias: bool = False
+    row_ends: tuple[int, int] | None = None
 
     @property
     def patch_width(self) -> int:
@@ -76,4 +83,9 @@ class VisionConfig:
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens of an image of (frames, rows, columns) patches."""
         frames, rows, columns = grid
-        return frames * (rows // self.merge) * (columns // self.merge)
+        return frames * (rows // self.merge) * (columns // self.merge + (self.row_ends is not None))
+
+    def most_tokens(self, patches: int) -> int:
+        """Tokens of a square image of that many patches."""
+        tokens = patches // self.merge**2
+        return tokens + (math.isqrt(tokens) if self.row_ends is not None else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moe_engine.models.vision_config import KIMI, QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import KIMI, PIXTRAL, QWEN2, QWEN2_5, QWEN3, VisionConfig
 
 PREFIX = "visual."
 Entry = tuple[str, tuple[int, ...], bool]
@@ -72,6 +72,25 @@ def _kimi(v: VisionConfig) -> Iterator[Entry]:
     yield from _linear("mm_projector.proj.2", v.out_width, v.merged_width)
 
 
+def _pixtral(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_conv.weight", patch_shape(v), False
+    yield "ln_pre.weight", (v.width,), True
+    for i in range(v.num_layers):
+        block = f"transformer.layers.{i}"
+        yield f"{block}.attention_norm.weight", (v.width,), True
+        yield f"{block}.ffn_norm.weight", (v.width,), True
+        for part in "qkvo":
+            yield f"{block}.attention.{part}_proj.weight", (v.width, v.width), False
+        for part in ("gate", "up"):
+            yield f"{block}.feed_forward.{part}_proj.weight", (v.intermediate, v.width), False
+        yield f"{block}.feed_forward.down_proj.weight", (v.width, v.intermediate), False
+    yield "projector.norm.weight", (v.width,), True
+    yield "projector.patch_merger.merging_layer.weight", (v.width, v.merged_width), False
+    for name, columns in (("linear_1", v.width), ("linear_2", v.out_width)):
+        entries = _linear(f"projector.{name}", v.out_width, columns)
+        yield from entries if v.projector_bias else [next(entries)]
+
+
 def _block(name: str, v: VisionConfig, norms: tuple[str, str], linear: tuple[str, str, str, str]) -> Iterator[Entry]:
     """A transformer block with layer norms, by the names of its parts: linear layers of q, k and v, of the output, and
     both of the MLP."""
@@ -95,6 +114,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     KIMI: _kimi,
+    PIXTRAL: _pixtral,
     QWEN2: _qwen2,
     QWEN2_5: _qwen2_5,
     QWEN3: _qwen3,

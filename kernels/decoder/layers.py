@@ -112,7 +112,7 @@ class MoELayer:
 class FusedMLA:
     """An MLA layer in one call, in the absorbed form."""
 
-    kind: int  # as in `tensors.KIND`
+    kind: int  # as in `tensors.KIND`, or `ANY_KIND`
     address: int
     hidden: int
     widths: tuple[int, int]  # C and P
@@ -127,13 +127,14 @@ class FusedMLA:
         Writes the tokens' rows to cache[slots] before attention; positions and slots are [T] int64.
         """
         hidden = rows(hidden)
-        if kind_of(hidden.dtype) != self.kind:
+        kind = kind_of(hidden.dtype)
+        if self.kind not in (kind, ANY_KIND):
             raise ValueError(f"hidden states are {hidden.dtype}, the cache {cache.dtype}: not the weights' dtype")
         form = latent_form(cache, hidden.dtype, *self.widths)
         out = torch.empty((hidden.shape[0], self.hidden), dtype=hidden.dtype)
         struct = find(queries, plan)
         self.library.moe_mla_layer(
-            self.kind, self.address, hidden.data_ptr(), hidden.stride(0), hidden.shape[0], positions.data_ptr(),
+            kind, self.address, hidden.data_ptr(), hidden.stride(0), hidden.shape[0], positions.data_ptr(),
             slots.data_ptr(), form, cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
         )  # fmt: skip
         return out

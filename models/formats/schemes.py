@@ -161,7 +161,7 @@ def four_bits_of(scheme: Scheme) -> GroupCodes | None:
 
 
 def has_four_bits(format: WeightFormat) -> bool:
-    """True if some matrices, apart from experts with a format of their own, have a form of `GroupCodes.four_bits`."""
+    """True if some matrices have a form of `GroupCodes.four_bits`, apart from experts of a `FusedExpertsFormat`."""
     return isinstance(format, SchemeFormat) and any(four_bits_of(scheme) for _, scheme in format.rules)
 
 

@@ -42,6 +42,10 @@ FORMATS: dict[str, type[Any]] = {
 `hint(dtype)`, and `checkpoint`, the name in messages."""
 
 _EXPERTS = "model.layers.0.mlp.experts"
+_EVERY_LAYER = tuple(
+    f"model.layers.{layer}.mlp.experts.0.{name}_proj" for layer in range(128) for name in ("gate", "up", "down")
+)
+"""An expert of each layer, of models with up to 128 layers."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
@@ -103,6 +107,8 @@ def experts_format(format: WeightFormat) -> GroupCodes | None:
     if not isinstance(format, SchemeFormat):
         return None
     schemes = {scheme for _, scheme in format.rules}
+    if len(schemes) > 1:  # other matrices may have schemes of their own
+        schemes = {scheme for prefix in _EVERY_LAYER if (scheme := format.scheme_of(prefix)) is not None}
     found = next(iter(schemes)).kernel_format() if len(schemes) == 1 and all(s.coded for s in schemes) else None
     return found
 

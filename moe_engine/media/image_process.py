@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from moe_engine.models.vision.kimi_pixels import KimiProcessor
+from moe_engine.models.vision.own_processors import own_processor
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 
 MAX_MEMORY_BYTES = 8 << 30
@@ -76,9 +76,7 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
 def load_processor(folder: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
     """The image processor of a checkpoint, in transformers' form for Pillow, or this project's. Bounds of the scaled
     image replace the checkpoint's."""
-    file = Path(folder) / "preprocessor_config.json"
-    own = KimiProcessor.of(msgspec.json.decode(file.read_bytes())) if file.is_file() else None
-    if own is not None:
+    if (own := own_processor(Path(folder))) is not None:
         return own.within(max_pixels)
     from transformers import AutoImageProcessor
     from transformers.utils import logging

@@ -12,13 +12,12 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_fields import Fields, read_json
-from moe_engine.models.vision.kimi_pixels import KimiProcessor
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.vision.own_processors import PROCESSOR_FILE, own_processor, processor_fields
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.sizing_input import SizingInput
 
-PROCESSOR_FILE = "preprocessor_config.json"
 DEFAULT_TOKENS = 1280
 """Pixels of the largest image if the processor's file has no limit: the processor's default."""
 BOUNDS = ("min_pixels", "max_pixels")
@@ -37,16 +36,14 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
         return model
     if args.multimodal.language_model_only:
         return dataclasses.replace(model, vision=None)
-    file = folder / PROCESSOR_FILE
-    raw = read_json(file) if file.is_file() else {}
-    fields = Fields(raw, str(file))
+    fields = Fields(processor_fields(folder), str(folder / PROCESSOR_FILE))
     bounds = pixel_bounds(args)
     most = bounds.get("max_pixels")
-    if (processor := KimiProcessor.of(raw)) is not None:
+    if (processor := own_processor(folder)) is not None:
         if "min_pixels" in bounds:
             raise ConfigError("--mm-process-config image: min_pixels: this model's image processor has no lower bound")
-        processor = processor.within(most)
-        return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=processor.max_patches))
+        largest = processor.within(most).max_patches
+        return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=largest))
     token = (vision.patch_size * vision.merge) ** 2
     size = fields.section("size")
     asked = None if size is None else size.integer("longest_edge", None) or size.integer("max_pixels", None)
@@ -122,7 +119,7 @@ def image_rows(given: SizingInput) -> list[LedgerRow]:
     if vision is None:
         return []
     patches = largest_image(vision, given.limits.context_len)
-    tokens = patches // vision.merge**2
+    tokens = vision.most_tokens(patches)
     step = given.limits.num_tokens * vision.row_width * given.dtype_bytes
     if given.divides_images:  # the exchanged results of the step's images, the first and last of which are cut
         step += (given.limits.num_tokens + 2 * tokens) * vision.row_width * given.dtype_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -264,6 +264,10 @@ class WeightUpdate:
 
 
 def _compare(config: ModelConfig, served: ModelConfig) -> None:
+    if served.vision is None:
+        config = replace(config, vision=None)  # --language-model-only
+    elif config.vision is not None:  # the largest image is a setting of the processor
+        config = replace(config, vision=replace(config.vision, max_patches=served.vision.max_patches))
     differs = [
         field.name
         for field in fields(ModelConfig)

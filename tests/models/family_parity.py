@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine import Engine
-from tests.models.parity_families import Family, Logits, Prompt, kimi_family, qwen_family, text_family
+from tests.models.parity_families import OWN_FAMILIES, Family, Logits, Prompt, qwen_family, text_family
 
 NUM_PROMPTS, NUM_TOKENS, LONGEST = 24, 12, 600
 TIE = 1e-5
@@ -64,6 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {},
     "qwen3_vl_moe": {},
     "kimi_k25": {},
+    "mistral3": {},
     "dots1": {},
     "ernie4_5": {},
     "ernie4_5_moe": {"num_mtp_layers": 1},
@@ -78,7 +79,7 @@ KINDS: dict[str, dict[str, Any]] = {
 IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
-    "hunyuan_v1_dense", "ministral3",
+    "hunyuan_v1_dense", "ministral3", "mistral3",
 )  # fmt: skip
 """Families without experts."""
 ROW = re.compile(r"(\| (\w+) \| [^|]+ \|)")
@@ -138,8 +139,8 @@ def compare(logits_of: Logits, asked: list[Prompt], answers: list[tuple[list[int
 
 
 def make_family(kind: str, path: Path, seed: int) -> Family:
-    if kind == "kimi_k25":
-        return kimi_family(kind, path, seed)
+    if kind in OWN_FAMILIES:
+        return OWN_FAMILIES[kind](kind, path, seed)
     return (qwen_family if kind in IMAGE_KINDS else text_family)(kind, path, seed, **KINDS[kind])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.media.image_process import load_processor
-from tests.models import kimi_checkpoints, vision_checkpoints
+from tests.models import kimi_checkpoints, mistral3_checkpoints, vision_checkpoints
 from tests.models.checkpoints import make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
@@ -95,6 +95,24 @@ def kimi_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, made.logits, prompts)
 
 
+def mistral3_family(kind: str, path: Path, seed: int) -> Family:
+    made = mistral3_checkpoints.make_mistral3(path, seed, "ministral3", max_position_embeddings=1024)
+    processor = load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor(images=[picture])
+        grid = tuple(found["image_grid_thw"][0].tolist())
+        return mistral3_checkpoints.RowPixels(grid, torch.from_numpy(found["pixel_values"]))
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        return image_prompts(seed, count, longest, pixels, ([], mistral3_checkpoints.IMAGE, []), side=80)
+
+    return Family(path, made.logits, prompts)
+
+
+OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {"kimi_k25": kimi_family, "mistral3": mistral3_family}
+
+
 def text_prompts(seed: int, count: int, longest: int) -> list[Prompt]:
     """Lengths from 1 to `longest`; some share a prefix with another."""
     rng = random.Random(seed)
@@ -125,7 +143,7 @@ def image_prompts(
             if len(whole) + len(prompt.ids) - begin + one.num_tokens > longest + longest // 2:
                 break
             ids += [*prompt.ids[begin:place], *before, image, *behind]
-            whole += [*prompt.ids[begin:place], *before, *[image] * one.num_tokens, *behind]
+            whole += [*prompt.ids[begin:place], *before, *one.placeholders(image), *behind]
             chosen.append((data, one))
             begin = place
         ids, whole = ids + prompt.ids[begin:], whole + prompt.ids[begin:]

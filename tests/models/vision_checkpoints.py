@@ -172,6 +172,10 @@ class Pixels:
     def num_tokens(self) -> int:
         return self.grid[1] * self.grid[2] // MERGE**2
 
+    def placeholders(self, image: int) -> list[int]:
+        """Its tokens in a prompt."""
+        return [image] * self.num_tokens
+
 
 def random_pixels(rows: int, columns: int, generator: torch.Generator) -> Pixels:
     """Of rows x columns tokens. As of a still image, the frames of a patch are the same."""

@@ -4,6 +4,7 @@ uneven width add up."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,33 @@ def test_the_triton_row_is_chosen_before_libraries(tmp_path: Path) -> None:
     online = online_format("int4")
     assert online is not None and kept_format(online, "cuda", four_bits=KEPT) != PLAIN
     assert kept_format(config.weight_format, "cuda") == PLAIN
+
+
+FP8_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+
+
+def experts_alone(form: str) -> dict[str, Any]:
+    """`quantization_config` with 4 bits of experts only, beside unquantized linears or linears in FP8."""
+    others = r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
+    if form == "plain linears":  # as Kimi K2
+        return section("pack-quantized", ignore=("lm_head", *others))
+    found = section("pack-quantized")
+    four_bits: dict[str, Any] = found["config_groups"]["group_0"]
+    experts = four_bits | {"targets": [r"re:.*mlp\.experts\..*"], "format": "pack-quantized"}
+    linears = {"targets": ["Linear"], "weights": FP8_ROWS, "format": "float-quantized"}
+    return found | {"format": "mixed-precision", "config_groups": {"group_0": experts, "group_1": linears}}
+
+
+@pytest.mark.parametrize("form", ["plain linears", "FP8 linears"])
+def test_experts_in_four_bits_do_not_choose_the_row_of_other_matrices(tmp_path: Path, form: str) -> None:
+    """The experts' row is the one that multiplies 4 bits, also if other matrices have a scheme of their own."""
+    path = make_checkpoint("qwen3_moe", tmp_path, seed=4, tokenizer=False, **SIZES)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": experts_alone(form)}))
+    config = load_model_config(path)
+    need = need_of_model(config, "bfloat16")
+    assert not need.four_bits and need.experts is not None and need.experts.four_bits
+    found = experts_format(config.weight_format)
+    assert found is not None and found.group == width_group(config.weight_format) == 32
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": section("pack-quantized")}))
+    assert need_of_model(load_model_config(path), "bfloat16").four_bits

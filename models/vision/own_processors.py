@@ -1,0 +1,38 @@
+"""Image processors of this project, for models whose processor in transformers needs torch or has another result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_engine.models.config_fields import read_json
+from moe_engine.models.vision.kimi_pixels import KimiProcessor
+from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
+
+OwnProcessor = KimiProcessor | PixtralProcessor
+
+PROCESSOR_FILE = "preprocessor_config.json"
+_WHOLE_FILE = "processor_config.json"
+
+
+def processor_fields(folder: Path) -> Mapping[str, Any]:
+    """The image processor's settings: a file of their own, or a part of the processor's; empty: there are none.
+
+    Raises:
+        ConfigError: a file that is not readable.
+    """
+    if (file := folder / PROCESSOR_FILE).is_file():
+        found: Mapping[str, Any] = read_json(file)
+        return found
+    part = read_json(file).get("image_processor") if (file := folder / _WHOLE_FILE).is_file() else None
+    return part if isinstance(part, Mapping) else {}
+
+
+def own_processor(folder: Path) -> OwnProcessor | None:
+    """The processor of a checkpoint's folder; None: it is not one of this project's. Raises as `processor_fields`."""
+    fields = processor_fields(folder)
+    if (found := KimiProcessor.of(fields)) is not None:
+        return found
+    config = folder / "config.json"
+    return PixtralProcessor.of(fields, read_json(config) if config.is_file() else {})

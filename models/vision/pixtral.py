@@ -1,0 +1,79 @@
+"""The vision tower of Mistral's models (Pixtral, arXiv 2410.07073) and its projector: rotation by row and column,
+attention within an image, patches joined by token at the end.
+
+Legend: P patches by row, N tokens of an image, D width, M merge size, O out width, Dh head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.vision.grid import Grid, patch_places
+from moe_engine.models.vision.parts import PatchTransformer, load_product
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.vision_tensors import PREFIX
+from moe_engine.models.weights import WeightSource
+
+
+class _Block:
+    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
+        ops, own, mlp = backends.ops, f"{prefix}.attention", f"{prefix}.feed_forward"
+        self.norm1 = RMSNorm(ops, reader, f"{prefix}.attention_norm", v.width, v.norm_eps)
+        self.norm2 = RMSNorm(ops, reader, f"{prefix}.ffn_norm", v.width, v.norm_eps)
+        qkv = [f"{own}.{part}_proj" for part in "qkv"]
+        self.qkv = load_product(backends, reader, qkv, v.width, v.width, bias=False)
+        self.proj = load_product(backends, reader, [f"{own}.o_proj"], v.width, v.width, bias=False)
+        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        self.gate_up = load_product(backends, reader, gate_up, v.intermediate, v.width, bias=False)
+        self.down = load_product(backends, reader, [f"{mlp}.down_proj"], v.width, v.intermediate, bias=False)
+
+
+class PixtralTower(PatchTransformer):
+    """Pixels of an image -> embeddings of its tokens; the whole tower on one rank."""
+
+    def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
+        super().__init__(vision, reader, backends, patch_name="patch_conv")
+        v, out = vision, f"{PREFIX}projector"
+        self.first_norm = RMSNorm(backends.ops, reader, f"{PREFIX}ln_pre", v.width, v.norm_eps)
+        self.blocks = [_Block(v, reader, backends, f"{PREFIX}transformer.layers.{i}") for i in range(v.num_layers)]
+        self.token_norm = RMSNorm(backends.ops, reader, f"{out}.norm", v.width, v.projector_eps)
+        merge, bias = [f"{out}.patch_merger.merging_layer"], v.projector_bias
+        self.merge = load_product(backends, reader, merge, v.width, v.merged_width, bias=False)
+        self.project_in = load_product(backends, reader, [f"{out}.linear_1"], v.out_width, v.width, bias=bias)
+        self.project_out = load_product(backends, reader, [f"{out}.linear_2"], v.out_width, v.out_width, bias=bias)
+
+    def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """pixels [P, channels * height * width of a patch], in the activation dtype -> [N, O]."""
+        v, device = self.vision, pixels.device
+        table = RotaryTable(axial_angles(grid, v.head_dim, v.theta).to(device), interleaved=False)
+        order = torch.arange(len(pixels), device=device)
+        residual = self.first_norm(self.patches(pixels))  # [P, D]
+        hidden = self.blocks[0].norm1(residual)
+        for i, block in enumerate(self.blocks):
+            hidden = block.norm2.add(self.attend(block, hidden, order, table, (len(pixels),)), residual)
+            hidden = block.down(self._activated(block.gate_up(hidden)))
+            last = i + 1 == len(self.blocks)
+            hidden = (self.token_norm if last else self.blocks[i + 1].norm1).add(hidden, residual)
+        tokens = hidden.view(grid[1] // v.merge, v.merge, grid[2] // v.merge, v.merge, v.width)
+        merged = self.merge(tokens.permute(0, 2, 4, 1, 3).reshape(-1, v.merged_width))
+        return self.project_out(gelu(self.project_in(merged)))
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        if self.vision.activation == "silu":
+            return self.ops.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, 1)
+        return gelu(gate) * up
+
+
+def axial_angles(grid: Grid, width: int, theta: float) -> Tensor:
+    """Rotary table of the patches of an image, [P, Dh] float32: cosines of row and column, then their sines. The row
+    has the first, third, ... frequency, the column the others."""
+    inverse = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)  # [Dh/2]
+    rows, columns = patch_places(grid, 1).unsqueeze(2)  # [P, 1] each
+    angles = torch.cat((rows * inverse[::2], columns * inverse[1::2]), 1)
+    return torch.cat((angles.cos(), angles.sin()), 1)

@@ -1,0 +1,136 @@
+"""A tiny random checkpoint of `Mistral3ForConditionalGeneration` by transformers' classes: Mistral Small 3.1,
+Ministral 3 or Mistral Small 4 by its text model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
+from tests.models.checkpoints import _FAMILY, hub_fields, write_tensors
+from tests.models.vision_checkpoints import TIE, Pixels
+
+IMAGE, BREAK, END = 270, 272, 273
+NAMES = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", END: "[IMG_END]"}
+PATCH, MERGE = 4, 2
+TEXTS = ("mistral", "ministral3", "mistral4")
+VISION = {
+    "model_type": "pixtral", "patch_size": PATCH, "num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 24,
+    "intermediate_size": 28, "image_size": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}  # fmt: skip
+PROCESSOR = {
+    "image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 64},
+    "patch_size": {"height": PATCH, "width": PATCH},
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] in ('image', 'image_url') %}[IMG]{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+class RowPixels(Pixels):
+    """An image whose rows of tokens have a token of the text behind them."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.placeholders(IMAGE))
+
+    def placeholders(self, image: int) -> list[int]:
+        row = [*[image] * (self.grid[2] // MERGE), BREAK]
+        return [*(row * (self.grid[1] // MERGE))[:-1], END]
+
+
+class Made(NamedTuple):
+    """A checkpoint and transformers' model of it."""
+
+    path: Path
+    model: Any
+
+    def logits(self, tokens: list[int], images: list[Pixels]) -> Tensor:
+        given: dict[str, Any] = {}
+        if images:
+            whole = [whole_image(image) for image in images]
+            height, width = (max(image.shape[axis] for image in whole) for axis in (1, 2))
+            padded = torch.zeros(len(images), 3, height, width)
+            for target, image in zip(padded, whole):
+                target[:, : image.shape[1], : image.shape[2]] = image
+            sizes = torch.tensor([image.shape[1:] for image in whole])
+            given = {"pixel_values": padded, "image_sizes": sizes}
+        with torch.no_grad():
+            return self.model(torch.tensor([tokens]), **given).logits[0]
+
+    def greedy(self, tokens: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
+        """Up to a token whose rank is doubtful."""
+        answer: list[tuple[int, float]] = []
+        while len(answer) < count:
+            scores = self.logits([*tokens, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < TIE:
+                break
+            answer.append((int(best.indices[0]), float(best.values[0])))
+        return answer
+
+
+def whole_image(image: Pixels) -> Tensor:
+    """Patches by row -> [3, height, width]."""
+    rows, columns = image.grid[1:]
+    parts = image.values.view(rows, columns, 3, PATCH, PATCH)
+    return parts.permute(2, 0, 3, 1, 4).reshape(3, rows * PATCH, columns * PATCH)
+
+
+def make_mistral3(
+    path: Path, seed: int, text: str = "mistral", bias: bool = False, act: str = "silu", **more: Any
+) -> Made:
+    """Writes the checkpoint. `text`: one of `TEXTS`, with the fields `more`; `bias`: of the projector; `act`: of the
+    tower's MLP."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    fields = hub_fields(text) | {"initializer_range": 0.15} | more
+    inner = getattr(transformers, f"{_FAMILY[text][0]}Config")(**fields)
+    config = transformers.Mistral3Config(
+        text_config=inner.to_dict(), vision_config=VISION | {"hidden_act": act}, image_token_index=IMAGE,
+        spatial_merge_size=MERGE, multimodal_projector_bias=bias, tie_word_embeddings=False,
+    )  # fmt: skip
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    for name, tensor in model.named_parameters():
+        if "norm" in name or "ln_pre" in name:
+            tensor.data = 1 + 0.2 * torch.randn_like(tensor)
+        elif "language_model" not in name:
+            tensor.data = 0.2 * torch.randn_like(tensor)
+    model.lm_head.weight.data[IMAGE : END + 1] = 0  # no answer has a placeholder of an image
+    model.save_pretrained(path)
+    torch.random.set_rng_state(state)
+    model = type(model).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    saved = load_file(path / "model.safetensors")
+    write_tensors(path, {published_name(name): tensor for name, tensor in saved.items()})
+    write_tokenizer(path)
+    tokenizer = path / "tokenizer.json"
+    content = tokenizer.read_text()
+    for token, name in NAMES.items():
+        content = content.replace(f"<|extra_{token}|>", name)
+    tokenizer.write_text(content)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
+    return Made(path, model)
+
+
+def published_name(name: str) -> str:
+    """As Mistral Small 3.1 is published."""
+    for saved, published in (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    ):
+        name = name.replace(saved, published) if name.startswith(saved) else name
+    return name.removeprefix("model.") if name.startswith(("model.vision_tower", "model.multi_modal")) else name
