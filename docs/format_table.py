@@ -42,6 +42,7 @@ CHECKPOINTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("4 bits", "gptq", {"bits": 4, "group_size": 128, "sym": True}),
     ("8 bits", "gptq", {"bits": 8, "group_size": 128, "sym": True}),
     ("4 bits, act-order", "gptq", {"bits": 4, "group_size": 128, "sym": True, "desc_act": True}),
+    ("4 bits", "auto-round", {"bits": 4, "group_size": 128, "sym": True}),
     ("pack-quantized", "compressed-tensors", {"format": "pack-quantized", "weights": _GROUPS}),
     ("pack-quantized, zero points", "compressed-tensors",
      {"format": "pack-quantized", "weights": _GROUPS | {"symmetric": False}}),

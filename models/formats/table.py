@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.auto_round import AutoRound
 from moe_engine.models.formats.awq import AWQFormat
 from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
@@ -34,6 +35,7 @@ FORMATS: dict[str, type[Any]] = {
     "compressed-tensors": CompressedTensors,
     "awq": AWQFormat,
     "gptq": GPTQFormat,
+    "auto-round": AutoRound,
     "w8a8_int8": RowInt8,
     "bitsandbytes": BitsAndBytes,
     "gguf": GGUFFormat,

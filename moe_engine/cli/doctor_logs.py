@@ -6,6 +6,7 @@ import codecs
 import gzip
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -53,6 +54,10 @@ def _check(options: Namespace) -> None:
         raise ConfigError("--url and --log: give one of the two")
     if options.window is not None and not options.window >= 0:
         raise ConfigError(f"--window {options.window:g}: must be seconds, or 0 for the whole log")
+    if options.url is not None and options.window == 0:
+        raise ConfigError("--window 0: only a log has a begin; with --url give the last seconds, above 0")
+    if options.sample_seconds is not None and not 0 < options.sample_seconds < math.inf:
+        raise ConfigError(f"--sample-seconds {options.sample_seconds:g}: must be a number of seconds above 0")
     if options.follow and (options.log or "").endswith(".gz"):
         raise ConfigError("--follow: a compressed log does not grow; leave it out")
     if options.follow and (options.log is None or options.log == "-" or options.json):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import math
 import random
 import sys
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
-from moe_engine.cli.simulate_checks import check, other_launch, parsed_goodput
+from moe_engine.cli.simulate_checks import check, check_launch, other_launch, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
+from moe_engine.logs import LOGGER
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -67,6 +69,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         return 0
     args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
     check(own)
+    check_launch(args)
     goodput = parsed_goodput(own)
     config, source = source_of(own, args)
     spec = fleet_spec(own, config, source)
@@ -74,11 +77,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
     fleet.recorder.keeps_details = own.output_details
     began = time.perf_counter()
-    with report.progress(workload.total, not own.disable_tqdm) as advance, _few_collections():
+    shown = report.progress(workload.total, not own.disable_tqdm)
+    with shown as advance, _shown_changes(lambda: fleet.now), _few_collections():
         outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
-    print(serving_report.result_table(values, backend="simulated", request_rate=rate, max_concurrency=limit))
+    sent = "trace" if own.dataset_name == "trace" else str(rate)
+    print(serving_report.result_table(values, backend="simulated", request_rate=sent, max_concurrency=limit))
     print(report.remarks(values, outcome))
     if own.output_file:
         record = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
@@ -87,6 +92,22 @@ def main(argv: Sequence[str], prog: str) -> int:
     if own.plot:
         report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
     return 1 if values["failed"] else 0
+
+
+@contextmanager
+def _shown_changes(clock: Callable[[], float]) -> Iterator[None]:
+    """Writes the autopilot's changes to standard error, with the simulated second."""
+    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: str(record.msg).startswith("Autopilot"))
+    handler.format = lambda record: f"[{clock():.1f} s] {record.getMessage()}"  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -288,11 +309,17 @@ def _workload(own: argparse.Namespace, config: ResolvedConfig) -> Workload:
     if own.dataset_name == "agentic":
         workload = agents_of(own, times)
     elif own.dataset_name == "trace":
-        arrivals = read_trace(own.dataset_path, own.num_prompts)
-        workload = Recorded(arrivals)
+        workload = Recorded(_of_trace(own.dataset_path, own.num_prompts))
     else:
         workload = _dataset(own, config, times)
     return Limited(workload, own.max_concurrency) if own.max_concurrency else workload
+
+
+def _of_trace(path: str, most: int) -> list[Arrival]:
+    arrivals = read_trace(path, most + 1)
+    if len(arrivals) > most:
+        print(f"note: the first {most} requests of {path}; --num-prompts N takes more", file=sys.stderr)
+    return arrivals[:most]
 
 
 def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[float]) -> Fixed:

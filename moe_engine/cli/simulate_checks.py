@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.tuning import serving_report
 
@@ -57,6 +59,16 @@ def check(own: argparse.Namespace) -> None:
     if own.arrivals != "poisson" and math.isinf(own.request_rate):
         raise ConfigError(f"--arrivals {own.arrivals} needs a finite --request-rate")
     _check_output(own)
+
+
+def check_launch(args: EngineArgs) -> None:
+    """Raises ConfigError: the launch has parts that the simulation cannot leave out."""
+    mode = args.disaggregation.disaggregation_mode
+    if mode != OFF:
+        raise ConfigError(
+            f"--disaggregation-mode {mode}: a simulation has no transfers between servers; leave it out, or use "
+            "`moe-engine plan --workload`, which compares prefill and decode servers"
+        )
 
 
 def _check_numbers(own: argparse.Namespace) -> None:

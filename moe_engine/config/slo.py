@@ -39,7 +39,7 @@ def name_values(flag: str, text: str, names: tuple[str, ...], example: str) -> d
     """``name=value,...`` of a flag. Raises ConfigError: unknown names, or text of another form."""
     found: dict[str, str] = {}
     for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
+        name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not value:
             raise ConfigError(f"{flag} {text}: {part!r} is not name=value; write {flag} {example}")
         if name not in names:

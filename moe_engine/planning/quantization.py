@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
@@ -24,8 +25,15 @@ def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
     if all(names):
         raise ConfigError(f"--quantization {names[0]} and --torchao-config {names[1]}: use one of them")
     asked = names[0] or names[1]
-    if not asked or declared.name in (asked, *KERNEL_NAMES.get(asked, ())):
+    section = (model.raw or {}).get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, Mapping) else None
+    if not asked or asked == method or declared.name in (asked, *KERNEL_NAMES.get(asked, ())):
         return model
+    if declared != PLAIN and not declared.name:
+        raise ConfigError(
+            f"--quantization {asked}: the experts of this model are in common tensors of a layer, which are not "
+            "quantized while loading; leave the flag out, or serve a quantized checkpoint"
+        )
     if declared != PLAIN:
         raise ConfigError(
             f"--quantization {asked}: {model.source} declares {declared.name} (quantization_config); leave the flag out"

@@ -62,7 +62,7 @@ PROFILES: dict[str, tuple[Choice, ...]] = {
     ),
     "long-context": (
         Choice("chunked_prefill_size", 4096, "small activations: their memory goes to the KV cache"),
-        Choice("max_running_requests", 64, "slot tables and graphs for 64 requests; the KV cache gets the rest",
+        Choice("max_running_requests", 64, "slot tables and graphs for few requests; the KV cache gets the rest",
                on_cpu=32),
         same("schedule_conservativeness", 1.3, "a retracted long prompt is computed again: reserve more for answers"),
         same("enable_mixed_chunk", True, BESIDE),

@@ -25,6 +25,7 @@ NAMES = (
     (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
 )
 """For errors: fields of chat requests, and their names in this API."""
+LOGPROBS = "message.output_text.logprobs"
 SAME_NAME = (
     *SamplingFields.__struct_fields__, "model", "stream", "seed", "rid", "priority", "extra_key", "routed_dp_rank",
     "cache_salt", "lora_path", "parallel_tool_calls", "chat_template_kwargs", "user",
@@ -47,6 +48,8 @@ def chat_request(
         raise InputError(f"n: a response has one output; got {req.n}", field="n")
     if req.truncation == "auto":
         raise InputError("truncation: auto is not available; send disabled, or a shorter input", field="truncation")
+    if LOGPROBS in (req.include or ()):
+        raise InputError(f"include: {LOGPROBS} is not available; use logprobs of chats", field="include")
     if req.instructions is not None:
         messages = [{"role": "system", "content": req.instructions}, *messages]
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(req.tools or ())]

@@ -69,7 +69,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     truncation: Annotated[str, Meta(pattern="^(auto|disabled)$")] | None = None
-    include: Annotated[list[str] | None, Meta(description="has no effect")] = None
+    include: Annotated[list[str] | None, Meta(description="log-probabilities are refused; else no effect")] = None
+    top_logprobs: OffOnly = None
     user: Any = None
     rid: Rid | None = None
     priority: Priority | None = None

@@ -59,7 +59,7 @@ class Vocabulary:
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
-            raise FileNotFoundError(f"no tokenizer.json at {path}; pass --tokenizer with a checkpoint directory")
+            raise FileNotFoundError(f"no tokenizer.json at {path}; give the folder of a checkpoint with its tokenizer")
         tokenizer = Tokenizer.from_file(str(file))
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         return cls(
@@ -77,7 +77,9 @@ def add_dataset_arguments(
     group = parser.add_argument_group("dataset")
     group.add_argument("--dataset-name", default=default_name, choices=(*DATASETS, *more_names))
     group.add_argument(
-        "--dataset-path", default="", help="ShareGPT JSON file (sharegpt; optional text source of random)"
+        "--dataset-path",
+        default="",
+        help="file of the dataset: ShareGPT JSON (sharegpt; optional text source of random), or a trace",
     )
     group.add_argument("--num-prompts", type=int, default=1000)
     group.add_argument("--seed", type=int, default=42)

@@ -27,6 +27,15 @@ class GapHistogram:
         """Tokens that arrived at this second of the run."""
         self._tokens[int(moment)] += count
 
+    def add_steps(self, begin: float, gap: float, steps: int, rows: int) -> None:
+        """A token of each of `rows` requests in each of `steps` steps of `gap` seconds, the first one after `begin`."""
+        self.add(gap, rows * steps)
+        if int(begin + gap) == int(begin + steps * gap):
+            self.add_tokens(begin + gap, rows * steps)
+            return
+        for number in range(1, steps + 1):
+            self.add_tokens(begin + number * gap, rows)
+
     @property
     def num_gaps(self) -> int:
         return sum(self._counts.values())

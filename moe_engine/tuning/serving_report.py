@@ -71,7 +71,7 @@ def peak_concurrency(answers: Sequence[Answer]) -> int:
         (answer.started + answer.latency, -1) for answer in answers
     ]
     running = most = 0
-    for _, change in sorted(changes):
+    for _, change in sorted((round(moment, 9), change) for moment, change in changes):  # an end before a begin
         running += change
         most = max(most, running)
     return most
@@ -136,8 +136,10 @@ def _section(title: str, name: str, values: dict[str, Any], more: Sequence[tuple
     return lines + [row(f"{label} {short} (ms):", f"{values[f'{key}_{name}_ms']:.2f}") for label, key in kinds]
 
 
-def result_table(values: dict[str, Any], *, backend: str, request_rate: float, max_concurrency: int | None) -> str:
-    """bench_serving's table, row for row."""
+def result_table(
+    values: dict[str, Any], *, backend: str, request_rate: float | str, max_concurrency: int | None
+) -> str:
+    """bench_serving's table, row for row. `request_rate`: ``trace`` for the times of a trace."""
     lines = [
         "",
         f"{' Serving Benchmark Result ':=^{WIDTH}}",

@@ -131,8 +131,10 @@ def test_responses(client: openai.OpenAI) -> None:
     assert "Paris" in first.output_text and first.status == "completed"
     with client.responses.stream(model="default", input="What is the capital of France?", temperature=0) as stream:
         assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == first.output_text
-    more: Any = {"previous_response_id": first.id, "text": {"format": {"type": "json_object"}}}
-    with client.responses.stream(model="default", input="And of Italy?", max_output_tokens=40, **more) as stream:
+    # a schema of finite answers: the client raises if an answer is cut, as one of type json_object may be
+    form = {"type": "json_schema", "name": "place", "schema": Place.model_json_schema(), "strict": True}
+    more: Any = {"previous_response_id": first.id, "text": {"format": form}}
+    with client.responses.stream(model="default", input="And of Italy?", max_output_tokens=200, **more) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(deltas) == final.output_text and final.previous_response_id == first.id

@@ -121,3 +121,42 @@ def test_other_settings_are_refused_by_name(config: dict[str, Any], words: str) 
     with pytest.raises(ConfigError) as refusal:
         parse_format(Fields({"quantization_config": config}, "config.json"))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("layout,symmetric", [("gptq", True), ("gptq", False), ("awq", False)])
+def test_autoround(tmp_path: Path, layout: str, symmetric: bool) -> None:
+    """Its settings describe weights in the layouts of GPTQ and AWQ; some modules have their own, or are plain."""
+    wide, plain_part = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.up_proj"
+    bits = {wide: 8} if layout == "gptq" else {}
+
+    def made(width: int) -> dict[str, Any]:
+        return {"layout": layout, "symmetric": symmetric, "bits": width}
+
+    def chosen(name: str) -> bool:
+        return is_quantised(name) and not name.startswith((plain_part, *bits))
+
+    path = make_checkpoint("llama", tmp_path / "quantised", seed=4, tokenizer=False)
+    tensors = load_file(path / "model.safetensors")
+    stored, values = quantise(tensors, chosen=chosen, **made(4))
+    for name, width in bits.items():
+        more, known = quantise(tensors, chosen=f"{name}.weight".__eq__, **made(width))
+        stored = {k: t for k, t in stored.items() if not k.startswith(name)}
+        stored |= {k: t for k, t in more.items() if k.startswith(name)}
+        values[f"{name}.weight"] = known[f"{name}.weight"]
+    section = {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": symmetric, "data_type": "int",
+        "packing_format": f"auto_round:auto_{layout}", "block_name_to_quantize": "model.layers",
+        "extra_config": {plain_part: {"bits": 16, "data_type": "float"}} | {k: {"bits": v} for k, v in bits.items()},
+    }  # fmt: skip
+    path, plain = write_pair(path, stored, values, {"torch_dtype": "float16", "quantization_config": section})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    torch.testing.assert_close(logits_of(path), logits_of(plain), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "field", [{"packing_format": "auto_round:llm_compressor"}, {"data_type": "mx_fp"}, {"bits": 2}]
+)
+def test_autoround_refuses_other_settings(field: dict[str, Any]) -> None:
+    section = {"quant_method": "auto-round", "bits": 4, "group_size": 32, **field}
+    with pytest.raises(ConfigError, match=next(iter(field))):
+        parse_format(Fields({"quantization_config": section}, "config.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import step_logits
+from tests.models.quantised_floats import FLOATS
 from tests.models.stepper import Stepper, make_backends
 
 ROWS = frozenset(("linear", "experts"))
@@ -134,3 +136,17 @@ def test_kernels_that_quantize_no_weights_get_codes(plain: Path) -> None:
     found, want = reader.linear(name, shape, out=codes.empty(*shape, "cpu")), CodedWeight.empty(codes, *shape, "cpu")
     quantize_codes(WeightReader(plain, torch.float32).linear(name, shape), want)
     assert torch.equal(found.codes, want.codes) and torch.equal(found.scales, want.scales)
+
+
+def test_names_of_compressed_blocks_and_of_common_experts(tmp_path: Path) -> None:
+    """compressed-tensors' FP8 blocks are served as `fp8`; experts in common tensors are not quantized while loading."""
+    path = make_checkpoint("llama", tmp_path / "blocks", tokenizer=False)
+    fields = json.loads((path / "config.json").read_text())
+    section = FLOATS["compressed fp8, blocks"][1]
+    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": section}))
+    config = load_model_config(path)
+    for asked in ("compressed-tensors", "fp8"):
+        assert with_quantization(config, EngineArgs.from_kwargs(quantization=asked)) is config
+    common = load_model_config(make_checkpoint("qwen3_5_moe", tmp_path / "common", tokenizer=False))
+    with pytest.raises(ConfigError, match="experts of this model are in common tensors"):
+        with_quantization(common, EngineArgs.from_kwargs(quantization="int8"))

@@ -254,6 +254,8 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({**ASK, "truncation": "auto"}, "truncation"),
         ({**ASK, "background": True}, "background"),
         ({**ASK, "metadata": {"a": 1}}, "metadata"),
+        ({**ASK, "top_logprobs": 3}, "top_logprobs"),
+        ({**ASK, "include": ["message.output_text.logprobs"]}, "include"),
         ({**ASK, "max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

@@ -19,6 +19,7 @@ from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.doctor.live import LiveServer, Sampler, sample
+from moe_engine.tuning.doctor.rules import RULES
 from moe_engine.tuning.doctor.window import Window
 from tests.tuning import logs
 from tests.tuning.logs import decode, decodes, flags, retraction
@@ -84,6 +85,8 @@ def test_standard_input(monkeypatch, capsys):
         (["--sample-seconds", "5"], "--sample-seconds needs --url"),
         (["--log", "FILE", "--sample-seconds", "5"], "--sample-seconds belongs to --url"),
         (["--url", "http://localhost:port"], "not an address"),
+        (["--url", "localhost:1", "--window", "0"], "--window 0: only a log has a begin"),
+        (["--url", "localhost:1", "--sample-seconds", "nan"], "--sample-seconds nan: must be"),
     ],
 )
 def test_wrong_words(words, message, log, capsys):
@@ -151,7 +154,7 @@ def test_follow(log):
             process.send_signal(signal.SIGINT)
             rest = process.stdout.read()
             code = process.wait(20)
-    assert first.startswith("WARNING retractions") and "1 of 21 rules recommend a change" in rest
+    assert first.startswith("WARNING retractions") and f"1 of {len(RULES)} rules recommend a change" in rest
     assert code == 1
 
 
@@ -229,6 +232,12 @@ def test_keys_and_strangers():
     stranger = httpx.MockTransport(lambda request: httpx.Response(404))
     with pytest.raises(ConfigError, match="not a server of moe-engine or SGLang"):
         LiveServer("http://test", transport=stranger).server_info()
+
+
+def test_a_window_that_the_server_refuses():
+    refusing = httpx.MockTransport(lambda request: httpx.Response(400, text="minutes: at most 10"))
+    with pytest.raises(ConfigError, match="--window 6000: the server refuses it: minutes: at most 10"):
+        LiveServer("http://test", transport=refusing).doctor(100.0)
 
 
 def test_unreachable(capsys):

@@ -135,6 +135,23 @@ def test_the_quick_reading_of_usual_lines_agrees(monkeypatch):
         assert slow.values.keys() - read <= {"pending_token", "input_throughput", "cuda_graph"}
 
 
+def test_lines_of_a_prefill_server():
+    line = (
+        "[2025-10-15 14:44:32 DP14 TP14 EP14] Prefill batch. #new-seq: 2, #new-token: 68, #cached-token: 12, token "
+        "usage: 0.01, #unbootstrapped-req: 0, #queue-req: 3, #transferring-req: 1, input throughput (token/s): 1.50, "
+    )
+    event = parse(line)
+    assert (event.kind, event.rank) == ("prefill", "DP14 TP14 EP14")
+    assert [event.values[name] for name in ("new_token", "cached_token", "queue", "running")] == [68, 12, 3, 0]
+    with pytest.raises(BrokenLine):
+        parse(line[: line.index("#queue-req")])
+
+
+def test_the_cache_of_old_releases_has_no_type_in_its_line():
+    event = parse("[2025-04-01 10:00:00 TP0] KV Cache is allocated. #tokens: 4000, K size: 2.50 GB, V size: 2.50 GB")
+    assert event.values == {"dtype": None, "tokens": 4000, "gb": 5.0}
+
+
 def test_broken_lines_are_counted():
     whole = logs.decode(3, rank="TP0")
     first = whole.index("Decode batch") + len("Decode batch")

@@ -53,6 +53,7 @@ CASES: dict[str, Case] = {
     "retractions": (minutes(6, of=5), minutes(5, of=5)),
     "memory_unused": ([startup(8.01), *decodes()], [startup(8.0), *decodes()]),
     "memory_short": ([startup(4.99), *decodes()], [startup(5.0), *decodes()]),
+    "oom_start": ([weights(9.0)[0], "Traceback:", EXTEND, OOM], [weights(9.0)[0], ready(), "Traceback:", EXTEND, OOM]),
     "oom_prefill": ([*decodes(), "Traceback:", EXTEND, OOM], [*decodes(), "Traceback:", DECODE, OOM]),
     "oom_decode": (
         [*decodes(), f"{logs.stamp(30)} Decode out of memory. Try to lower your batch size."],
@@ -131,6 +132,9 @@ def test_a_finding_is_complete(rule):
         ([startup(), *CASES["oom_prefill"][0]], "oom_prefill", "--chunked-prefill-size", 4096),
         ([startup(chunked_prefill_size=4096), *CASES["oom_prefill"][0]], "oom_prefill", "--chunked-prefill-size", 2048),
         (CASES["oom_decode"][0], "oom_decode", "--max-running-requests", 75),
+        ([flags(tp_size=4), *CASES["oom_start"][0]], "oom_start", "--tp-size", 8),
+        ([flags(mem_fraction_static=0.9), *weights(9.0), OOM], "oom_start", "--mem-fraction-static", 0.85),
+        ([*weights(9.0), OOM], "oom_start", "--mem-fraction-static", "0.05 lower"),
         ([startup(), *FULL[:4], prefill(9)], "long_prompts", "--chunked-prefill-size", 16384),
         (CASES["no_cuda_graph"][0], "no_cuda_graph", "--cuda-graph-max-bs", 128),
         ([flags(disable_cuda_graph=True), *decodes(graph=False)], "no_cuda_graph", "--disable-cuda-graph", None),
@@ -207,6 +211,20 @@ def test_windows():
     finding = findings(lines, window=300)["queue_long"]
     assert finding.windows == (1, 3) and "3000" in finding.evidence
     assert "queue_long" not in findings(lines, window=0)
+
+
+def test_a_retraction_of_several_ranks_counts_once():
+    lines = [decode(second, rank="TP8") for second in range(0, 301, 10)]
+    other = [retraction(30).replace("] KV", f" TP{rank}] KV") for rank in (13, 12, 8, 9)]
+    found = findings([*lines, *other * 6])["retractions"]
+    assert found.evidence.startswith("6 retractions")
+    assert "retractions" not in findings([*lines, *other * 5])
+
+
+def test_evidence_has_no_control_sequences():
+    shown = decodes(queue=2001)
+    coloured = [f"\x1b[32m{line[:21]}\x1b[0m{line[21:]}\x07" for line in shown]
+    assert findings(coloured)["queue_long"].line == shown[-1].strip()
 
 
 def test_without_times_no_rate_is_claimed():

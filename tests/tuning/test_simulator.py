@@ -15,6 +15,7 @@ from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.tuning import serving_report
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.arrivals import arrival_times
@@ -152,6 +153,7 @@ def test_runs_equal_single_steps(example):
     assert runs.recorder.gaps.num_gaps == single.recorder.gaps.num_gaps
     assert ours["mean_x_ms"] == pytest.approx(theirs["mean_x_ms"], rel=1e-3)
     assert ours["median_x_ms"] == pytest.approx(theirs["median_x_ms"], rel=0.01)
+    assert runs.recorder.gaps.peak_tokens == pytest.approx(single.recorder.gaps.peak_tokens, rel=0.02, abs=64)
 
 
 def test_chunks_of_long_prompts_are_planned_many_at_once(monkeypatch):
@@ -363,6 +365,45 @@ def test_several_lost_ranks():
     assert fleet.replicas[0].lost == set() and fleet._able == [0, 1, 2, 3]
     assert not all(answer.success for answer in outcome.recorder.answers) and outcome.recorder.ended_at > 7
     assert {answer.error for answer in outcome.recorder.answers if not answer.success} == {"rank 0 was lost"}
+
+
+@pytest.mark.parametrize("second", [1.5, 6.0])
+def test_a_rank_lost_during_a_restart_delays_it(second):
+    """Requests that wait for the restart are not lost again; the restart begins once more."""
+    spec = FleetSpec(ReplicaSpec(config(), Linear(), num_groups=4), restart_seconds=5.0)
+    found = []
+    for faults in ((Fault(1, 1.5, 4),), (Fault(1, 1.5, 4), Fault(2, second, 4))):
+        outcome = simulate(replace(spec, faults=faults), requests(random.Random(9), 120, 30.0))[1]
+        errors = [answer.error for answer in outcome.recorder.answers if not answer.success]
+        found.append((errors, outcome.recorder.ended_at))
+    (one, ended), (two, later) = found
+    assert one and one == two and later - ended == pytest.approx(second - 1.5, abs=0.2)
+
+
+def test_costs_that_bend_within_a_jump():
+    """Long answers whose context passes a bend of the costs: as with single steps."""
+
+    @dataclass(frozen=True)
+    class Bent(Linear):
+        def step(self, shape: StepShape) -> StepCost:
+            return StepCost(0.001 + max(shape.decode_context - bend, 0) * 5e-8)
+
+    bend = random.randint(300, 1200)
+    load = [Arrival(0.001 * i, list(range(i * 1000, i * 1000 + 40)), random.randint(200, 400)) for i in range(5)]
+    found = []
+    for exact in (True, False):
+        arrivals = [replace(arrival) for arrival in load]
+        outcome = simulate(FleetSpec(ReplicaSpec(config(), Bent(), exact=exact)), Fixed(arrivals, 5))[1]
+        found.append((outcome.recorder.ended_at, outcome.recorder.gaps.peak_tokens))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-8) and found[0][1] == pytest.approx(found[1][1], abs=5)
+
+
+def test_limited_concurrency_is_reported_as_such():
+    """An answer ends at the very moment at which the next request is sent."""
+    load = requests(random.Random(random.getrandbits(32)), 60, 500.0)
+    spec = FleetSpec(ReplicaSpec(config(), Linear(0.0123, 1.7e-4), exact=True))
+    outcome = simulate(spec, Limited(load, 4), answer_seconds=0.0121)[1]
+    assert serving_report.peak_concurrency(outcome.recorder.answers) == 4
 
 
 def test_requests_that_can_never_run_are_refused():

@@ -52,6 +52,17 @@ def test_random_prompts_are_those_of_choices():
     assert ours.getstate() == theirs.getstate()
 
 
+def test_tokens_of_many_steps_are_counted_in_their_seconds():
+    rng, together, single = random.Random(random.getrandbits(32)), GapHistogram(), GapHistogram()
+    for _ in range(200):
+        begin, gap, steps, rows = rng.uniform(0, 9), rng.uniform(0.001, 0.1), rng.randint(1, 64), rng.randint(1, 9)
+        together.add_steps(begin, gap, steps, rows)
+        for number in range(1, steps + 1):
+            single.add(gap, rows)
+            single.add_tokens(begin + number * gap, rows)
+        assert together.peak_tokens == single.peak_tokens and together.num_gaps == single.num_gaps
+
+
 def test_gap_histogram_against_numpy():
     rng, gaps, values = random.Random(random.getrandbits(32)), GapHistogram(), []
     for _ in range(500):
@@ -82,7 +93,7 @@ def test_traces(tmp_path):
     assert len(a.prompt_ids) == 1100 and a.prompt_ids[:1024] == b.prompt_ids
     assert c.prompt_ids[:60] == d.prompt_ids[:60] and not set(c.prompt_ids[60:]) & set(d.prompt_ids[60:])
     assert (c.output_len, c.max_tokens, d.max_tokens) == (5, 50, 5)
-    assert len(read_trace(str(path), limit=2)) == 2
+    assert read_trace(str(path), limit=2) == [a, b]
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(("\ufeff" + path.read_text().replace("\n", "\r\n")).encode()))
     assert read_trace(str(packed)) == [a, b, c, d]
@@ -105,6 +116,15 @@ def test_published_tables(tmp_path, text):
         path.write_text(text.replace("472", broken))
         with pytest.raises(ConfigError, match=words):
             read_trace(str(path))
+    path.write_text(text.replace("472", "0"))
+    with pytest.raises(ConfigError, match=r"line 2: (Request tokens|ContextTokens) is 0"):
+        read_trace(str(path))
+    path.write_text(text.replace("\n5,", "\nnoon,").replace("\n2023-11-16 ", "\nnoon "))
+    with pytest.raises(ConfigError, match=r"line 2: (Timestamp|TIMESTAMP) is 'noon.*; it must be seconds, or a date"):
+        read_trace(str(path))
+    upper = tmp_path / "TRACE.CSV"
+    upper.write_text(text)
+    assert len(read_trace(str(upper))) == 2
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="must have the columns"):
         read_trace(str(path))
@@ -115,6 +135,11 @@ def test_published_tables(tmp_path, text):
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: must be an object"),
+        ('{"timestamp": 1e300, "input_length": 5, "output_length": 1}', "must be a number from 0 to 1e"),
+        (
+            '{"timestamp": 1, "input_length": 530, "output_length": 1, "hash_ids": [1, 2, 3]}',
+            "3 entries.* has 2 blocks",
+        ),
         ('{"timestamp": 1, "input_length": 5}', "line 2: output_length is missing"),
         ('{"timestamp": -1, "input_length": 5, "output_length": 1}', "line 2: timestamp is -1"),
         ('{"arrival": 1, "input_len": 0, "output_len": 1}', "line 2: input_len is 0"),
@@ -125,6 +150,21 @@ def test_broken_traces(tmp_path, line, words):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 0, "input_len": 5, "output_len": 1}\n' + line + "\n")
     with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
+        read_trace(str(path))
+
+
+def test_times_since_1970_in_milliseconds(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 1_732_000_000_000 + more, "input_length": 5, "output_length": 1} for more in (0, 250)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert [round(arrival.seconds, 6) for arrival in read_trace(str(path))] == [0.0, 0.25]
+
+
+def test_a_compressed_trace_that_is_cut_off(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    line = b'{"arrival": 0, "input_len": 5, "output_len": 1}\n'
+    path.write_bytes(gzip.compress(line * 50)[:-9])
+    with pytest.raises(ConfigError, match="the compressed file is cut off"):
         read_trace(str(path))
 
 
@@ -223,6 +263,29 @@ def test_simulate_command(tmp_path, capsys):
     assert values["median_ttft_ms"] > 12 and values["total_output_tokens"] <= 30 * 20
 
 
+def test_changes_of_the_autopilot_are_shown(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    path.write_text(costs().to_json())
+    flags = ["--cost-file", str(path), "--num-prompts", "400", "--request-rate", "200", "--max-total-tokens", "4096"]
+    shared = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "8", "--gsp-prompts-per-group", "60"]
+    assert main(["simulate", *flags, *shared, "--gsp-system-prompt-len", "300", "--gsp-output-len", "30"]) == 0
+    assert "Autopilot" not in capsys.readouterr().err
+    assert main(["simulate", "--autopilot", *flags, *shared, "--gsp-system-prompt-len", "300"]) == 0
+    assert " s] Autopilot: schedule_policy fcfs -> lpm: " in capsys.readouterr().err
+
+
+def test_the_first_requests_of_a_longer_trace(tmp_path, capsys):
+    path, trace, out = tmp_path / "costs.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
+    path.write_text(costs().to_json())
+    trace.write_text('{"arrival": 0, "input_len": 5, "output_len": 1}\n' * 5)
+    flags = ["--cost-file", str(path), "--dataset-name", "trace", "--dataset-path", str(trace)]
+    for count, noted in ((3, True), (5, False)):
+        assert main(["simulate", *flags, "--num-prompts", str(count), "--output-file", str(out)]) == 0
+        shown, notes = capsys.readouterr()
+        assert json.loads(out.read_text())["completed"] == count and ("--num-prompts N takes more" in notes) == noted
+        assert "Traffic request rate:                    trace" in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -241,6 +304,10 @@ def test_simulate_command(tmp_path, capsys):
         (["--cost-file", "COSTS", "--arrivals", "gamma"], "--request-rate"),
         (["--cost-file", "COSTS", "--goodput", "x:1"], "--goodput"),
         (["--cost-file", "COSTS", "--output-details"], "--output-file FILE.json"),
+        (
+            ["--cost-file", "COSTS", "--disaggregation-mode", "prefill"],
+            "--disaggregation-mode prefill: a simulation has",
+        ),
         (["--cost-file", "nowhere.json"], "nowhere.json"),
         (["--cost-file", "COSTS", "--no-such-flag"], "--no-such-flag"),
     ],

@@ -12,6 +12,7 @@ from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import fields_of
 from moe_engine.config.scheduling import SchedulingArgs
+from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.planning.explain import explain_json
 from moe_engine.planning.hardware import parse_hardware
@@ -83,6 +84,10 @@ def test_no_profile_contradicts_flags(profile, flags):
     """A launch that is valid without a profile is valid with it."""
     plain, config = planned(None, **flags), planned(profile, **flags)
     assert all(config.flat()[name] == plain.flat()[name] for name in flags if name != "is_embedding")
+
+
+def test_spaces_in_a_service_level_objective():
+    assert parse_slo(" ttft = 2s , itl = 50 ms ") == Slo(2.0, 0.05)
 
 
 def test_choices_left_out_are_named():

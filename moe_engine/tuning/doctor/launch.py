@@ -56,6 +56,11 @@ class Launch:
         return next((value for value in found if value is not None), None)
 
     @property
+    def is_starting(self) -> bool:
+        """Whether lines of the start were read, and not its end."""
+        return not self.ready and (bool(self.flags) or self.total_gb is not None)
+
+    @property
     def is_ours(self) -> bool:
         return self.engine == "moe-engine"
 

@@ -52,6 +52,8 @@ class LiveServer:
     def doctor(self, minutes: float) -> dict[str, Any] | None:
         """The server's own diagnosis of its last minutes; None: it has no /doctor."""
         answer = self._get("/doctor", params={"minutes": minutes}, headers={"accept": "application/json"})
+        if answer.status_code == 400:
+            raise ConfigError(f"--window {minutes * 60:g}: the server refuses it: {answer.text[:200]}")
         if answer.status_code != 200:
             return None
         found = _json(answer)

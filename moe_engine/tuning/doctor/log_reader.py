@@ -37,7 +37,7 @@ class LogReader:
     _before: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _last_phase: str | None = None
     _last_time: float | None = None
-    _leaders: dict[str, str] = field(default_factory=dict)
+    _leaders: dict[tuple[bool, str], str] = field(default_factory=dict)
     _days: float = 0.0
     _oom_line: int = -REMEMBERED
 
@@ -80,16 +80,17 @@ class LogReader:
 
     def _event(self, event: LogEvent, line: str) -> None:
         event = self._in_order(event)
+        if event.kind in ("decode", "prefill", "retraction") and self._is_repeated(event):
+            return
         if event.kind in ("decode", "prefill"):
-            if self._is_repeated(event):
-                return
             self.num_batches += 1
             self._last_phase = event.kind
         elif event.kind == "out_of_memory":
             if self.num_lines - self._oom_line < REMEMBERED:
                 return  # the lines of one traceback
             self._oom_line = self.num_lines
-            event.values["phase"] = event.values["phase"] or self._phase()
+            at_start = self.launch.is_starting and not self.num_batches
+            event.values["phase"] = "start" if at_start else event.values["phase"] or self._phase()
         began = self._window.began
         ended = began is not None and event.time is not None and event.time - began >= self.window_seconds
         if ended and self.window_seconds:
@@ -103,8 +104,10 @@ class LogReader:
         return next((phase for phase in found if phase), None) or self._last_phase
 
     def _is_repeated(self, event: LogEvent) -> bool:
-        """Whether another rank of the same attention group has reported the batch: only the first rank counts."""
-        return self._leaders.setdefault(_group(event.rank), event.rank) != event.rank
+        """Whether another rank of the same attention group has reported it: only the first rank counts. The ranks that
+        report retractions may be others than those that report batches."""
+        key = event.kind == "retraction", _group(event.rank)
+        return self._leaders.setdefault(key, event.rank) != event.rank
 
     def _in_order(self, event: LogEvent) -> LogEvent:
         """Clock times without a date start again at midnight."""

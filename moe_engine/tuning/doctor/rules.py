@@ -114,6 +114,15 @@ def _smaller_chunk(s: Statistics) -> Change:
     return Change("--chunked-prefill-size", 4096 if chunk > 4096 else max(256, chunk // 2))
 
 
+def _fit_at_start(s: Statistics) -> Change:
+    """Before the weights are loaded, more GPUs; after that, less memory for the KV cache."""
+    launch = s.launch
+    if launch.weights_gb is None and launch.kv_tokens is None:
+        return Change("--tp-size", 2 * (launch.flag("tp_size") or 1))
+    current = launch.flag("mem_fraction_static")
+    return Change("--mem-fraction-static", round(current - 0.05, 2) if current else "0.05 lower")
+
+
 def _larger_chunk(s: Statistics) -> Change:
     return Change("--chunked-prefill-size", min(LARGEST_CHUNK, 2 * s.launch.flag("chunked_prefill_size")))
 
@@ -221,6 +230,12 @@ RULES: tuple[Rule, ...] = (
         lambda s: _free(s) < MIN_FREE_GB,
         "available_gpu_mem={launch.available_gb:.2f} GB at the start", "",
         _fraction, "leaves memory for activations and CUDA graphs: no out-of-memory errors later", GUIDE,
+    ),
+    Rule(
+        "oom_start", "out of memory before READY", ("oom_start",), lambda s: s.oom_start > 0,
+        "{oom_start} out-of-memory errors at the start", "oom_start", _fit_at_start,
+        "the weights need more GPUs (or --quantization); loaded weights leave too little beside the KV cache for CUDA "
+        "graphs, whose memory --cuda-graph-max-bs limits", GUIDE, "error",
     ),
     Rule(
         "oom_prefill", "out of memory in prefill", ("oom_prefill",), lambda s: s.oom_prefill > 0,

@@ -20,6 +20,7 @@ LEAST_LINES = 5
 """Min batch lines of a kind for shares and medians to be meaningful."""
 MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
 _DP = re.compile(r"DP(\d+)")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Statistics:
     late: int | None = None
     late_rank: str | None = None
     jit: int = 0
+    oom_start: int | None = None
     oom_prefill: int | None = None
     oom_decode: int | None = None
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -227,9 +229,10 @@ class Window:
             late=self.late.total() if self.of_log else None,
             late_rank=self.late.most_common(1)[0][0] if self.late else None,
             jit=self.counts["jit"],
+            oom_start=self.counts["oom_start"] if self.of_log else None,
             oom_prefill=self.counts["oom_prefill"] if self.of_log else None,
             oom_decode=self.counts["oom_decode"] if self.of_log else None,
-            lines={key: (number, text.strip()) for key, (number, text) in self.lines.items()},
+            lines={key: (number, _printable(text)) for key, (number, text) in self.lines.items()},
         )
 
     def _median(self, name: str) -> float | None:
@@ -242,6 +245,11 @@ class Window:
             return None, None
         busiest = max(self.ranks, key=lambda number: self.ranks[number])
         return self.ranks[busiest] * len(self.ranks) / total, busiest
+
+
+def _printable(text: str) -> str:
+    """Without colours and other control sequences, which a terminal would obey."""
+    return "".join(filter(str.isprintable, _ESCAPES.sub("", text))).strip()
 
 
 @lru_cache(4096)

@@ -73,7 +73,7 @@ class Outcome:
 
 
 class Fleet:
-    """Runs a workload to its end: `run`."""
+    """Runs a workload to its end: `run`. `now`: simulated seconds."""
 
     def __init__(self, spec: FleetSpec, workload: Workload, *, answer_seconds: float = 0.0, seed: int = 0) -> None:
         self.spec = spec
@@ -105,6 +105,7 @@ class Fleet:
         self._timed: set[int] = set()
         self._rids = itertools.count()
         self._drawn: Arrival | None = None
+        self.now = 0.0
         self._draw()
 
     def run(self, progress: Callable[[int], None] = lambda count: None, interval: float = 0.0) -> Outcome:
@@ -123,6 +124,7 @@ class Fleet:
             now = min(arrival, read, behind)
             if now == NEVER:
                 break
+            self.now = now
             fault = self._faults[0].seconds if self._faults else NEVER
             if fault <= now:
                 outcome.faults.append(self._faults.pop(0))

@@ -28,7 +28,9 @@ from moe_engine.types import StepFacts, StepPlan
 MAX_JUMP = 64
 """Max steps without any event that are taken at once."""
 SLOWER = 1.02
-"""Bound on the growth of a step's cost over such a jump; costs are linear between its ends."""
+"""Bound on the growth of a step's cost over such a jump."""
+BENT = 1e-6
+"""Distance of the cost in the middle from the line between the ends, over the cost, up to which it counts as linear."""
 HELD_POLL_SECONDS = 0.02
 """As `moe_engine.core.loop`."""
 EndedHandler = Callable[["Replica", int, Running, float], None]
@@ -92,6 +94,7 @@ class Replica:
         """Time at which the newest result was applied."""
         self._ends = 0
         """Requests that have ended since the newest step was in flight."""
+        self._back_at = 0.0  # end of the last restart
         self.num_steps = 0
         self.busy_seconds = 0.0
 
@@ -418,9 +421,10 @@ class Replica:
         while steps >= 2:
             last = self.spec.costs.step(self._busiest([runs.shape(steps - 1)]))
             total = steps * (first + last.seconds) / 2
-            if total - last.seconds <= room and last.seconds <= SLOWER * first:
+            is_even = last.seconds <= SLOWER * first and self._is_linear(first, last.seconds, steps)
+            if total - last.seconds <= room and is_even:
                 break
-            steps = min(steps - 1, steps // 2 if last.seconds > SLOWER * first else 1 + int(room / last.seconds))
+            steps = min(steps - 1, 1 + int(room / last.seconds) if is_even else steps // 2)
         else:
             return False
         if len(self.groups) > 1:
@@ -431,7 +435,7 @@ class Replica:
         self._counts.count(runs, self.groups, flight, self._collected, self.now)
         self.now = begin + total - last.seconds
         gap = (self.now - begin) / (steps - 1)
-        self._counts.add(gap, runs.total_rows * (steps - 1), self.now)
+        self._recorder.gaps.add_steps(begin, gap, steps - 1, runs.total_rows)
         if self._front is not None:
             for number in range(1, steps):
                 self._front.tokens(begin + number * gap, runs.total_rows)
@@ -445,6 +449,11 @@ class Replica:
         self.busy_seconds += total
         return True
 
+    def _is_linear(self, first: float, last: float, steps: int) -> bool:
+        """Whether the step in the middle of a jump costs what the line between its first and its last step says."""
+        seconds = self.spec.costs.step(self._busiest([self._runs.shape(steps // 2)])).seconds
+        return abs(first + (last - first) * (steps // 2) / (steps - 1) - seconds) <= BENT * first
+
     @property
     def _same_skew(self) -> int:
         """Number of steps in which the balance of the experts is unchanged."""
@@ -453,7 +462,10 @@ class Replica:
     # -- faults
 
     def restart(self, moment: float, seconds: float) -> list[Running]:
-        """Restarts all ranks, with empty caches. Returns the lost requests."""
+        """Restarts all ranks, with empty caches. Returns the lost requests, not those that wait for a restart."""
+        if moment < self._back_at:
+            self._back_at = self.now = moment + seconds
+            return []
         lost = [running for group in self.groups for running in group.running.values()]
         self.groups = [self._new_group(i) for i in range(self.spec.num_groups)]
         self._runs, self._num_live = Runs(self.spec.num_groups), 0
@@ -462,7 +474,7 @@ class Replica:
         self._begin_turns()
         self._changed = set(range(len(self.groups)))
         self._flight = None
-        self.now = max(self.now, moment) + seconds
+        self._back_at = self.now = max(self.now, moment) + seconds
         return lost
 
     def lose(self, index: int, moment: float, seconds: float) -> list[tuple[Running, str, list[int]]]:

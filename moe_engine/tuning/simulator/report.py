@@ -53,7 +53,10 @@ def remarks(values: dict[str, Any], outcome: Outcome) -> str:
         f"simulated {values['duration']:.1f} s in {values['wall_seconds']:.1f} s "
         f"({values['times_real_time']:.0f} times real time)",
     ]
-    lines += [f"--fail rank={fault.rank}: after the end of the simulation" for fault in outcome.missed]
+    lines += [
+        f"--fail rank={fault.rank}@t={fault.seconds:g}s: no effect, the last answer came before"
+        for fault in outcome.missed
+    ]
     if outcome.expert_load:
         lines.append(_expert_line(outcome.expert_load))
     return "\n".join(lines + [f"failed: {reason}" for reason in values["failures"][:5]])

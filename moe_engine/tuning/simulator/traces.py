@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -28,6 +29,8 @@ MOONCAKE_BLOCK = 512
 """Tokens of a block with an entry of ``hash_ids`` (the published traces)."""
 MOST_TOKENS = 1 << 24
 """Max length of a prompt or an answer: longer ones are errors of the trace."""
+MOST_TIME = 1e13
+"""Times may count from 1970, also in milliseconds."""
 BLOCKS_FROM = 1 << 50
 CSV_COLUMNS = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
 """Time, prompt and answer tokens in the published files."""
@@ -36,17 +39,19 @@ T = TypeVar("T")
 
 
 def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
-    """The requests of a trace, in either format.
+    """The requests of a trace, in any of the formats; at most the first `limit`.
 
     Raises:
         ConfigError: no such file, or a line that is not a request, with its number.
     """
     try:
         with _open(path) as file:
-            is_table = path.removesuffix(".gz").endswith(".csv")
-            found = list(_of_table(path, file, limit) if is_table else _of_lines(path, file, limit))
+            is_table = path.lower().removesuffix(".gz").endswith(".csv")
+            requests = _of_table(path, file) if is_table else _of_lines(path, file)
+            found = list(islice(requests, limit))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not a text file"
+        reason = "the compressed file is cut off" if isinstance(error, EOFError) else reason
         raise ConfigError(f"--dataset-path {path}: cannot read it: {reason}") from None
     if not found:
         raise ConfigError(f"--dataset-path {path}: has no request")
@@ -57,27 +62,25 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
 
 
 def _open(path: str) -> TextIO:
-    if path.endswith(".gz"):
+    if path.lower().endswith(".gz"):
         return gzip.open(path, "rt", encoding="utf-8-sig")
     return Path(path).open(encoding="utf-8-sig")
 
 
-def _of_lines(path: str, file: TextIO, limit: int | None) -> Iterator[Arrival]:
+def _of_lines(path: str, file: TextIO) -> Iterator[Arrival]:
     numbers, sessions = Numbers(), _Sessions()
-    for number, line in _lines(file, limit):
+    for number, line in enumerate(map(str.strip, file), 1):
         if line and line != "[]":
             yield _arrival(path, number, line, numbers, sessions)
 
 
-def _of_table(path: str, file: TextIO, limit: int | None) -> Iterator[Arrival]:
+def _of_table(path: str, file: TextIO) -> Iterator[Arrival]:
     rows, numbers = csv.DictReader(file), Numbers()
     columns = next((names for names in CSV_COLUMNS if set(names) <= set(rows.fieldnames or ())), None)
     if columns is None:
         known = ", or ".join(", ".join(names) for names in CSV_COLUMNS)
         raise ConfigError(f"--dataset-path {path}: must have the columns {known}")
     for number, row in enumerate(rows, 2):
-        if limit is not None and number > limit + 1:
-            return
         arrival = _checked(f"--dataset-path {path}, line {number}", partial(_of_row, row, columns, numbers))
         if arrival is not None:
             yield arrival
@@ -89,22 +92,24 @@ def _of_row(row: dict[str, str], columns: tuple[str, str, str], numbers: Numbers
     for name, count in zip(columns[1:], counts):
         if not count.isdecimal():
             raise ValueError(f"{name} is {count[:40]!r}; it must be a whole number")
-    prompt, answer = map(int, counts)
-    if not answer:
+    lengths = dict(zip(columns[1:], map(int, counts)))
+    if not lengths[columns[2]]:
         return None
+    prompt, answer = (_count(lengths, name) for name in columns[1:])
     moment = row[columns[0]] or ""
     try:
         seconds = float(moment)
     except ValueError:
-        seconds = datetime.fromisoformat(moment).replace(tzinfo=UTC).timestamp()
-    return _own({"arrival": seconds, "input_len": prompt, "output_len": answer}, numbers)
+        seconds = _date_seconds(columns[0], moment)
+    seconds = _seconds({columns[0]: seconds}, columns[0])
+    return Arrival(seconds, list(_unique(numbers, prompt)), answer)
 
 
-def _lines(file: TextIO, limit: int | None) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(file, 1):
-        if limit is not None and number > limit:
-            return
-        yield number, line.strip()
+def _date_seconds(name: str, text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise ValueError(f"{name} is {text[:40]!r}; it must be seconds, or a date and time") from None
 
 
 class _Sessions:
@@ -137,9 +142,12 @@ def _arrival(path: str, number: int, line: str, numbers: Numbers, sessions: _Ses
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{where}: not JSON: {line[:60]}") from None
+        what = "a trace has an object in each line (JSONL), or is a .csv file"
+        raise ConfigError(f"{where}: not JSON: {line[:60]!r}; {what}") from None
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: must be an object with timestamp, input_length and output_length")
+        raise ConfigError(
+            f"{where}: must be an object with timestamp, input_length and output_length, one in each line"
+        )
     if "timestamp" in entry or "session_id" in entry:
         return _checked(where, lambda: sessions.place(entry, _mooncake(entry, numbers)))
     return _checked(where, lambda: _own(entry, numbers))
@@ -168,8 +176,8 @@ def _count(entry: dict[str, Any], name: str, least: int = 1, most: int = MOST_TO
 
 def _seconds(entry: dict[str, Any], name: str) -> float:
     value = entry[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-        raise ValueError(f"{name} is {repr(value)[:40]}; it must be a number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_TIME:
+        raise ValueError(f"{name} is {repr(value)[:40]}; it must be a number from 0 to {MOST_TIME:g}")
     return float(value)
 
 
@@ -179,7 +187,12 @@ def _mooncake(entry: dict[str, Any], numbers: Numbers) -> Arrival:
     blocks = entry.get("hash_ids") or []
     if not isinstance(blocks, list) or not all(isinstance(block, int) and 0 <= block < 1 << 40 for block in blocks):
         raise ValueError("hash_ids must be a list of integers from 0")
-    for block in blocks[: -(-length // MOONCAKE_BLOCK)]:
+    if len(blocks) > (needed := -(-length // MOONCAKE_BLOCK)):
+        raise ValueError(
+            f"hash_ids has {len(blocks)} entries, and a prompt of {length} tokens has {needed} blocks of "
+            f"{MOONCAKE_BLOCK}; a trace with other blocks must be converted"
+        )
+    for block in blocks:
         first = BLOCKS_FROM + block * MOONCAKE_BLOCK
         prompt += range(first, first + MOONCAKE_BLOCK)
     del prompt[length:]

@@ -18,9 +18,11 @@ from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.cpu import CpuLinear
+from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.quantization.codes import GroupCodes, PlainWeight
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.formulas import (
     drawn_scale,
@@ -57,6 +59,22 @@ def _mla_layer(linear: CpuLinear | TorchLinear, dtype: torch.dtype, rank: int, b
     )
 
 
+def _coded(linear: CpuLinear, layer: MLALayer) -> MLALayer:
+    """The layer with weights of 8 bits in every product."""
+
+    def drawn(rows: int, columns: int, heads: int = 0) -> PreparedLinear:
+        weight = PlainWeight(
+            normal(rows, columns, dtype=torch.float32, scale=columns**-0.5), GroupCodes(8, 0, scales="float32")
+        )
+        return linear.prepare_coded_heads(weight, heads) if heads else linear.prepare_coded(weight, None)
+
+    shapes = {name: getattr(layer, name) for name in ("down", "q", "o")}
+    made = {name: drawn(weight.out_features, weight.in_features) for name, weight in shapes.items()}
+    heads = {"keys": (LATENT, NOPE), "values": (VALUE, LATENT)}
+    made |= {name: drawn(HEADS * rows, columns, HEADS) for name, (rows, columns) in heads.items()}
+    return replace(layer, **made)
+
+
 def _own_positions(queries: PagedQueries) -> tuple[Tensor, Tensor]:
     """Positions and slots of the query tokens."""
     ends = zip(queries.query_lens, queries.context_lens)
@@ -82,10 +100,15 @@ def _separate(library: Library, layer: MLALayer, hidden: Tensor, cache: Tensor, 
     return linear.run(linear.run_heads(mixed, layer.values).flatten(1), layer.o)
 
 
-@pytest.mark.parametrize(("rank", "bias", "trees"), [(32, False, False), (0, True, False), (50, True, True)])
-def test_mla_layer(any_library: Library, dtype: torch.dtype, rank: int, bias: bool, trees: bool) -> None:
-    mla = CpuMLA(any_library)
-    layer = _mla_layer(CpuLinear(any_library), dtype, rank, bias)
+@pytest.mark.parametrize(
+    ("rank", "bias", "trees", "coded"),
+    [(32, False, False, False), (0, True, False, False), (50, True, True, False), (32, False, False, True)],
+)
+def test_mla_layer(any_library: Library, dtype: torch.dtype, rank: int, bias: bool, trees: bool, coded: bool) -> None:
+    mla, linear = CpuMLA(any_library), CpuLinear(any_library)
+    layer = _mla_layer(linear, dtype, rank, bias)
+    if coded:
+        layer = _coded(linear, layer)
     decoder = mla.capabilities.decoder
     fused = None if decoder is None else decoder.fuse_mla(layer)
     assert fused is not None
