@@ -37,6 +37,12 @@ def test_every_command_has_help(capsys, command):
     assert code == 0 and "usage: moe-engine" in capsys.readouterr().out
 
 
+def test_the_serving_benchmark_has_the_name_that_sglang_users_type():
+    command = [sys.executable, "-m", "moe_engine.bench_serving", "--dataset-name", "nosuch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and "moe-engine bench serving: error: argument --dataset-name" in done.stderr
+
+
 def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
     for argv, words in [
         (["sevre"], "did you mean serve"),
