@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_engine.cli.plan_measured import measured_launch, plan_measured
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
@@ -20,7 +21,7 @@ from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 from moe_engine.tuning.hardware.table import Cluster, gpu_names, link_names, parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.given_form import OURS, given_form, host_bytes
-from moe_engine.tuning.planner.given_space import given_space, kv_of
+from moe_engine.tuning.planner.given_space import check_mode, given_space, kv_of
 from moe_engine.tuning.planner.launch import config_of, subject_of
 from moe_engine.tuning.planner.memory import EstimatedMemory, Memory, RoomOf
 from moe_engine.tuning.planner.plot import check_plot, plot_front
@@ -30,7 +31,11 @@ from moe_engine.tuning.planner.search import Found, Plan, Search
 from moe_engine.tuning.planner.space import WHOLE
 from moe_engine.tuning.planner.workload import Workload, parse_workload
 
-OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
+OWN = (
+    "workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance",
+    "cost_file",
+)  # fmt: skip
+FOR_GPUS = ("interconnect", "like", "weight_dtype")
 FORM_FLAGS = (
     "tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size", "enable_dp_attention", "enable_ep_moe",
     "enable_deepep_moe",
@@ -41,12 +46,13 @@ FITTED_CHUNK = 16384
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The planner's flags beside those of `serve`."""
-    group = parser.add_argument_group("planning for a workload (with --hardware)")
+    group = parser.add_argument_group("planning for a workload (with --hardware or --cost-file)")
 
     def add(name: str, text: str, **options: Any) -> None:
         group.add_argument(name, help=text, default=argparse.SUPPRESS, **options)
 
     add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
+    add("--cost-file", "instead of --hardware: step costs of this machine, of `moe-engine calibrate`", metavar="FILE")
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
         "--concurrency",
@@ -71,37 +77,59 @@ def take_flags(values: dict[str, Any]) -> dict[str, Any]:
     if own and "workload" not in own:
         name = next(iter(own)).replace("_", "-")
         raise ConfigError(f"--{name} belongs to --workload; add --workload in=2000,out=100")
-    if own and values.get("hardware") is None:
-        raise ConfigError(f"--workload needs --hardware, as in --hardware 16xH200; known: {', '.join(gpu_names())}")
+    if "cost_file" in own:
+        if named := [name for name in FOR_GPUS if name in own] + ["hardware"] * (values.get("hardware") is not None):
+            name = named[0].replace("_", "-")
+            raise ConfigError(f"--{name} with --cost-file, which has the costs of this machine; drop one of them")
+    elif own and values.get("hardware") is None:
+        raise ConfigError(
+            "--workload needs --hardware, as in --hardware 16xH200, or --cost-file of this machine; known: "
+            f"{', '.join(gpu_names())}"
+        )
     return own
 
 
-def plan_workload(own: Mapping[str, Any], args: EngineArgs, hardware: str, as_json: bool) -> int:
+def plan_workload(own: Mapping[str, Any], args: EngineArgs, hardware: str | None, as_json: bool) -> int:
     """Prints plans. Raises ConfigError as the parts do."""
     workload, slo = parse_workload(own["workload"]), parse_slo(own.get("slo"))
-    cluster = parse_cluster(hardware, own.get("interconnect"))
-    concurrency = _count(own, "concurrency", None)
-    top = _count(own, "top", 3)
     plot = Path(own["plot"]) if "plot" in own else None
     if plot is not None:
         check_plot(plot)
-    predictor, memory = _predictor(own, args, cluster, workload)
-    if args.given.intersection(FORM_FLAGS) and concurrency is not None:
-        found = _one(predictor, memory, args, workload, slo, concurrency)
+    if hardware is None:
+        cluster, found = None, _of_this_machine(own, args, workload, slo)
     else:
-        if isinstance(memory, Memory):
-            args, memory = memory.with_profile()
-        progress = _Progress()
-        kv = ("bf16", "fp8") if predictor.share.engine == OURS else (predictor.share.kv,)
-        space = given_space(args, cluster, kv)
-        search = Search(predictor, memory, workload, slo, space, concurrency, progress.show)
-        found = search.run(cluster.num_gpus, args.model.model_path or "MODEL", top or 3)
-        progress.done()
+        cluster = parse_cluster(hardware, own.get("interconnect"))
+        found = _of_hardware(own, args, cluster, workload, slo)
     if plot is not None:
-        title = f"{args.model.model_path} on {hardware}, {workload.text}"
+        title = f"{args.model.model_path} on {hardware or 'this machine'}, {workload.text}"
         plot_front(found.front, title, plot)
     print(json.dumps(json_of(found, cluster), indent=2) if as_json else text_of(found, cluster))
     return 0
+
+
+def _of_this_machine(own: Mapping[str, Any], args: EngineArgs, workload: Workload, slo: Slo) -> Found:
+    file, config = measured_launch(own["cost_file"], args)
+    _check_length(workload, config.context_len)
+    concurrency, top = _count(own, "concurrency", None), _count(own, "top", 1)
+    acceptance = _acceptance(own) if "mtp_acceptance" in own else None
+    return plan_measured(file, config, workload, slo, concurrency, top or 1, acceptance)
+
+
+def _of_hardware(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster, workload: Workload, slo: Slo) -> Found:
+    check_mode(args)
+    concurrency, top = _count(own, "concurrency", None), _count(own, "top", 3)
+    predictor, memory = _predictor(own, args, cluster, workload)
+    if args.given.intersection(FORM_FLAGS) and concurrency is not None:
+        return _one(predictor, memory, args, workload, slo, concurrency)
+    if isinstance(memory, Memory):
+        args, memory = memory.with_profile()
+    progress = _Progress()
+    kv = ("bf16", "fp8") if predictor.share.engine == OURS else (predictor.share.kv,)
+    space = given_space(args, cluster, kv)
+    search = Search(predictor, memory, workload, slo, space, concurrency, progress.show)
+    found = search.run(cluster.num_gpus, args.model.model_path or "MODEL", top or 3)
+    progress.done()
+    return found
 
 
 def _predictor(

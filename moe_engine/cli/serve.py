@@ -64,7 +64,7 @@ def plan(argv: Sequence[str], prog: str) -> int:
     plan_workload.add_flags(parser)
     values = parse_flags(parser, argv)
     if own := plan_workload.take_flags(values):
-        hardware, as_json = values.pop("hardware"), values.pop("json", False)
+        hardware, as_json = values.pop("hardware", None), values.pop("json", False)
         return plan_workload.plan_workload(own, _engine_args(values), hardware, as_json)
     as_json, machine = values.pop("json", False), _machine(values)
     return _explain(_engine_args(values), as_json, machine)

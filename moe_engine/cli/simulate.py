@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
-from moe_engine.cli.simulate_checks import check, check_launch, other_launch, parsed_goodput
+from moe_engine.cli.simulate_checks import check, check_launch, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
@@ -27,7 +27,7 @@ from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.tuning import datasets, serving_report
 from moe_engine.tuning.costs.efficiency import load_efficiency
-from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts, other_launch
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.hardware.table import parse_cluster

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
@@ -27,13 +25,6 @@ LENGTHS = {
     "gsp_system_prompt_len": 0, "gsp_question_len": 1, "gsp_output_len": 1, "sharegpt_output_len": 1,
 }  # fmt: skip
 PICTURES = (".png", ".svg", ".pdf")
-STEP_FLAGS = (
-    "model_path", "device", "dtype", "quantization", "kv_cache_dtype", "page_size", "tp_size", "dp_size",
-    "attn_dp_size", "enable_dp_attention", "ep_size", "moe_a2a_backend", "attention_backend", "moe_runner_backend",
-    "linear_backend", "cpu_threads", "cpu_offload_gb", "enable_mixed_chunk", "speculative_algorithm",
-    "speculative_num_steps",
-)  # fmt: skip
-"""Flags that change what a step costs."""
 
 
 def check(own: argparse.Namespace) -> None:
@@ -99,17 +90,6 @@ def _check_output(own: argparse.Namespace) -> None:
         raise ConfigError(f"--plot {own.plot}: must end in {', '.join(PICTURES)}")
     if own.plot and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib")
-
-
-def other_launch(measured: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Flags with which the steps of a cost file were measured, as far as those of this launch differ; empty if none."""
-    pairs = {name: (measured.get(name), given.get(name)) for name in STEP_FLAGS}
-    other = [f"{_option(name)} {_value(a)} (here {_value(b)})" for name, (a, b) in pairs.items() if a != b]
-    return ", ".join(other)
-
-
-def _value(value: Any) -> str:
-    return "not given" if value is None else str(value)
 
 
 def parsed_goodput(own: argparse.Namespace) -> dict[str, float]:

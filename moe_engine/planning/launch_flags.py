@@ -57,7 +57,8 @@ def _chosen(config: ResolvedConfig) -> dict[str, Any]:
         found["load_balance_method"] = config.load_balance_method
     if plan.dispatch is not None:
         found["moe_a2a_backend"] = plan.dispatch.row.name
-        found["max_dispatch_tokens_per_rank"] = config.limits.low_latency_tokens
+        if config.limits.low_latency_tokens:  # the normal mode has no such size
+            found["max_dispatch_tokens_per_rank"] = config.limits.low_latency_tokens
     if config.speculation is not None and config.speculation.auto_depth:
         found["speculative_num_steps"] = "auto"
     if config.num_window_slots:

@@ -26,7 +26,7 @@ from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.recording.config import recorder_directory
-from moe_engine.planning.checkpoint import locate, sums
+from moe_engine.planning.checkpoint import CheckpointFacts, locate, sums
 from moe_engine.planning.checkpoint_deletion import check_deletion
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.draft_model import load_draft, with_nextn
@@ -74,12 +74,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     check_deletion(args, config_folder)
     args, remarks = with_template_parsers(args, config_folder)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
-    facts = sums(files, model.num_layers, model.weight_format, _unloaded(model)) if files else None
+    facts = checkpoint_facts(files, model, draft)
     exported = draft is not None and draft.is_nextn
-    if facts is not None and draft is not None and exported:
-        drafted = sums(read_nextn(Path(draft.path), model.num_layers), model.num_layers)
-        scales = {**facts.latent_scales, **drafted.latent_scales}
-        facts = dataclasses.replace(facts, mtp_bf16_gates=drafted.mtp_bf16_gates, latent_scales=scales)
     resolve_once = partial(
         resolve,
         model=model,
@@ -121,6 +117,20 @@ def read_model(args: EngineArgs, folder: Path) -> tuple[ModelConfig, DraftModel 
     model = with_images(model, args, folder if folder.is_dir() else folder.parent)
     draft = load_draft(args, model)
     return with_nextn(model, draft), draft
+
+
+def checkpoint_facts(
+    files: Mapping[str, WeightFile] | None, model: ModelConfig, draft: DraftModel | None
+) -> CheckpointFacts | None:
+    """Sums over the headers of a launch's weight files, those of an exported MTP layer included; None without files."""
+    if not files:
+        return None
+    facts = sums(files, model.num_layers, model.weight_format, _unloaded(model))
+    if draft is None or not draft.is_nextn:
+        return facts
+    drafted = sums(read_nextn(Path(draft.path), model.num_layers), model.num_layers)
+    scales = {**facts.latent_scales, **drafted.latent_scales}
+    return dataclasses.replace(facts, mtp_bf16_gates=drafted.mtp_bf16_gates, latent_scales=scales)
 
 
 def _unloaded(model: ModelConfig) -> str | None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.config.absent_flags import absent_flags
@@ -130,6 +130,7 @@ def _settled(config: ResolvedConfig, name: str) -> Any:
 
 @settings(max_examples=examples(80), suppress_health_check=[HealthCheck.filter_too_much])
 @given(launches(), st.sampled_from(["moe", "dense"]), st.sampled_from(["cpu", "gpu"]))
+@example({"tp_size": 2, "deepep_mode": "normal", "moe_a2a_backend": "auto"}, "moe", "cpu")
 def test_flags_given_again_resolve_to_the_same(folders, flags, model, device):
     try:
         first = resolved_on(MACHINES[device], folders[model], 7, flags)

@@ -108,5 +108,6 @@ def test_few_requests_leave_schedulers_idle(capsys: pytest.CaptureFixture[str], 
 
 
 def test_one_side_of_separate_engines_is_no_plan(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert main(["plan", "--model-path", model, *LOAD, "--disaggregation-mode", "decode"]) == 2
-    assert "--disaggregation-mode decode: the search compares separate engines" in capsys.readouterr().err
+    for form in ([], ["--tp-size", "2", "--concurrency", "8"]):
+        assert main(["plan", "--model-path", model, *LOAD, "--disaggregation-mode", "decode", *form]) == 2
+        assert "--disaggregation-mode decode: the search compares separate engines" in capsys.readouterr().err

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 
 VERSION = 2
+STEP_FLAGS = (
+    "model_path", "device", "dtype", "quantization", "kv_cache_dtype", "page_size", "tp_size", "dp_size",
+    "attn_dp_size", "enable_dp_attention", "ep_size", "moe_a2a_backend", "attention_backend", "moe_runner_backend",
+    "linear_backend", "cpu_threads", "cpu_offload_gb", "enable_mixed_chunk", "speculative_algorithm",
+    "speculative_num_steps",
+)  # fmt: skip
+"""Flags that change what a step costs."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,17 @@ class MeasuredCosts:
         low, high = depths[above - 1], depths[above]
         y0, y1 = self._file.decode[low].at(rows), self._file.decode[high].at(rows)
         return max(y0 + (drafts - low) * (y1 - y0) / (high - low), 0.0)
+
+
+def other_launch(measured: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Flags with which the steps of a cost file were measured, as far as those of this launch differ; empty if none."""
+    pairs = {name: (measured.get(name), given.get(name)) for name in STEP_FLAGS}
+    other = [f"{option_of(name)} {_value(a)} (here {_value(b)})" for name, (a, b) in pairs.items() if a != b]
+    return ", ".join(other)
+
+
+def _value(value: Any) -> str:
+    return "not given" if value is None else str(value)
 
 
 def own_and_cached_pairs(tokens: int, cached: int, pairs: int) -> tuple[float, float]:

@@ -32,12 +32,9 @@ def given_space(args: EngineArgs, cluster: Cluster, kv: Sequence[str]) -> Space:
     """The space in which every flag of the user leaves one value. `kv`: dtypes to try without --kv-cache-dtype.
 
     Raises:
-        ConfigError: flags that contradict each other, or a flag of one side of separate engines.
+        ConfigError: flags that contradict each other.
     """
     parallel, memory, given = args.parallel, args.memory, args.given
-    mode = args.disaggregation.disaggregation_mode
-    if mode != OFF:
-        raise ConfigError(f"--disaggregation-mode {mode}: the search compares separate engines by itself; leave it out")
     replicas = parallel.dp_size if "dp_size" in given and not parallel.enable_dp_attention else None
     depths, auto = _drafts(args)
     return Space(
@@ -53,6 +50,15 @@ def given_space(args: EngineArgs, cluster: Cluster, kv: Sequence[str]) -> Space:
         separate="disaggregation_mode" not in given and (replicas or 1) == 1,
         caches=not args.scheduling.disable_radix_cache,
     )
+
+
+def check_mode(args: EngineArgs) -> None:
+    """Raises ConfigError for one side of separate engines, whose rate depends on the other."""
+    if (mode := args.disaggregation.disaggregation_mode) != OFF:
+        raise ConfigError(
+            f"--disaggregation-mode {mode}: the search compares separate engines by itself; leave it out, and leave "
+            "out --concurrency"
+        )
 
 
 def _form(args: EngineArgs) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.gguf_container import SUFFIX, find_gguf
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import merge
 from moe_engine.models.config_file import read_fields
@@ -17,8 +19,8 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.sizes import bytes_per_weight
-from moe_engine.planning.checkpoint import locate
-from moe_engine.planning.prepare import read_model
+from moe_engine.planning.checkpoint import CheckpointFacts, locate
+from moe_engine.planning.prepare import checkpoint_facts, read_model
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_dtype import DTYPE_BYTES
 from moe_engine.planning.resolve_speculation import DraftModel
@@ -28,13 +30,16 @@ from moe_engine.tuning.costs.form import Form, Held, Weights
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import LEADER
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
 
 @dataclass(frozen=True)
 class Subject:
-    """The model of a launch, and the model that drafts for it."""
+    """The model of a launch, the model that drafts for it, and sums over the weight files, if there are any."""
 
     model: ModelConfig
     draft: DraftModel | None = None
+    checkpoint: CheckpointFacts | None = None
 
 
 def config_of(args: EngineArgs) -> tuple[Path, Mapping[str, Any], str]:
@@ -46,8 +51,21 @@ def config_of(args: EngineArgs) -> tuple[Path, Mapping[str, Any], str]:
 
 
 def subject_of(args: EngineArgs, folder: Path) -> Subject:
-    """As `serve` reads it, without weight files. Raises ConfigError: this engine does not serve the model."""
-    return Subject(*read_model(args, folder))
+    """As `serve` reads it; a folder without weight files is planned from config.json.
+
+    Raises:
+        ConfigError: this engine does not serve the model.
+        CheckpointError: weight files are damaged, or some are missing.
+    """
+    model, draft = read_model(args, folder)
+    folder = find_gguf(folder) or folder
+    has_weights = folder.suffix == SUFFIX or (
+        folder.is_dir() and any(each.suffix in WEIGHT_SUFFIXES for each in folder.iterdir())
+    )
+    files = None
+    if has_weights and args.model.load_format != "dummy":
+        files = read_checkpoint(folder, args.model.load_format)
+    return Subject(model, draft, checkpoint_facts(files, model, draft))
 
 
 def resolve_for(args: EngineArgs, subject: Subject, cluster: Cluster) -> ResolvedConfig:
@@ -56,7 +74,9 @@ def resolve_for(args: EngineArgs, subject: Subject, cluster: Cluster) -> Resolve
     nodes = -(-args.parallel.tp_size // cluster.gpu.gpus_per_node)
     if nodes > 1 and "nnodes" not in args.given:
         more |= {"nnodes": nodes, "dist_init_addr": LEADER}
-    launch = partial(resolve, model=subject.model, machine=cluster.machine, draft=subject.draft)
+    launch = partial(
+        resolve, model=subject.model, machine=cluster.machine, draft=subject.draft, checkpoint=subject.checkpoint
+    )
     return resolve_profile(args.replace(**more), subject.model, "cuda", launch)
 
 

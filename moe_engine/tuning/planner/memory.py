@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.vendors.probe import remembering
 from moe_engine.planning.ledger import MemoryLedger, gb
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
@@ -98,14 +99,19 @@ class Memory:
             return Room(refusal=str(error))
         if (form := form_of(config)) not in self._held:
             self._held[form] = held_by(config)
-        args = config.args
-        values = args.flat()
-        first = ("model_path", *(name for name in flags if name != "model_path"))
-        names = (*first, *sorted(args.given - {*first, "device"}))
-        return Room(
-            config.max_total_num_tokens, config.max_running_requests, config.ledger, "", config.chunked_prefill_size,
-            {name: values[name] for name in names if values[name] not in (None, False)}, _depths(config.speculation),
-        )  # fmt: skip
+        return room_of(config, flags)
+
+
+def room_of(config: ResolvedConfig, flags: Iterable[str] = ()) -> Room:
+    """The room of a launch. `flags`: names of those that its command shows first."""
+    args = config.args
+    values = args.flat()
+    first = ("model_path", *(name for name in flags if name != "model_path"))
+    names = (*first, *sorted(args.given - {*first, "device"}))
+    return Room(
+        config.max_total_num_tokens, config.max_running_requests, config.ledger, "", config.chunked_prefill_size,
+        {name: values[name] for name in names if values[name] not in (None, False)}, _depths(config.speculation),
+    )  # fmt: skip
 
 
 def _depths(speculation: SpeculationConfig | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from moe_engine.tuning.costs.efficiency import Efficiency, deviation_keys
 from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.roofline import RooflineCost
+from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.steady import Load, Steady, steady_state
@@ -21,6 +22,7 @@ RARE = 0.01
 NAMES = {
     "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce",
     "launches": "launches", "host": "host", "bus": "copies of weights",
+    "decode": "decodes", "prefill": "prompts",
 }  # fmt: skip
 
 
@@ -80,13 +82,20 @@ class Predictor:
         return sum(self.acceptance**place for place in range(1, drafts + 1))
 
     def predict(self, candidate: Candidate, load: Load) -> Prediction:
-        form = candidate.form
-        cost, late = self.cost(form, candidate.kv)
-        state = steady_state(
-            cost, form, load, candidate.concurrency / candidate.replicas, self.share, candidate.chunk, candidate.drafts,
-            self.accepted(candidate.drafts), prompt_deviation=late,
-        )  # fmt: skip
-        return _prediction(state, candidate, load, self.accepted(candidate.drafts), self.share)
+        cost, late = self.cost(candidate.form, candidate.kv)
+        accepted = self.accepted(candidate.drafts)
+        return predicted(cost, candidate, load, self.share, accepted, prompt_deviation=late)
+
+
+def predicted(
+    cost: StepCostModel, candidate: Candidate, load: Load, share: Efficiency, accepted: float, **times: float
+) -> Prediction:
+    """The prediction by a model of step costs. `accepted`, `times`: of `steady_state`."""
+    state = steady_state(
+        cost, candidate.form, load, candidate.concurrency / candidate.replicas, share, candidate.chunk,
+        candidate.drafts, accepted, **times,
+    )  # fmt: skip
+    return _prediction(state, candidate, load, accepted, share)
 
 
 def _prediction(state: Steady, candidate: Candidate, load: Load, accepted: float, share: Efficiency) -> Prediction:

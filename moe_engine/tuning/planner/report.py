@@ -20,11 +20,12 @@ ROUTER = (
 """The router for prefill and decode engines."""
 
 
-def text_of(found: Found, cluster: Cluster) -> str:
-    """The best plans, then the forms that do not fit."""
+def text_of(found: Found, cluster: Cluster | None) -> str:
+    """The best plans, then the forms that do not fit. `cluster` None: the plans are launches of this machine."""
     lines: list[str] = []
     for place, plan in enumerate(found.plans, 1):
-        lines += [f"{place}. {plan.setup.text}", *(f"   {line}" for line in _plan_lines(plan, cluster)), ""]
+        name = plan.setup.text if cluster else "this machine"
+        lines += [f"{place}. {name}", *(f"   {line}" for line in _plan_lines(plan, cluster)), ""]
     if found.refused:
         lines.append(f"do not fit ({len(found.refused)} forms):")
         for name, why in list(found.refused.items())[:SHOWN_REFUSALS]:
@@ -33,10 +34,11 @@ def text_of(found: Found, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def _plan_lines(plan: Plan, cluster: Cluster) -> Iterator[str]:
+def _plan_lines(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     setup, prediction = plan.setup, plan.prediction
+    unit = "GPU" if cluster else "rank"
     yield (
-        f"{prediction.output_per_gpu:,.0f} output tok/s a GPU, {prediction.output_per_s:,.0f} in all "
+        f"{prediction.output_per_gpu:,.0f} output tok/s a {unit}, {prediction.output_per_s:,.0f} in all "
         f"(and {prediction.input_per_s:,.0f} prompt tok/s), {setup.concurrency} requests at once"
     )
     ttft, itl = f"{_ms(prediction.ttft_s)} median, {_ms(prediction.ttft_p99_s)} p99", _ms(prediction.itl_s)
@@ -49,7 +51,8 @@ def _plan_lines(plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from (f"  {line}" for line in room.ledger.lines())
         count = launches(engine.replicas, room.flags)
         yield (f"{count} x: " if count > 1 else "") + serve_command(room.flags)
-        yield sbatch_command(room.flags, cluster)
+        if cluster is not None:
+            yield sbatch_command(room.flags, cluster)
     if len(setup.sides) > 1:
         yield f"{ROUTER}  (a --prefill and a --decode for each engine)"
 
@@ -63,7 +66,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def json_of(found: Found, cluster: Cluster) -> dict[str, Any]:
+def json_of(found: Found, cluster: Cluster | None) -> dict[str, Any]:
     """Times are milliseconds, sizes bytes."""
     return {
         "plans": [plan_json(plan, cluster) for plan in found.plans],
@@ -76,7 +79,7 @@ def json_of(found: Found, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def plan_json(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+def plan_json(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
     """One plan; with its commands and memory if this engine serves the model. Separate engines are under ``prefill``
     and ``decode``."""
     engines = [_engine_json(engine, room, cluster) for engine, room in zip(plan.setup.sides, plan.rooms)]
@@ -86,12 +89,14 @@ def plan_json(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     return {side.mode: engine for side, engine in zip(plan.setup.sides, engines)} | values | {"router": ROUTER}
 
 
-def _engine_json(engine: Candidate, room: Room, cluster: Cluster) -> dict[str, Any]:
+def _engine_json(engine: Candidate, room: Room, cluster: Cluster | None) -> dict[str, Any]:
     values: dict[str, Any] = {"form": dataclasses.asdict(engine.form) | {"replicas": engine.replicas}}
     if room.ledger is not None:
         flags, ledger = room.flags, room.ledger
         values["flags"] = dict(flags)
-        values["command"], values["sbatch"] = serve_command(flags), sbatch_command(flags, cluster)
+        values["command"] = serve_command(flags)
+        if cluster is not None:
+            values["sbatch"] = sbatch_command(flags, cluster)
         values["launches"] = launches(engine.replicas, flags)
         values["memory"] = {
             "rows": [dataclasses.asdict(row) for row in ledger.all_rows()],

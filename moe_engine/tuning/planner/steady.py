@@ -63,6 +63,8 @@ def steady_state(
     drafts: int = 0,
     accepted: float = 0.0,
     prompt_deviation: float = 1.0,
+    beside_s: float = 0.0,
+    front_end_s: float = 0.0,
 ) -> Steady:
     """Predicts a replica.
 
@@ -70,6 +72,8 @@ def steady_state(
         concurrency: running requests of the replica. chunk: prompt tokens of a step of one attention group.
         drafts, accepted: draft tokens that a step verifies, and the mean number of accepted ones.
         prompt_deviation: measured factor on the time to the first token.
+        beside_s: seconds by which another request lengthens steps beside its prompt.
+        front_end_s: seconds of the front end for a request, which it takes one after the other.
     """
     rows = max(1, round(concurrency / form.attn_dp + 0.499))
     everyone = max(1, round(concurrency))
@@ -80,10 +84,11 @@ def steady_state(
     per_token = decode.seconds / (1 + accepted)
     groups = form.attn_dp
     prompts = max(0.0, rows - 1) * groups**UNEVEN if groups > 1 else max(0.0, concurrency - 1)
-    others = share.prompt_weight * prompts * prompt_s / max(1.0, load.output)
+    others = share.prompt_weight * prompts * (prompt_s + beside_s) / max(1.0, load.output)
     tpot = per_token + others
     waiting = share.queue * max(0.0, rows - 1) * prompt_s
     ttft = share.request_ms * 1e-3 + prompt_deviation * (0.5 * decode.seconds + prompt_s + waiting)
+    tpot = max(tpot, (concurrency * front_end_s - ttft) / max(1.0, load.output - 1))
     cycle = ttft + tpot * max(0.0, load.output - 1)
     return Steady(
         ttft,
@@ -108,7 +113,9 @@ def _prompt(
     while left > 0:
         tokens = min(left, chunk)
         pairs = tokens * before + tokens * (tokens + 1) // 2
-        step = cost.step(StepShape(rows, context, drafts, tokens, pairs, everyone + tokens))
+        fresh = tokens if before < tokens else 0
+        shape = StepShape(rows, context, drafts, tokens, pairs, everyone + tokens, 0.0, before, fresh)
+        step = cost.step(shape)
         seconds += step.seconds - decode_s
         for name, value in step.by_resource.items():
             parts[name] = parts.get(name, 0.0) + value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,17 @@ VENDOR_ROWS = {"deep_gemm", "flashinfer", "flashmla", "fa3", "trtllm_mla"}
 @pytest.fixture
 def everything_installed(monkeypatch):
     monkeypatch.setattr(probe, "_found", lambda name: True)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A folder whose modules can be imported, and are forgotten afterwards: an imported module counts as installed."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def refusals(table: str, device: Device, need: Need = BF16) -> dict[str, str | None]:
@@ -129,7 +141,7 @@ def test_libraries_are_found_by_their_files(tmp_path, monkeypatch):
         FA3.load()
 
 
-def test_attributes_decide_not_versions(tmp_path, monkeypatch):
+def test_attributes_decide_not_versions(folder):
     old = SimpleNamespace(__name__="deep_gemm", __version__="99.0", gemm_fp8_fp8_bf16_nt=None)
     with pytest.raises(ImportError, match=r"lacks fp8_gemm_nt.*too old, or another package"):
         DEEP_GEMM.check(old)
@@ -137,8 +149,7 @@ def test_attributes_decide_not_versions(tmp_path, monkeypatch):
     for name in FLASHINFER.provides:
         setattr(whole.mla if name.startswith("mla.") else whole, name.removeprefix("mla."), None)
     assert FLASHINFER.check(whole) is whole
-    Path(tmp_path, "flash_attn_interface.py").write_text("flash_attn_varlen_func = None\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (folder / "flash_attn_interface.py").write_text("flash_attn_varlen_func = None\n")
     with pytest.raises(ImportError, match=r"flash_attn_interface.py lacks flash_attn_with_kvcache"):
         FA3.load()
 
