@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe_engine.errors import CheckpointError
@@ -20,35 +19,19 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import read_scales
 from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
+from moe_engine.models.formats.schemes import Dequantized, Scheme, SchemeFormat, every_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+    from moe_engine.kernels.quantization.protocol import QuantizedWeight
 
 _TYPES = ("nf4", "fp4")
 _STATE = ".weight.quant_state.bitsandbytes__"
 
 
-class _Dequantized:
-    """Common base of both schemes: kernels have no form for them."""
-
-    coded: ClassVar[bool] = False
-    blocks: ClassVar[bool] = False
-
-    def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return None
-
-    def kernel_format(self) -> KernelFormat | None:
-        return None
-
-    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        return False
-
-
 @dataclass(frozen=True)
-class FourBits(_Dequantized):
+class FourBits(Dequantized):
     """
     Attributes:
         kind: ``nf4`` or ``fp4``.
@@ -64,9 +47,6 @@ class FourBits(_Dequantized):
     def extras(self) -> tuple[str, ...]:
         ends = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
         return (*(f".weight{end}" for end in ends), f"{_STATE}{self.kind}")
-
-    def of_dtype(self, dtype: str) -> FourBits:
-        return self
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return f"{prefix}.weight.absmax" in names
@@ -119,13 +99,10 @@ class FourBits(_Dequantized):
 
 
 @dataclass(frozen=True)
-class EightBits(_Dequantized):
+class EightBits(Dequantized):
     """int8: value = element * SCB / 127."""
 
     extras: ClassVar[tuple[str, ...]] = (".SCB", ".weight_format")
-
-    def of_dtype(self, dtype: str) -> EightBits:
-        return self
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return f"{prefix}.SCB" in names

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, row_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.schemes import Dequantized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+    from moe_engine.kernels.quantization.protocol import QuantizedWeight
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
 """Names of the scales; both are factors. The second is transformers', without blocks."""
@@ -30,11 +30,8 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(Dequantized):
     """`weight` e4m3 [N, K] and `weight_scale` (`weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
-
-    coded: ClassVar[bool] = False
-    blocks: ClassVar[bool] = False
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -49,18 +46,6 @@ class Float8:
         weight = StoredTensor(f"{prefix}.weight", shape, ("F8_E4M3",))
         unused = (prefix + end for end in _UNUSED if prefix + end in names)
         return (weight, scale, *(StoredTensor(name, (1,), SCALES, ((), (1, 1))) for name in unused))
-
-    def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return None
-
-    def kernel_format(self) -> KernelFormat | None:
-        return None
-
-    def of_dtype(self, dtype: str) -> Float8:
-        return self
-
-    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        return False
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         from torch import Tensor

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.fused_experts import place_of
 from moe_engine.models.formats.integers import SCALES, consume
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.schemes import Dequantized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+    from moe_engine.kernels.quantization.protocol import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class FusedFloat8:
+class FusedFloat8(Dequantized):
     """A `Scheme` of the experts' matrices; others have another scheme.
 
     Attributes:
@@ -33,8 +33,6 @@ class FusedFloat8:
 
     num_experts: int
 
-    coded: ClassVar[bool] = False
-    blocks: ClassVar[bool] = False
     extras: ClassVar[tuple[str, ...]] = ("_proj_scale_inv", "_proj_activation_scale")
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
@@ -53,18 +51,6 @@ class FusedFloat8:
         if f"{name}_activation_scale" in names:
             found.append(StoredTensor(f"{name}_activation_scale", (count,), SCALES, ((count, 1, 1),)))
         return tuple(found)
-
-    def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return None
-
-    def kernel_format(self) -> KernelFormat | None:
-        return None
-
-    def of_dtype(self, dtype: str) -> FusedFloat8:
-        return self
-
-    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        return False
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         place = place_of(prefix)

@@ -56,6 +56,25 @@ class Scheme(Protocol):
         """As `WeightFormat.load`; marks every tensor of the matrix as read."""
 
 
+class Dequantized:
+    """Common base of schemes that kernels have no form for: their weights are dequantized while loading."""
+
+    coded: ClassVar[bool] = False
+    blocks: ClassVar[bool] = False
+
+    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+        return None
+
+    def kernel_format(self) -> KernelFormat | None:
+        return None
+
+    def of_dtype(self, dtype: str) -> Self:
+        return self
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        return False
+
+
 @dataclass(frozen=True)
 class SchemeFormat:
     """`WeightFormat` of checkpoints whose config names schemes and modules.

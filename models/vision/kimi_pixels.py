@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moe_engine.models.vision.pixel_patches import patch_rows
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -74,9 +76,4 @@ class KimiProcessor:
             image = image.resize(resized, Image.Resampling.BICUBIC)
         pixels = np.zeros((padded[1], padded[0], 3), dtype=np.float32)
         pixels[: resized[1], : resized[0]] = np.asarray(image)
-        pixels /= 255
-        pixels -= self.mean
-        pixels /= self.std
-        rows, columns = padded[1] // self.patch, padded[0] // self.patch
-        parts = pixels.reshape(rows, self.patch, columns, self.patch, 3).transpose(0, 2, 4, 1, 3)
-        return {"pixel_values": parts.reshape(rows * columns, -1), "image_grid_thw": np.array([[1, rows, columns]])}
+        return patch_rows(pixels, self.patch, self.mean, self.std)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moe_engine.models.vision.pixel_patches import patch_rows
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -68,9 +70,4 @@ class PixtralProcessor:
         (image,) = images
         size = self.sizes(*image.size)
         pixels = np.array(image.resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
-        pixels /= 255
-        pixels -= self.mean
-        pixels /= self.std
-        rows, columns = size[1] // self.patch, size[0] // self.patch
-        parts = pixels.reshape(rows, self.patch, columns, self.patch, 3).transpose(0, 2, 4, 1, 3)
-        return {"pixel_values": parts.reshape(rows * columns, -1), "image_grid_thw": np.array([[1, rows, columns]])}
+        return patch_rows(pixels, self.patch, self.mean, self.std)

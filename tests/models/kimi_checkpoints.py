@@ -4,8 +4,9 @@ experts in compressed-tensors' layout, as published."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.models.byte_tokenizer import BOS, EOS
 from tests.models.checkpoints import hub_fields, write_tensors
 from tests.models.quantised import quantise, section
-from tests.models.vision_checkpoints import TIE, Pixels
+from tests.models.vision_checkpoints import GreedyOracle, Pixels
 
 IMAGE, PATCH = 271, 2
 VISION = {
@@ -32,30 +33,20 @@ PLAIN_MODULES = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*
 """Published `ignore` of the INT4 checkpoints, whose tower has no entry."""
 
 
-class Made(NamedTuple):
+@dataclass(frozen=True)
+class Made(GreedyOracle):
     """A checkpoint and transformers' model of it."""
 
     path: Path
     model: Any
 
-    def logits(self, tokens: list[int], images: list[Pixels]) -> Tensor:
+    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
         given: dict[str, Any] = {}
         if images:
             given["pixel_values"] = torch.cat([image.values for image in images]).view(-1, 3, PATCH, PATCH)
             given["image_grid_thw"] = torch.tensor([image.grid for image in images])
         with torch.no_grad():
-            return self.model(torch.tensor([tokens]), **given).logits[0]
-
-    def greedy(self, tokens: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
-        """Up to a token whose rank is doubtful."""
-        answer: list[tuple[int, float]] = []
-        while len(answer) < count:
-            scores = self.logits([*tokens, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
-            best = scores.topk(2)
-            if best.values[0] - best.values[1] < TIE:
-                break
-            answer.append((int(best.indices[0]), float(best.values[0])))
-        return answer
+            return self.model(torch.tensor([ids]), **given).logits[0]
 
 
 def make_kimi(path: Path, seed: int, int4: bool = False, **text: Any) -> Made:

@@ -4,8 +4,9 @@ Ministral 3 or Mistral Small 4 by its text model."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
 from tests.models.checkpoints import _FAMILY, hub_fields, write_tensors
-from tests.models.vision_checkpoints import TIE, Pixels
+from tests.models.vision_checkpoints import GreedyOracle, Pixels
 
 IMAGE, BREAK, END = 270, 272, 273
 NAMES = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", END: "[IMG_END]"}
@@ -47,13 +48,14 @@ class RowPixels(Pixels):
         return [*(row * (self.grid[1] // MERGE))[:-1], END]
 
 
-class Made(NamedTuple):
+@dataclass(frozen=True)
+class Made(GreedyOracle):
     """A checkpoint and transformers' model of it."""
 
     path: Path
     model: Any
 
-    def logits(self, tokens: list[int], images: list[Pixels]) -> Tensor:
+    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
         given: dict[str, Any] = {}
         if images:
             whole = [whole_image(image) for image in images]
@@ -64,18 +66,7 @@ class Made(NamedTuple):
             sizes = torch.tensor([image.shape[1:] for image in whole])
             given = {"pixel_values": padded, "image_sizes": sizes}
         with torch.no_grad():
-            return self.model(torch.tensor([tokens]), **given).logits[0]
-
-    def greedy(self, tokens: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
-        """Up to a token whose rank is doubtful."""
-        answer: list[tuple[int, float]] = []
-        while len(answer) < count:
-            scores = self.logits([*tokens, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
-            best = scores.topk(2)
-            if best.values[0] - best.values[1] < TIE:
-                break
-            answer.append((int(best.indices[0]), float(best.values[0])))
-        return answer
+            return self.model(torch.tensor([ids]), **given).logits[0]
 
 
 def whole_image(image: Pixels) -> Tensor:

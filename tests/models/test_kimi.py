@@ -15,19 +15,16 @@ import torch
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError
 from moe_engine.media.image_process import load_processor
-from moe_engine.models.batch import ImageRows
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.kimi import KimiModel
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.planning.prepare import prepare
-from tests.engine.harness import InProcessEngine
-from tests.engine.test_image_requests import COUNT, assert_equal, scripted
 from tests.models import stepper
+from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.kimi_checkpoints import IMAGE, PATCH, Made, make_kimi
 from tests.models.rows import all_rows
-from tests.models.stepper import Chunk
 from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import Pixels
 
@@ -38,15 +35,6 @@ def picture(rows: int, columns: int) -> Pixels:
     return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
 
 
-def around(images: list[Pixels], count: int = 6) -> tuple[list[int], list[int]]:
-    """A prompt with text before and behind each image, and the places of the images."""
-    tokens, places = torch.randint(0, 250, (count,)).tolist(), []
-    for image in images:
-        places.append(len(tokens))
-        tokens += [IMAGE] * image.num_tokens + torch.randint(0, 250, (count,)).tolist()
-    return tokens, places
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A random checkpoint, and transformers' model."""
@@ -55,48 +43,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits_equal_transformers(made: Made, row: str) -> None:
-    """An image in two chunks, and text behind it; then text alone."""
     image = picture(3, 5)
-    tokens, (place,) = around([image], count=30)
     loaded = stepper.load(made.path, row)
-    model = loaded.model
-    assert isinstance(model, KimiModel)
-    rows = model.encode(image.values, image.grid)
+    assert isinstance(loaded.model, KimiModel)
+    rows = loaded.model.encode(image.values, image.grid)
     with torch.no_grad():
         grid = torch.tensor([image.grid])
         found = made.model.model.get_image_features(image.values.view(-1, 3, PATCH, PATCH), grid, return_dict=True)
     assert_close(rows, found.pooler_output[0])
-    got, cut = [], place + 4
-    for begin, end in ((0, cut), (cut, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
-        batch = loaded.batch([Chunk(0, tokens[begin:end], decode=end == begin + 1)])
-        inside = (torch.tensor(tokens[begin:end]) == IMAGE).nonzero().flatten()
-        if len(inside):
-            own = rows[inside + begin - place]
-            batch = replace(batch, images=ImageRows(inside, own, (inside + begin).expand(3, -1)))
-        got.append(model.logits(model.forward(batch)))
-    assert_close(torch.cat(got), made.logits(tokens, [image]))
-    text = torch.randint(0, 250, (20,)).tolist()
-    assert_close(stepper.load(made.path, row).step([Chunk(0, text, False)])[0], made.logits(text, []))
+    check_logits(loaded, made.path, row, made, (*around([image], IMAGE, count=30), [image]), rows, IMAGE)
 
 
 def test_requests(made: Made, tmp_path: Path) -> None:
-    """Tokens and log-probabilities: together, from a cached prefix, in chunks that end inside an image."""
     first, second = picture(2, 3), picture(4, 1)
-    asked = [(*around(images), images) for images in ([first], [first, second], [])]
-    flags = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
-    engine = InProcessEngine(made.path, tmp_path / "status", **flags)
-    for form in ({}, {"chunked_prefill_size": 5}):
-        script = []
-        for i, (tokens, places, images) in enumerate(asked):
-            script += [scripted(f"{name}{i}", tokens, images, places, arrives=at) for name, at in (("a", i), ("b", 30))]
-        answers = engine.run(script, **form)
-        for i, (tokens, _, images) in enumerate(asked):
-            expected = made.greedy(tokens, images, COUNT)
-            assert_equal(answers[f"a{i}"], expected)
-            assert_equal(answers[f"b{i}"], expected)
-    engine.close()
-    alone = prepare(EngineArgs.from_kwargs(model_path=str(made.path), language_model_only=True, max_total_tokens=64))
-    assert alone.model.vision is None
+    asked = [(*around(images, IMAGE), images) for images in ([first], [first, second], [])]
+    check_requests(made.path, made, asked, tmp_path / "status")
 
 
 def test_pixels(made: Made) -> None:

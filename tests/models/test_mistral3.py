@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +14,16 @@ from moe_engine import Engine
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.media.image_process import load_processor
-from moe_engine.models.batch import ImageRows
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.planning.prepare import prepare
-from tests.engine.harness import InProcessEngine
-from tests.engine.test_image_requests import COUNT, assert_equal, scripted
 from tests.models import stepper
+from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.mistral3_checkpoints import BREAK, END, IMAGE, MERGE, PATCH, TEXTS, Made, RowPixels, make_mistral3
 from tests.models.parity_families import address
 from tests.models.rows import all_rows
-from tests.models.stepper import Chunk
-from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import random_picture
 
 
@@ -36,15 +31,6 @@ def picture(rows: int, columns: int) -> RowPixels:
     """Of rows x columns tokens, patches by row."""
     grid = (1, MERGE * rows, MERGE * columns)
     return RowPixels(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
-
-
-def around(images: list[RowPixels], count: int = 6) -> tuple[list[int], list[int]]:
-    """A prompt with text before and behind each image, and the places of the images."""
-    tokens, places = torch.randint(0, 250, (count,)).tolist(), []
-    for image in images:
-        places.append(len(tokens))
-        tokens += image.placeholders(IMAGE) + torch.randint(0, 250, (count,)).tolist()
-    return tokens, places
 
 
 @pytest.fixture(scope="module", params=TEXTS)
@@ -57,45 +43,17 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits_equal_transformers(made: Made, row: str) -> None:
-    """An image in two chunks, and text behind it; then text alone."""
     image = picture(3, 5)
-    tokens, (place,) = around([image], count=30)
     loaded = stepper.load(made.path, row)
-    model = loaded.model
-    assert isinstance(model, ImageInputs)
-    rows = model.encode(image.values, image.grid)
-    placeholders = torch.tensor(image.placeholders(IMAGE))
-    got, cut = [], place + 4
-    for begin, end in ((0, cut), (cut, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
-        batch = loaded.batch([Chunk(0, tokens[begin:end], decode=end == begin + 1)])
-        inside = torch.tensor([i for i in range(end - begin) if place <= i + begin < place + len(placeholders)])
-        if len(inside):
-            own = rows[inside + begin - place]
-            batch = replace(batch, images=ImageRows(inside, own, (inside + begin).expand(3, -1)))
-        got.append(model.logits(model.forward(batch)))
-    assert_close(torch.cat(got), made.logits(tokens, [image]))
-    text = torch.randint(0, 250, (20,)).tolist()
-    assert_close(stepper.load(made.path, row).step([Chunk(0, text, False)])[0], made.logits(text, []))
+    assert isinstance(loaded.model, ImageInputs)
+    rows = loaded.model.encode(image.values, image.grid)
+    check_logits(loaded, made.path, row, made, (*around([image], IMAGE, count=30), [image]), rows, IMAGE)
 
 
 def test_requests(made: Made, tmp_path: Path) -> None:
-    """Tokens and log-probabilities: together, from a cached prefix, in chunks that end inside an image."""
     first, second = picture(2, 3), picture(4, 1)
-    asked = [(*around(images), images) for images in ([first], [first, second], [])]
-    flags = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
-    engine = InProcessEngine(made.path, tmp_path / "status", **flags)
-    for form in ({}, {"chunked_prefill_size": 5}):
-        script = []
-        for i, (tokens, places, images) in enumerate(asked):
-            script += [scripted(f"{name}{i}", tokens, images, places, arrives=at) for name, at in (("a", i), ("b", 30))]
-        answers = engine.run(script, **form)
-        for i, (tokens, _, images) in enumerate(asked):
-            expected = made.greedy(tokens, images, COUNT)
-            assert_equal(answers[f"a{i}"], expected)
-            assert_equal(answers[f"b{i}"], expected)
-    engine.close()
-    alone = prepare(EngineArgs.from_kwargs(model_path=str(made.path), language_model_only=True, max_total_tokens=64))
-    assert alone.model.vision is None
+    asked = [(*around(images, IMAGE), images) for images in ([first], [first, second], [])]
+    check_requests(made.path, made, asked, tmp_path / "status")
 
 
 @pytest.mark.parametrize("whole_file", [False, True])

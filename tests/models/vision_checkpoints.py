@@ -4,6 +4,7 @@ transformers' models as oracles."""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,24 @@ def with_images(parts: list[list[int] | Pixels]) -> tuple[list[int], list[Pixels
     return ids, images, places
 
 
-class Oracle:
+class GreedyOracle(ABC):
+    @abstractmethod
+    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
+        """[T, V] float32."""
+
+    def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
+        """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""
+        answer: list[tuple[int, float]] = []
+        for _ in range(count):
+            scores = self.logits([*ids, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < TIE:
+                break
+            answer.append((int(best.indices[0]), float(best.values[0])))
+        return answer
+
+
+class Oracle(GreedyOracle):
     """transformers' model of a checkpoint, in float32 with eager attention."""
 
     def __init__(self, path: Path) -> None:
@@ -212,7 +230,6 @@ class Oracle:
 
     @torch.no_grad()
     def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        """[T, V] float32."""
         return self._run(ids, images).logits[0]
 
     @torch.no_grad()
@@ -232,18 +249,6 @@ class Oracle:
             }
         self.model.model.rope_deltas = None
         return self.model(tokens, **given, **options)
-
-    def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
-        """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""
-        answer: list[tuple[int, float]] = []
-        for _ in range(count):
-            scores = self.logits([*ids, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
-            best = scores.topk(2)
-            if best.values[0] - best.values[1] < TIE:
-                break
-            token = int(best.indices[0])
-            answer.append((token, float(scores[token])))
-        return answer
 
 
 def random_picture(width: int, height: int, seed: int) -> Any:

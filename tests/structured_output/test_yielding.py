@@ -103,7 +103,7 @@ def test_an_error_of_work_in_idle_time_reaches_the_caller():
 
 
 def test_the_caller_does_the_work_without_idle_time():
-    """The first thread, which waits for ever, stands for one that gets no core."""
+    """A blocked thread simulates a thread that gets no CPU time."""
     caller, released = threading.current_thread(), threading.Event()
 
     def work() -> int:

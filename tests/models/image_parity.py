@@ -1,0 +1,72 @@
+"""Comparisons of a model for images with transformers' model: logits of chunks, requests in an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.models.batch import ImageRows
+from moe_engine.models.image_text import ImageInputs
+from moe_engine.planning.prepare import prepare
+from tests.engine.harness import InProcessEngine
+from tests.engine.test_image_requests import COUNT, assert_equal, scripted
+from tests.models import stepper
+from tests.models.stepper import Chunk, Stepper
+from tests.models.test_parity import assert_close
+from tests.models.vision_checkpoints import GreedyOracle, Pixels
+
+Prompt = tuple[list[int], list[int], Sequence[Pixels]]
+"""Tokens, the places of the images, the images."""
+
+
+def around(images: Sequence[Pixels], image_token: int, count: int = 6) -> tuple[list[int], list[int]]:
+    """A prompt with text before and behind each image, and the places of the images."""
+    tokens, places = torch.randint(0, 250, (count,)).tolist(), []
+    for image in images:
+        places.append(len(tokens))
+        tokens += image.placeholders(image_token) + torch.randint(0, 250, (count,)).tolist()
+    return tokens, places
+
+
+def check_logits(
+    loaded: Stepper, path: Path, row: str, oracle: GreedyOracle, prompt: Prompt, rows: Tensor, image_token: int
+) -> None:
+    """An image in two chunks, and text behind it; then text alone. `rows`: of the image, by the loaded model."""
+    tokens, (place,), (image,) = prompt
+    model = loaded.model
+    assert isinstance(model, ImageInputs)
+    end_of_image = place + len(image.placeholders(image_token))
+    got, cut = [], place + 4
+    for begin, end in ((0, cut), (cut, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
+        batch = loaded.batch([Chunk(0, tokens[begin:end], decode=end == begin + 1)])
+        inside = torch.tensor([i for i in range(end - begin) if place <= i + begin < end_of_image])
+        if len(inside):
+            own = rows[inside + begin - place]
+            batch = replace(batch, images=ImageRows(inside, own, (inside + begin).expand(3, -1)))
+        got.append(model.logits(model.forward(batch)))
+    assert_close(torch.cat(got), oracle.logits(tokens, [image]))
+    text = torch.randint(0, 250, (20,)).tolist()
+    assert_close(stepper.load(path, row).step([Chunk(0, text, False)])[0], oracle.logits(text, []))
+
+
+def check_requests(path: Path, oracle: GreedyOracle, asked: Sequence[Prompt], status: Path) -> None:
+    """Tokens and log-probabilities: together, from a cached prefix, in chunks that end inside an image."""
+    flags = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
+    engine = InProcessEngine(path, status, **flags)
+    for form in ({}, {"chunked_prefill_size": 5}):
+        script = []
+        for i, (tokens, places, images) in enumerate(asked):
+            script += [scripted(f"{name}{i}", tokens, images, places, arrives=at) for name, at in (("a", i), ("b", 30))]
+        answers = engine.run(script, **form)
+        for i, (tokens, _, images) in enumerate(asked):
+            expected = oracle.greedy(tokens, list(images), COUNT)
+            assert_equal(answers[f"a{i}"], expected)
+            assert_equal(answers[f"b{i}"], expected)
+    engine.close()
+    alone = prepare(EngineArgs.from_kwargs(model_path=str(path), language_model_only=True, max_total_tokens=64))
+    assert alone.model.vision is None
