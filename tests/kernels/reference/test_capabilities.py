@@ -1,4 +1,4 @@
-"""The optional parts of every row that can be built on a CPU, as docs/architecture.md lists them."""
+"""The optional parts of every row that can be built on a CPU, as docs/kernels.md lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES = {
 
 def listed() -> Iterator[tuple[str, str, set[str]]]:
     """(family, capability, rows) of the page's table."""
-    page = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "kernels.md").read_text()
     for family, capability, rows in re.findall(
         r"^\| ([a-z]+(?: \((?:MLA|GQA)\))?) \| `(\w+)`: [^|]*\| ([^|]*) \|$", page, re.M
     ):
