@@ -84,9 +84,7 @@ def absent_flags() -> AbsentFlags:
         for name, values in rows.items()
     }  # fmt: skip
     own = {name: name for name in (*flags, *no_effect)}
-    return AbsentFlags(
-        flags, no_effect, tuple(data["docker_run"]), frozenset(data["facts"]), data["vllm"], own | other
-    )
+    return AbsentFlags(flags, no_effect, tuple(data["docker_run"]), frozenset(data["facts"]), data["vllm"], own | other)
 
 
 def check_absent(given: Mapping[str, Any], accepted: Iterable[str]) -> tuple[str, ...]:
