@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_engine.core.dp_sync import PATIENCE
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
@@ -84,14 +84,16 @@ class PromptSteps:
         count, prompts = max(1, round(tokens)), max(1.0, prompts)
         each = tokens / prompts
         pairs = round(tokens * before + tokens * (each + 1) / 2)
-        of_prompts = count, pairs, round(count * groups), 0.0, round(before * prompts), count if before < each else 0
-        if self.decode is None:
-            return self.cost.step(StepShape(0, 0, 0, *of_prompts))
-        beside, _ = self.decode
-        count, pairs, everyone, *more = of_prompts
-        everyone += beside.global_tokens
+        beside = StepShape(0, 0, 0, 0, 0, 0) if self.decode is None else self.decode[0]
         return self.cost.step(
-            StepShape(beside.decode_rows, beside.decode_context, beside.drafts, count, pairs, everyone, *more)
+            replace(
+                beside,
+                prefill_tokens=count,
+                prefill_pairs=pairs,
+                global_tokens=beside.global_tokens + round(count * groups),
+                prefill_cached=round(before * prompts),
+                prefill_fresh=count if before < each else 0,
+            )
         )
 
 
