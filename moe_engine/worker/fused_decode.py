@@ -61,6 +61,7 @@ class FusedDecode:
 
     def run(self, plan: StepPlan) -> np.ndarray:
         """The sampled tokens [R] int64 of a step that is taken; updates slots and last tokens of its rows.
+        The result is valid until the next step.
 
         Raises:
             ValueError: a row has no space for its token.
