@@ -27,7 +27,6 @@ from tests.models.mistral3_checkpoints import (
     IMAGE,
     PATCH,
     TEXTS,
-    Made,
     PatchPixels,
     RowPixels,
     make_mistral3,
@@ -35,7 +34,7 @@ from tests.models.mistral3_checkpoints import (
 )
 from tests.models.parity_families import address
 from tests.models.rows import all_rows
-from tests.models.vision_checkpoints import random_picture
+from tests.models.vision_checkpoints import Made, random_picture
 
 
 def picture(made: Made, rows: int, columns: int) -> RowPixels:
