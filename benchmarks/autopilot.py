@@ -23,7 +23,7 @@ from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
 from moe_engine.tuning.simulator.arrivals import arrival_times
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
-from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
 
 COSTS = Path(__file__).parent / "results" / "cost_file_390m.json"

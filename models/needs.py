@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.expert_format import experts_format
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
-from moe_engine.models.formats.table import experts_format
 from moe_engine.models.tensors import Kind, model_tensors
 
 
@@ -38,7 +38,7 @@ def expert_widths(
         return None
     stored = model.weight_format
     blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
-    form = experts_format(stored)
+    form = experts_format(model)
     few = form is not None and form.four_bits
     return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused, few)
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.formats.table import width_group
 from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, ROUTERS, Kind, TensorSpec, model_tensors
 from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.share import Share
@@ -248,14 +248,14 @@ def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topolo
     """The format with experts dequantized if a rank's part of them splits groups of columns with a common scale."""
     if config.moe is None or not isinstance(format, SchemeFormat) or "experts" not in format.kept:
         return format
-    splits = _largest_part(config, config.moe.width, topology) % width_group(config.weight_format)
+    splits = _largest_part(config, config.moe.width, topology) % width_group(config)
     return format.held_by(format.kept - {"experts"}) if splits else format
 
 
 def _largest_part(config: ModelConfig, count: int, topology: Topology) -> int:
     """The most of `count` elements of an expert on a rank: the first one's."""
     assert config.moe is not None
-    width, ranks, group = config.moe.width, topology.moe_tp_size, width_group(config.weight_format)
+    width, ranks, group = config.moe.width, topology.moe_tp_size, width_group(config)
     cut = Share(0, ranks).cut_in_groups(width, group) if group > 1 and width % ranks == 0 else None
     return count // ranks if cut is None else count // width * cut.stop
 

@@ -24,6 +24,13 @@ class Formatter(logging.Formatter):
         super().__init__(f"[%(asctime)s{tag.replace('%', '%%')}] %(message)s", DATE_FORMAT)
 
 
+def rank_name(rank: int, size: int, group: int | None) -> str:
+    """The tag of a rank of a model replica of `size` ranks: ``DP0 TP3``, ``DP0`` or ``TP3``. `group`: its attention
+    group among those of all replicas; None with a single group in total."""
+    prefix = "" if group is None else f"DP{group} "
+    return f"{prefix}TP{rank}" if size > 1 or not prefix else prefix.strip()
+
+
 def setup_logging(level: str = "info", tag: str = "", stream: TextIO | None = None) -> logging.Logger:
     """Logs the engine's messages at `level` and above to `stream` (stderr). May be called again; the last call wins."""
     logger = logging.getLogger(LOGGER)

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
     "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler", "storage"},
-    "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
+    "tuning": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "core", "frontend"},
     "worker": BASE | MODEL | {"processes", "storage"},
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},

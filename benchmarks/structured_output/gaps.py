@@ -32,23 +32,25 @@ COUNTED_SECONDS = 0.1
 """Gaps count that end within this time after the arrival; all kinds of requests are answered within it."""
 FIELDS = 40
 """Of the object that a usual schema describes: about 3 KB."""
-KINDS = ("free", "free again", "free large", "cached enum", "new enum", "new object")
+KINDS = ("free", "free again", "free large", "cached enum", "new enum", "cached object", "new object")
 """Arriving requests: two kinds without a constraint, whose difference is the noise; one without a constraint whose
-body is as large as that of an enum; an enum that the server has compiled; a new enum; a new object of `FIELDS`."""
-BASES = {"free again": "free", "free large": "free", "cached enum": "free large", "new enum": "free large",
-         "new object": "free"}  # fmt: skip
-"""The kind without a constraint that each kind is compared with: the one with a body of its size."""
+body is as large as that of an enum; an enum that the server has compiled, and a new one; likewise an object of
+`FIELDS`."""
+COMPARED = (
+    ("free", "free again"), ("free", "free large"), ("free large", "cached enum"), ("free large", "new enum"),
+    ("cached enum", "new enum"), ("free", "cached object"), ("free", "new object"), ("cached object", "new object"),
+)  # fmt: skip
+"""Kinds and those that they are compared with: without a constraint and a body of the same size; cached."""
 
 
 def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]:
     """The largest gap of four free streams after a request of each kind arrives, in random order within a round.
 
-    `ratio`: to the kind of `BASES` in the same round; for "free", to the mean of the two small kinds without a
-    constraint.
+    `ratio`: by pair of `COMPARED`, within a round; for "free", to the mean of the two small kinds without a constraint.
     """
     rng = random.Random(seed)
     numbers = itertools.count()
-    kept = {"enum": _enum(next(numbers))}
+    kept = {"cached enum": {"enum": _enum(next(numbers))}, "cached object": _object(next(numbers))}
     largest: dict[str, list[float]] = {name: [] for name in KINDS}
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     with ServerProcess(flags) as server, _other_process() as sender:
@@ -75,8 +77,8 @@ def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]
         "worst_s": {name: percentile(values, 100) for name, values in largest.items()},
         "request_s": {name: median(values) for name, values in seconds.items()},
         "ratio": {
-            name: median([one / base for one, base in zip(values, bases[BASES.get(name, "free")])])
-            for name, values in largest.items()
+            f"{base} -> {name}": median([one / other for one, other in zip(largest[name], bases[base])])
+            for base, name in COMPARED
         },
         "enum_size": ENUM_SIZE,
     }
@@ -94,8 +96,8 @@ def _largest_gap(stream: ReadStream, arrived: float) -> float:
 
 def _schema(kind: str, number: int, kept: dict[str, Any]) -> dict[str, Any] | None:
     match kind:
-        case "cached enum":
-            return kept
+        case "cached enum" | "cached object":
+            return kept[kind]
         case "new enum":
             return {"enum": _enum(number)}
         case "new object":

@@ -19,7 +19,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import read_scales
 from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import Dequantized, Scheme, SchemeFormat, every_linear
+from moe_engine.models.formats.schemes import Scheme, SchemeBase, SchemeFormat, every_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 
 
 @dataclass(frozen=True)
-class FourBits(Dequantized):
+class FourBits(SchemeBase):
     """
     Attributes:
         kind: ``nf4`` or ``fp4``.
@@ -99,7 +99,7 @@ class FourBits(Dequantized):
 
 
 @dataclass(frozen=True)
-class EightBits(Dequantized):
+class EightBits(SchemeBase):
     """int8: value = element * SCB / 127."""
 
     extras: ClassVar[tuple[str, ...]] = (".SCB", ".weight_format")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, row_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import Dequantized
+from moe_engine.models.formats.schemes import SchemeBase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Float8(Dequantized):
+class Float8(SchemeBase):
     """`weight` e4m3 [N, K] and `weight_scale` (`weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
 
     @property

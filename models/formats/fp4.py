@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.schemes import SchemeBase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ _UNUSED = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
-class FP4:
+class FP4(SchemeBase):
     """A `Scheme`.
 
     Attributes:
@@ -47,7 +48,6 @@ class FP4:
     divides: bool = False
 
     coded: ClassVar[bool] = True
-    blocks: ClassVar[bool] = False
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -76,9 +76,6 @@ class FP4:
         from moe_engine.kernels.quantization.codes import GroupCodes
 
         return GroupCodes(4, self.group, values=VALUES)
-
-    def of_dtype(self, dtype: str) -> FP4:
-        return self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return self.kernel_format().takes(cut.shape(shape)[1]) and cut.keeps_whole(shape, (1, self.group))

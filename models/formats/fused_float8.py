@@ -15,7 +15,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.fused_experts import place_of
 from moe_engine.models.formats.integers import SCALES, consume
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import Dequantized
+from moe_engine.models.formats.schemes import SchemeBase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FusedFloat8(Dequantized):
+class FusedFloat8(SchemeBase):
     """A `Scheme` of the experts' matrices; others have another scheme.
 
     Attributes:

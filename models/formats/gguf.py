@@ -19,7 +19,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, family_of
-from moe_engine.models.formats.schemes import Scheme, SchemeFormat
+from moe_engine.models.formats.schemes import Scheme, SchemeBase, SchemeFormat
 from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _MERGED = (
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(SchemeBase):
     """A `Scheme`: the blocks of one type.
 
     Attributes:
@@ -61,10 +61,6 @@ class Blocks:
     @property
     def coded(self) -> bool:
         return self.type in _CODES
-
-    @property
-    def blocks(self) -> bool:
-        return False
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -89,9 +85,6 @@ class Blocks:
             return None
         bits, group, scales, factors = _WIDE if self.wide else _CODES[self.type]
         return GroupCodes(bits, group, scales=scales, factors=factors)
-
-    def of_dtype(self, dtype: str) -> Blocks:
-        return self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         form = self.kernel_format()

@@ -56,11 +56,16 @@ class Scheme(Protocol):
         """As `WeightFormat.load`; marks every tensor of the matrix as read."""
 
 
-class Dequantized:
-    """Common base of schemes that kernels have no form for: their weights are dequantized while loading."""
+class SchemeBase:
+    """Defaults of schemes: weights are dequantized while loading, to values that do not depend on the model's dtype."""
 
-    coded: ClassVar[bool] = False
-    blocks: ClassVar[bool] = False
+    @property
+    def coded(self) -> bool:
+        return False
+
+    @property
+    def blocks(self) -> bool:
+        return False
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         return None

@@ -25,7 +25,6 @@ from moe_engine.models.formats.schemes import SchemeFormat, has_four_bits
 
 if TYPE_CHECKING:
     from moe_engine.kernels.backends import KernelPlan
-    from moe_engine.kernels.quantization.codes import GroupCodes
 
 FORMATS: dict[str, type[Any]] = {
     "fp8": FP8Format,
@@ -42,12 +41,6 @@ FORMATS: dict[str, type[Any]] = {
 }
 """Formats by `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`,
 `hint(dtype)`, and `checkpoint`, the name in messages."""
-
-_EXPERTS = "model.layers.0.mlp.experts"
-_EVERY_LAYER = tuple(
-    f"model.layers.{layer}.mlp.experts.0.{name}_proj" for layer in range(128) for name in ("gate", "up", "down")
-)
-"""An expert of each layer, of models with up to 128 layers."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
@@ -99,28 +92,6 @@ def kept_format(
 def format_of_kernels(declared: WeightFormat, device: str, kernels: KernelPlan) -> WeightFormat:
     """The format in which the kernels of a launch hold the weights."""
     return kept_format(declared, device, kernels.codes, kernels.blocks, kernels.four_bits)
-
-
-def experts_format(format: WeightFormat) -> GroupCodes | None:
-    """The form of codes in which kernels may multiply the experts of all layers; None: other forms, or several."""
-    if isinstance(format, FusedExpertsFormat):
-        found: Any = format.kernel_format(f"{_EXPERTS}.0.up_proj")
-        return found
-    if not isinstance(format, SchemeFormat):
-        return None
-    schemes = {scheme for _, scheme in format.rules}
-    if len(schemes) > 1:  # other matrices may have schemes of their own
-        schemes = {scheme for prefix in _EVERY_LAYER if (scheme := format.scheme_of(prefix)) is not None}
-    found = next(iter(schemes)).kernel_format() if len(schemes) == 1 and all(s.coded for s in schemes) else None
-    return found
-
-
-def width_group(format: WeightFormat) -> int:
-    """Columns of experts that ranks of tensor parallelism do not split; 1: any."""
-    form = experts_format(format)
-    if form is None:
-        return 1
-    return 2 * form.group if form.nvfp4 else form.group * (form.factors or 1) or 1
 
 
 def hint_for(dtype: str) -> str:

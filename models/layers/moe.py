@@ -27,7 +27,7 @@ from moe_engine.kernels.quantization.protocol import (
     unquantized,
 )
 from moe_engine.models.config import ModelConfig, MoEConfig
-from moe_engine.models.formats.table import width_group
+from moe_engine.models.expert_format import width_group
 from moe_engine.models.layers.gated_mlp import GatedMLP
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
@@ -114,7 +114,7 @@ class MoE:
         self._tables = parallel.experts
         shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
-        group = width_group(config.weight_format)
+        group = width_group(config)
         self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
         num_shared = self._num_fused(backends, parallel, reader)
         self._spec = router_spec(moe, num_shared)

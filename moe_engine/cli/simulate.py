@@ -18,6 +18,7 @@ from pathlib import Path
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
 from moe_engine.cli.simulate_checks import check, check_launch, parsed_goodput
+from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
@@ -41,7 +42,7 @@ from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
 from moe_engine.tuning.simulator.expert_load import ExpertLoad, check_counts, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
-from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.traces import read_trace
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Workload
@@ -75,12 +76,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     config, source = source_of(own, args)
     spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
-    fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
-    fleet.recorder.keeps_details = own.output_details
-    began = time.perf_counter()
-    shown = report.progress(workload.total, not own.disable_tqdm)
-    with shown as advance, _shown_changes(lambda: fleet.now), _few_collections():
-        outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
+    with simulated_log(own.log_file, config) as log:
+        fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed, log=log)
+        fleet.recorder.keeps_details = own.output_details
+        began = time.perf_counter()
+        shown = report.progress(workload.total, not own.disable_tqdm)
+        with shown as advance, _shown_changes(lambda: fleet.now), _few_collections():
+            outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
     sent = "trace" if own.dataset_name == "trace" else str(rate)
@@ -175,6 +177,12 @@ def own_parser() -> Parser:
     output.add_argument(
         "--output-details", action="store_true", help="also write every request's lengths and phases, and every step"
     )
+    output.add_argument(
+        "--log-file",
+        metavar="FILE",
+        help="write the log that the server would write: its batch lines every --decode-log-interval steps; "
+        "`moe-engine doctor --log FILE` reads it; plans every step, as --exact",
+    )
     output.add_argument("--plot", metavar="FILE.png", help="draw load, KV usage and throughput over time")
     output.add_argument(
         "--sample-seconds", type=float, default=1.0, help="simulated seconds between points of the plot"
@@ -261,6 +269,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         expert_skew=own.expert_skew or 0.0,
         experts=_experts(own, config),
         exact=own.exact,
+        graphs=config.graphs,
         arrival_seconds=source.arrival_seconds,
         end_seconds=source.end_seconds,
         idle_seconds=source.idle_seconds,

@@ -79,7 +79,7 @@ def _check_output(own: argparse.Namespace) -> None:
     """Checks that the results can be written, before a run that may take minutes."""
     if own.output_details and not own.output_file:
         raise ConfigError("--output-details: the details go to --output-file FILE.json; add it")
-    for name in ("output_file", "plot"):
+    for name in ("output_file", "log_file", "plot"):
         if value := getattr(own, name):
             check_writable(_option(name), value)
     if own.plot and Path(own.plot).suffix.lower() not in PICTURES:

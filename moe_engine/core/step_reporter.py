@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from moe_engine.scheduler import log_lines
@@ -26,9 +27,13 @@ class StepReporter:
         record_steps: keeps the newest `MAX_STEPS` steps for `state`: requests that decoded, prompt tokens, prompts,
             their cached tokens, Unix time of the result, and seconds since the step before it, or since it was planned
             if the engine was idle.
+        clock: seconds, of which only differences count.
     """
 
-    def __init__(self, decode_log_interval: int = 40, record_steps: bool = False) -> None:
+    def __init__(
+        self, decode_log_interval: int = 40, record_steps: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._times: deque[Recorded] | None = deque(maxlen=MAX_STEPS) if record_steps else None
         self._planned: deque[float] = deque()
         self._last_end = 0.0
@@ -36,7 +41,7 @@ class StepReporter:
         self._facts: deque[PlanFacts | None] = deque()
         self._decodes = 0
         self._tokens = 0
-        self._since = time.monotonic()
+        self._since = clock()
         self.gen_throughput = 0.0
         self._total_tokens = 0
         self._total_steps = 0
@@ -47,7 +52,7 @@ class StepReporter:
         self._facts.append(scheduler.last_facts)
         facts = scheduler.last_facts
         if self._times is not None:
-            self._planned.append(time.monotonic())
+            self._planned.append(self._clock())
         if facts is not None and facts.new_token:
             logger.info("%s", log_lines.prefill_line(facts))
 
@@ -81,10 +86,10 @@ class StepReporter:
         """The core is idle: restarts the throughput interval, so that idle time does not count."""
         if self._tokens:
             self._measure()
-        self._since, self._tokens = time.monotonic(), 0
+        self._since, self._tokens = self._clock(), 0
 
     def _record(self, times: deque[Recorded], facts: PlanFacts | None) -> None:
-        now = time.monotonic()
+        now = self._clock()
         began, self._last_end = max(self._planned.popleft(), self._last_end), now
         if facts is not None:
             counts = facts.num_decodes, facts.new_token, facts.new_seq, facts.cached_token
@@ -100,6 +105,6 @@ class StepReporter:
         }
 
     def _measure(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self.gen_throughput = self._tokens / max(now - self._since, 1e-9)
         self._since, self._tokens = now, 0

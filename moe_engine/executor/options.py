@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.logs import rank_name
 from moe_engine.processes.addresses import LOOPBACK
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 from moe_engine.processes.zmq_sockets import JobKeys
@@ -117,8 +118,7 @@ class RankGroupOptions:
         group, follows = divmod(rank, self.group_size)
         node, local = divmod(rank, self.ranks_per_node)
         first = 0 if self.first_group is None and self.num_groups > 1 else self.first_group
-        prefix = "" if first is None else f"DP{first + group} "
-        name = f"{prefix}TP{rank}" if self.size > 1 or not prefix else prefix.strip()
+        name = rank_name(rank, self.size, None if first is None else first + group)
         device = self.device
         if device != "cpu":
             device += f":{self.base_device + self.device_step * local}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
-from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from tests.examples import FACTOR
 

@@ -20,7 +20,7 @@ from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.measured_points import CACHED, LONG_TAILS, PREFILL, Limits, MeasuredPoints
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
-from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed
 from moe_engine.tuning.stats import median
 from moe_engine.tuning.step_records import StepRecords

@@ -22,7 +22,7 @@ from moe_engine.tuning.simulator.arrivals import arrival_times
 from moe_engine.tuning.simulator.expert_load import ExpertLoad, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
-from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
 from moe_engine.types import SpeculationConfig
 from tests.examples import examples

@@ -13,8 +13,10 @@ from moe_engine.frontend.dp_routing import Room, Router
 from moe_engine.tuning.simulator import expert_load
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.front_end import FrontEnd
+from moe_engine.tuning.simulator.rank_log import GroupLogs, RankLog
 from moe_engine.tuning.simulator.recorder import Recorder, Running
-from moe_engine.tuning.simulator.replica import Replica, ReplicaSpec
+from moe_engine.tuning.simulator.replica import Replica
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload
 
 NEVER = math.inf
@@ -73,9 +75,18 @@ class Outcome:
 
 
 class Fleet:
-    """Runs a workload to its end: `run`. `now`: simulated seconds."""
+    """Runs a workload to its end: `run`. `now`: simulated seconds. `log`: gets the lines of the schedulers, which then
+    plan every step."""
 
-    def __init__(self, spec: FleetSpec, workload: Workload, *, answer_seconds: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: FleetSpec,
+        workload: Workload,
+        *,
+        answer_seconds: float = 0.0,
+        seed: int = 0,
+        log: RankLog | None = None,
+    ) -> None:
         self.spec = spec
         self.recorder = Recorder(answer_seconds)
         self._workload = workload
@@ -87,11 +98,11 @@ class Fleet:
         self._front = FrontEnd(spec.request_seconds, spec.token_seconds) if works else None
         self._source = workload.first()
         self._faults = sorted(spec.faults, key=lambda fault: fault.seconds)
-        self.replicas = [
-            Replica(spec.replica, self.recorder, self._ended, seed * 7919 + index, self._front)
-            for index in range(spec.num_replicas)
-        ]
         groups = spec.replica.num_groups
+        self.replicas = [
+            Replica(spec.replica, self.recorder, self._ended, seed * 7919 + i, self._front, _logs_of(log, i * groups))
+            for i in range(spec.num_replicas)
+        ]
         self._places = [(replica, group) for replica in self.replicas for group in range(groups)]
         self._indices = {place: index for index, place in enumerate(self._places)}
         self._able = list(range(len(self._places)))
@@ -297,3 +308,8 @@ class Fleet:
             outcome.expert_load = expert_load.figures(self.spec.replica.experts, balancers)
         outcome.accept_length = 1 + accepted / verified if verified else None
         return outcome
+
+
+def _logs_of(log: RankLog | None, first_group: int) -> GroupLogs | None:
+    """Of the groups of a replica, by their indices in it."""
+    return None if log is None else lambda index, clock: log.of(first_group + index, clock)

@@ -18,6 +18,7 @@ from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
 from moe_engine.scheduler.step_sums import Steps, StepSums
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
+from moe_engine.tuning.simulator.rank_log import GroupLog
 from moe_engine.tuning.simulator.recorder import Running
 from moe_engine.tuning.simulator.runs import Runs
 from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
@@ -38,10 +39,16 @@ class Group:
     """
 
     def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float],
+        acceptance: Sequence[float],
+        seed: int,
+        log: GroupLog | None = None,
     ) -> None:
         self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers consist of generated tokens
-        self.scheduler.keeps_facts = False
+        self.scheduler.keeps_facts = log is not None
+        self._log = log
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
         self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = self.chunk_size = 0
@@ -70,6 +77,8 @@ class Group:
             output_ids=list(output_ids),
             retractions=1 if output_ids else 0,
         )
+        if self._log is not None and self.is_idle:
+            self._log.reporter.idle()
         try:
             self.scheduler.add(request)
         except InputError as error:
@@ -107,15 +116,19 @@ class Group:
 
     def plan(self, hold_prefill: bool) -> StepPlan | NeedsResult | None:
         """The scheduler's next step."""
+        if self._log is not None:
+            self._log.runs()
         plan = self.scheduler.schedule(hold_prefill)
         return plan if plan is NEEDS_RESULT else self._launched(plan)
 
     def _launched(self, plan: StepPlan | None) -> StepPlan | None:
         if plan is not None:
             self._plans.append((plan, self.scheduler.last_sampled))
+            if self._log is not None:
+                self._log.reporter.planned(self.scheduler)
         return plan
 
-    def finish(self, cost: StepCost) -> list[RequestEvent]:
+    def finish(self, cost: StepCost, is_graph: bool = False) -> list[RequestEvent]:
         """Applies the result of the oldest step."""
         plan, sampled = self._plans.pop(0)
         speculation = plan.speculation
@@ -127,9 +140,14 @@ class Group:
             tokens = [self._next_tokens(request, 1 + more) for request, more in zip(sampled, accepted)]
         rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         drafting = cost.by_resource.get("drafts", 0.0)
-        return self.scheduler.update(
-            StepResult(plan.number, rows, tokens, seconds=cost.seconds, draft_seconds=drafting)
+        result = StepResult(
+            plan.number, rows, tokens, seconds=cost.seconds, draft_seconds=drafting, cuda_graph=is_graph
         )
+        events = self.scheduler.update(result)
+        if self._log is not None:
+            self._log.runs()
+            self._log.reporter.finished(result, self.scheduler.speculator)
+        return events
 
     def _next_tokens(self, request: Request, count: int) -> list[int]:
         """The next tokens of its answer; the last one is the end token, unless the answer ends by its length."""

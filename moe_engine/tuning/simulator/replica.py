@@ -8,19 +8,20 @@ steps, by which idle groups join the others, change no scheduler and are left ou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moe_engine.core.dp_sync import PrefillTurns
 from moe_engine.frontend.dp_routing import Load
-from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
-from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
-from moe_engine.tuning.simulator.expert_load import Balancer, ExpertLoad
+from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group, shape_of
+from moe_engine.tuning.simulator.rank_log import GroupLogs
 from moe_engine.tuning.simulator.recorder import Recorder, Running
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
 from moe_engine.tuning.simulator.runs import NEVER, Runs
 from moe_engine.types import StepFacts, StepPlan
@@ -36,39 +37,21 @@ HELD_POLL_SECONDS = 0.02
 EndedHandler = Callable[["Replica", int, Running, float], None]
 
 
-@dataclass(frozen=True)
-class ReplicaSpec:
-    """A replica: the limits of its schedulers, the number of attention groups, the cost of its steps.
-
-    `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
-    every step, even if nothing can change. `arrival_seconds`, `end_seconds`: delays of the running step by a request
-    that arrives or has ended, if the front end shares the step's cores. `idle_seconds`: additional time of the first
-    step after an idle time.
-    """
-
-    scheduler: SchedulerConfig
-    costs: StepCostModel
-    num_groups: int = 1
-    overlap: bool = True
-    acceptance: tuple[float, ...] = ()
-    expert_skew: float = 0.0
-    """Load of the busiest rank's experts over the mean; 0: the cost model's expectation. `experts` has precedence."""
-    experts: ExpertLoad | None = None
-    exact: bool = False
-    arrival_seconds: float = 0.0
-    end_seconds: float = 0.0
-    idle_seconds: float = 0.0
-
-
 class Replica:
     """Attributes:
     now: simulated clock of its core, in seconds.
     """
 
     def __init__(
-        self, spec: ReplicaSpec, recorder: Recorder, ended: EndedHandler, seed: int = 0, front: FrontEnd | None = None
+        self,
+        spec: ReplicaSpec,
+        recorder: Recorder,
+        ended: EndedHandler,
+        seed: int = 0,
+        front: FrontEnd | None = None,
+        logs: GroupLogs | None = None,
     ) -> None:
-        self.spec, self.now = spec, 0.0
+        self.spec, self.now, self._logs = spec, 0.0, logs
         self._front = front
         self._recorder, self._ended, self._seed = recorder, ended, seed
         self.groups = [self._new_group(i) for i in range(spec.num_groups)]
@@ -76,7 +59,7 @@ class Replica:
         self.balancer = Balancer(spec.experts) if spec.experts is not None else None
         delays = spec.scheduler.delays_prefills and spec.num_groups > 1
         self._has_delayer = spec.scheduler.delayer is not None and spec.num_groups > 1
-        self._exact = spec.exact or self._has_delayer
+        self._exact = spec.exact or self._has_delayer or logs is not None
         self._turns = PrefillTurns(delays=PrefillDelays(spec.scheduler, lambda: self.now) if delays else None)
         self._turns_of: dict[int, PrefillTurns] = {}
         """With a prefill delayer: of each group, as in production; all come to the same decisions."""
@@ -99,7 +82,11 @@ class Replica:
         self.busy_seconds = 0.0
 
     def _new_group(self, index: int) -> Group:
-        group = Group(self.spec.scheduler, lambda: self.now, self.spec.acceptance, self._seed * 1009 + index)
+        def clock() -> float:
+            return self.now
+
+        log = None if self._logs is None else self._logs(index, clock)
+        group = Group(self.spec.scheduler, clock, self.spec.acceptance, self._seed * 1009 + index, log)
         if group.scheduler.delays is not None:
             group.scheduler.delays.shared = self.spec.num_groups > 1
         return group
@@ -274,7 +261,8 @@ class Replica:
             chunks |= self._runs.chunking if run_tokens else chunks
         if self._recorder.keeps_details:
             self._recorder.steps.append((rows, tokens, cost.seconds))
-        return Flight(cost, begin + cost.seconds, pending, rows, chunks=chunks)
+        is_graph = not tokens and self.spec.graphs.size_for(max(shape.decode_rows for shape in shapes)) is not None
+        return Flight(cost, begin + cost.seconds, pending, rows, chunks=chunks, is_graph=is_graph)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
         """The shape that determines the step: the maximum over the groups, with the tokens of all."""
@@ -322,7 +310,7 @@ class Replica:
         self.now = max(self.now, flight.end)
         group = self.groups[index]
         self._changed.add(index)
-        for event in group.finish(flight.cost):
+        for event in group.finish(flight.cost, flight.is_graph):
             self._tell(index, group, event)
 
     def _tell(self, index: int, group: Group, event: RequestEvent) -> None:

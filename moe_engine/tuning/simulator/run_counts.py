@@ -21,6 +21,7 @@ class Flight:
         pending: groups that have not received its result, except those in a run.
         rows: decoding requests of all groups.
         hold: it has no prompts. chunks: groups in a run that compute a chunk in it.
+        is_graph: a recorded step replays.
         launched: time of planning; `relaunched`: by groups behind `drained`, the first one that needed a result first.
     """
 
@@ -30,6 +31,7 @@ class Flight:
     rows: int = 0
     hold: bool = False
     chunks: set[int] = field(default_factory=set)
+    is_graph: bool = False
     launched: float = 0.0
     relaunched: float = 0.0
     drained: int = NEVER

@@ -19,7 +19,7 @@ from moe_engine.planning.validate import check
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.arrivals import arrival_times
 from moe_engine.tuning.simulator.fleet import FleetSpec
-from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from tests.examples import examples
 from tests.tuning.test_simulator import Linear, config, simulate

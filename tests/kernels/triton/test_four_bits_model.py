@@ -21,10 +21,11 @@ from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.table import experts_format, kept_format, width_group
+from moe_engine.models.formats.table import kept_format
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
@@ -85,7 +86,7 @@ def test_logits_and_memory(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
     counted, dense = (sizes.weight_bytes(stepper.config, 4, format=form) for form in (format, PLAIN))
     assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
     experts = 4 * 3 * 128 * 128
-    each = experts_format(stepper.config.weight_format)
+    each = experts_format(stepper.config)
     assert each is not None and dense - counted == experts * (4 - each.bytes_on_gpu())
 
 
@@ -101,7 +102,7 @@ def test_dense_weights(tmp_path: Path, name: str) -> None:
         for form in (format, format.held_by(KEPT))  # type: ignore[attr-defined]
     )
     assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
-    form, attention = experts_format(stepper.config.weight_format), stepper.config.attention
+    form, attention = experts_format(stepper.config), stepper.config.attention
     assert form is not None and isinstance(attention, GQAConfig)
     query, rows = (
         attention.head_dim * n for n in (attention.num_heads, attention.num_heads + 2 * attention.num_kv_heads)
@@ -133,7 +134,7 @@ def test_parts_of_uneven_width_add_up(tmp_path: Path, name: str) -> None:
     assert config.moe is not None
     reader = WeightReader(path, torch.float32, format=config.weight_format)
     x, ids = torch.randn(3, 128), torch.tensor([[0, 1], [3, 2], [2, 0]], dtype=torch.int32)
-    group = width_group(config.weight_format)
+    group = width_group(config)
 
     def run(share: Share) -> tuple[Tensor, int]:
         stored = StoredExperts(
@@ -190,7 +191,7 @@ def test_experts_in_four_bits_do_not_choose_the_row_of_other_matrices(tmp_path: 
     config = load_model_config(path)
     need = need_of_model(config, "bfloat16")
     assert not need.four_bits and need.experts is not None and need.experts.four_bits
-    found = experts_format(config.weight_format)
-    assert found is not None and found.group == width_group(config.weight_format) == 32
+    found = experts_format(config)
+    assert found is not None and found.group == width_group(config) == 32
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": section("pack-quantized")}))
     assert need_of_model(load_model_config(path), "bfloat16").four_bits
