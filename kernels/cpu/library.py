@@ -43,6 +43,7 @@ UNITS = (
     "delta",
     "lora",
     "decoder",
+    "decode_step",
     "drafts",
     "draft_step",
     "team",
@@ -88,6 +89,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_mla_layer": (None, [N, P, P, L, L, P, P, N, P, L, P, P]),
     "moe_moe_layer": (None, [N, P, P, L, L, L, P, P]),
     "moe_decoder": (None, [N, P, P, L, P, P, P, P, P]),
+    "moe_decode_step": (L, [N, P, P, P, P, L, P, P]),
     "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P, P]),
     "moe_draft_remember": (None, [N, P, L, L, P, P, P, P, P, N, P, L]),
     "moe_draft_step": (L, [N, P, P, L, L, P, P, P, P]),
@@ -148,6 +150,7 @@ class Library:
     moe_mla_layer: Any
     moe_moe_layer: Any
     moe_decoder: Any
+    moe_decode_step: Any
     moe_draft_chain: Any
     moe_draft_remember: Any
     moe_draft_step: Any

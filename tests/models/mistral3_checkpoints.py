@@ -4,7 +4,6 @@ Ministral 3 or Mistral Small 4 by its text model."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
 from tests.models.checkpoints import _FAMILY, hub_fields, write_tensors
-from tests.models.vision_checkpoints import GreedyOracle, Pixels
+from tests.models.vision_checkpoints import Made, Pixels
 
 IMAGE, BREAK, END = 270, 272, 273
 NAMES = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", END: "[IMG_END]"}
@@ -48,25 +47,15 @@ class RowPixels(Pixels):
         return [*(row * (self.grid[1] // MERGE))[:-1], END]
 
 
-@dataclass(frozen=True)
-class Made(GreedyOracle):
-    """A checkpoint and transformers' model of it."""
-
-    path: Path
-    model: Any
-
-    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        given: dict[str, Any] = {}
-        if images:
-            whole = [whole_image(image) for image in images]
-            height, width = (max(image.shape[axis] for image in whole) for axis in (1, 2))
-            padded = torch.zeros(len(images), 3, height, width)
-            for target, image in zip(padded, whole):
-                target[:, : image.shape[1], : image.shape[2]] = image
-            sizes = torch.tensor([image.shape[1:] for image in whole])
-            given = {"pixel_values": padded, "image_sizes": sizes}
-        with torch.no_grad():
-            return self.model(torch.tensor([ids]), **given).logits[0]
+class Mistral3Oracle(Made):
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        whole = [whole_image(image) for image in images]
+        height, width = (max(image.shape[axis] for image in whole) for axis in (1, 2))
+        padded = torch.zeros(len(images), 3, height, width)
+        for target, image in zip(padded, whole):
+            target[:, : image.shape[1], : image.shape[2]] = image
+        sizes = torch.tensor([image.shape[1:] for image in whole])
+        return {"pixel_values": padded, "image_sizes": sizes}
 
 
 def whole_image(image: Pixels) -> Tensor:
@@ -78,7 +67,7 @@ def whole_image(image: Pixels) -> Tensor:
 
 def make_mistral3(
     path: Path, seed: int, text: str = "mistral", bias: bool = False, act: str = "silu", **more: Any
-) -> Made:
+) -> Mistral3Oracle:
     """Writes the checkpoint. `text`: one of `TEXTS`, with the fields `more`; `bias`: of the projector; `act`: of the
     tower's MLP."""
     import transformers
@@ -114,7 +103,7 @@ def make_mistral3(
     (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
-    return Made(path, model)
+    return Mistral3Oracle(path, model)
 
 
 def published_name(name: str) -> str:

@@ -21,10 +21,10 @@ from moe_engine.models.image_text import ImageInputs
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
 from tests.models.image_parity import around, check_logits, check_requests
-from tests.models.mistral3_checkpoints import BREAK, END, IMAGE, MERGE, PATCH, TEXTS, Made, RowPixels, make_mistral3
+from tests.models.mistral3_checkpoints import BREAK, END, IMAGE, MERGE, PATCH, TEXTS, RowPixels, make_mistral3
 from tests.models.parity_families import address
 from tests.models.rows import all_rows
-from tests.models.vision_checkpoints import random_picture
+from tests.models.vision_checkpoints import Made, random_picture
 
 
 def picture(rows: int, columns: int) -> RowPixels:

@@ -27,6 +27,7 @@ from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.batch.row_images import RowImages
 from moe_engine.worker.device_stream import DeviceStream, make_weight_stream
 from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.fused_decode import fused_decode
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.kv_cache.make_copies import make_copies
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -104,6 +105,9 @@ def build_runner(
         drafts = options.kernels.draft
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
         add_speculation(runner, speculation, options, load, draft_backends)
+    else:
+        windows = [group.window for group in config.cache_groups]
+        runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index
