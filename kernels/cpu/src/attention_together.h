@@ -42,7 +42,8 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     queries += at.padded * whole.key_steps;
     lasts += 3 * at.padded;
     task += ceil_div(at.context, rows);
-    whole.begin(units[i], at.panels, at.last);
+    whole.pack_queries(units[i], at.panels);
+    whole.find_last(units[i], at.last);
   }
   parallel(tasks, [&](int64_t task) {
     int64_t i = count - 1;
