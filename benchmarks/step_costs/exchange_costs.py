@@ -51,7 +51,7 @@ def receive(a: Any, s: Setting) -> Cost:
     width = a.WIDTH * a.out.element_size() + (a.WIDTH // 128 * 4 if a.FP8 and not a.WIDEN else 0)
     read = arrived * _row_bytes(a, a.out) + 2 * s.routing.tokens * a.TOP_K * 4
     written = s.routing.rows * width + s.routing.tokens * a.TOP_K * 4
-    return Cost(read, written, awaits=not a.APART)
+    return Cost(read, written, awaits=True)
 
 
 @cost_of("combine_send_kernel")
@@ -68,9 +68,4 @@ def combine_send(a: Any, s: Setting) -> Cost:
 def sums(a: Any, s: Setting) -> Cost:
     """Waits, then sums."""
     read, written = a.num_tokens * _rows_a_token(s) * a.WIDTH * a.out.element_size(), size(a.out)
-    return Cost(read, written, awaits=not a.APART)
-
-
-@cost_of("wait_kernel")
-def waits(a: Any, s: Setting) -> Cost:
-    return Cost(8 * a.RANKS, 0, awaits=True)
+    return Cost(read, written, awaits=True)

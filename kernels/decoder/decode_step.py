@@ -74,7 +74,7 @@ class FusedDecodeStep:
         self, rows: DecodeRows, caches: Any, parameters: SamplingParameters | None, uniform: np.ndarray | None
     ) -> np.ndarray:
         """The tokens [R] int64 that follow the last tokens of the rows; negative for invalid logits. Bit-identical to
-        the separate calls.
+        the separate calls. The result is valid until the next call.
 
         Args:
             rows: with positions and slots of their last tokens.
@@ -93,7 +93,7 @@ class FusedDecodeStep:
         )
         if too_short >= 0:
             raise ValueError(f"row {too_short} grows beyond its table of {self.width} tokens")
-        return rows.tokens.copy()
+        return rows.tokens
 
 
 def fuse_decode_step(stack: FusedStack, head: PreparedLinear, tables: DecodeTables) -> FusedDecodeStep | None:

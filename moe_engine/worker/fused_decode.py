@@ -7,7 +7,7 @@ step makes no torch calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,27 @@ from moe_engine.worker.sampling.sampler import Sampler
 MAX_LOGITS = 1 << 20
 """Max logits of a fused step: the kernel keeps their memory between steps."""
 
+Advance = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+"""Gets rows [R] that were advanced to lengths [R], and their next tokens [R] >= 0; all int64."""
+
 
 class FusedDecode:
     """Runs decodes of rows whose tokens are only sampled.
 
     Args:
         kv: the KV caches of the layers.
+        advance: called after each step.
     """
 
-    def __init__(self, step: FusedDecodeStep, rows: RequestRows, sampler: Sampler, kv: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        step: FusedDecodeStep,
+        rows: RequestRows,
+        sampler: Sampler,
+        kv: Sequence[Any],
+        advance: Advance | None = None,
+    ) -> None:
+        self._advance = advance
         self._step = step
         self._rows = rows
         self._sampler = sampler
@@ -49,6 +61,7 @@ class FusedDecode:
 
     def run(self, plan: StepPlan) -> np.ndarray:
         """The sampled tokens [R] int64 of a step that is taken; updates slots and last tokens of its rows.
+        The result is valid until the next step.
 
         Raises:
             ValueError: a row has no space for its token.
@@ -58,11 +71,19 @@ class FusedDecode:
         parameters, uniform = self._sampler.parameters(same.rows), None
         if parameters is not None:
             uniform = self._sampler.numbers(same.rows, same.positions + 1)
-        return self._step.run(same, self._kv, parameters, uniform)
+        tokens = self._step.run(same, self._kv, parameters, uniform)
+        if self._advance is not None:
+            self._advance(same.rows, same.positions + 1, np.maximum(tokens, 0))
+        return tokens
 
 
 def fused_decode(
-    model: Model, rows: RequestRows, sampler: Sampler, kv: Sequence[Any], windows: Sequence[int | None]
+    model: Model,
+    rows: RequestRows,
+    sampler: Sampler,
+    kv: Sequence[Any],
+    windows: Sequence[int | None],
+    advance: Advance | None = None,
 ) -> FusedDecode | None:
     """None if a part of the model, of its cache or of sampling has no kernel in the call.
 
@@ -73,4 +94,4 @@ def fused_decode(
     if special or not isinstance(model, Decoder) or sampler.kernel.name != "cpu":
         return None
     step = model.decode_step(DecodeTables(rows.slot_table, rows.last_token, windows[0]))
-    return None if step is None else FusedDecode(step, rows, sampler, kv)
+    return None if step is None else FusedDecode(step, rows, sampler, kv, advance)

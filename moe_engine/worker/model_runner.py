@@ -98,6 +98,7 @@ class ModelRunner:
         self.images: ImageEncoder | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
+        self._inference_mode = torch.inference_mode()  # made once: short steps notice it
         self._phase = "idle"
         self._logits_ended = 0.0
         self._failed: int | None = None  # number of the previous step, if it raised or was not run
@@ -134,7 +135,7 @@ class ModelRunner:
             self._failed = plan.number
             raise StepNotRun(f"step {plan.number} was planned behind step {failed}, which failed: it was not run")
         try:
-            with torch.inference_mode():
+            with self._inference_mode:
                 return self._launch(plan)
         except Exception as error:
             self._failed = plan.number

@@ -1,5 +1,5 @@
-"""A tiny random checkpoint of `Mistral3ForConditionalGeneration` by transformers' classes: Mistral Small 3.1,
-Ministral 3 or Mistral Small 4 by its text model."""
+"""Tiny random checkpoints by transformers' classes. `Mistral3ForConditionalGeneration`: Mistral Small 3.1, Ministral 3
+or Mistral Small 4, by its text model; `LlavaForConditionalGeneration`: Pixtral 12B."""
 
 from __future__ import annotations
 
@@ -38,13 +38,21 @@ TEMPLATE = (
 class RowPixels(Pixels):
     """An image whose rows of tokens have a token of the text behind them."""
 
+    merge = MERGE
+
     @property
     def num_tokens(self) -> int:
         return len(self.placeholders(IMAGE))
 
     def placeholders(self, image: int) -> list[int]:
-        row = [*[image] * (self.grid[2] // MERGE), BREAK]
-        return [*(row * (self.grid[1] // MERGE))[:-1], END]
+        row = [*[image] * (self.grid[2] // self.merge), BREAK]
+        return [*(row * (self.grid[1] // self.merge))[:-1], END]
+
+
+class PatchPixels(RowPixels):
+    """An image with a token for each patch."""
+
+    merge = 1
 
 
 class Mistral3Oracle(Made):
@@ -72,16 +80,35 @@ def make_mistral3(
     tower's MLP."""
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     fields = hub_fields(text) | {"initializer_range": 0.15} | more
     inner = getattr(transformers, f"{_FAMILY[text][0]}Config")(**fields)
     config = transformers.Mistral3Config(
         text_config=inner.to_dict(), vision_config=VISION | {"hidden_act": act}, image_token_index=IMAGE,
         spatial_merge_size=MERGE, multimodal_projector_bias=bias, tie_word_embeddings=False,
     )  # fmt: skip
+    return _write(path, seed, transformers.Mistral3ForConditionalGeneration, config)
+
+
+def make_pixtral(path: Path, seed: int) -> Mistral3Oracle:
+    """Pixtral 12B in the layout of transformers' Llava."""
+    import transformers
+
+    fields = hub_fields("mistral") | {"initializer_range": 0.15, "sliding_window": None}
+    config = transformers.LlavaConfig(
+        text_config=transformers.MistralConfig(**fields).to_dict(), vision_config=VISION | {"hidden_act": "silu"},
+        image_token_index=IMAGE, vision_feature_layer=-1, vision_feature_select_strategy="full", image_seq_length=1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return _write(path, seed, transformers.LlavaForConditionalGeneration, config)
+
+
+def _write(path: Path, seed: int, model_class: Any, config: Any) -> Mistral3Oracle:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    model = model_class(config).float().eval()
     for name, tensor in model.named_parameters():
         if "norm" in name or "ln_pre" in name:
             tensor.data = 1 + 0.2 * torch.randn_like(tensor)

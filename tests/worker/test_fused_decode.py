@@ -83,6 +83,20 @@ def ways(tmp_path: Path) -> Any:
         each.engine.close()
 
 
+def test_steps_without_drafts_of_a_speculating_worker(ways: Callable[..., Ways]) -> None:
+    """Its own copy of tokens and lengths follows."""
+    engine = ways(None, {}, {"dtype": "float32", "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4})
+    history, found = engine.runner.rows.history, []
+    assert history is not None
+    for fused in (True, False):
+        before = engine.num_fused
+        engine.runner.fused = engine.fused if fused else None
+        answers = engine.engine.run(_script(0.8), speculation=None)
+        assert (engine.num_fused > before) == fused
+        found.append(([a.token_ids for a in answers.values()], history.lengths.tolist(), history.tokens.tolist()))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_tokens(model: str, ways: Callable[..., Ways]) -> None:
     engine = ways(*MODELS[model])
