@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_engine.kernels.quantization.codes import IQ4_VALUES
+
 BLOCK = {
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84),
+    "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }  # fmt: skip
 """Numbers and bytes of a block."""
-SMALL_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}
-"""The type of matrices whose columns form no whole blocks of 256. llama.cpp uses Q5_1 instead of Q5_K, which is not
-served."""
+SMALL_BLOCKS = {
+    "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+}  # fmt: skip
+"""The type of matrices whose columns form no whole blocks of 256, as in llama.cpp."""
 
 
 def half(values: np.ndarray) -> np.ndarray:
@@ -59,8 +63,68 @@ def _q4_1(x: np.ndarray) -> np.ndarray:
 def _q5_0(x: np.ndarray) -> np.ndarray:
     scale = np.abs(x).max(-1, keepdims=True) / 15 + 1e-8
     codes = np.clip(np.round(x / scale) + 16, 0, 31).astype(np.uint8)
+    return np.concatenate((half(scale[:, 0]), _five_bits(codes)), -1)
+
+
+def _q5_1(x: np.ndarray) -> np.ndarray:
+    least = x.min(-1, keepdims=True)
+    scale = (x.max(-1, keepdims=True) - least) / 31 + 1e-8
+    codes = np.clip(np.round((x - least) / scale), 0, 31).astype(np.uint8)
+    return np.concatenate((half(scale[:, 0]), half(least[:, 0]), _five_bits(codes)), -1)
+
+
+def _five_bits(codes: np.ndarray) -> np.ndarray:
+    """The fifth bits in 4 bytes, then the others in 16."""
     low, high = codes & 15, np.packbits(codes >> 4, axis=-1, bitorder="little")
-    return np.concatenate((half(scale[:, 0]), high, low[:, :16] | low[:, 16:] << 4), -1)
+    return np.concatenate((high, low[:, :16] | low[:, 16:] << 4), -1)
+
+
+def _iq4_nl(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(-1) / 127 + 1e-8
+    codes = _nearest(x / scale[:, None])
+    return np.concatenate((half(scale), codes[:, :16] | codes[:, 16:] << 4), -1)
+
+
+def _iq4_xs(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(-1, 8, 32)
+    wide = np.abs(parts).max(-1) / 127 + 1e-8
+    scale = wide.max(-1) / 31
+    factors = np.clip(np.round(wide / scale[:, None]), 1, 31).astype(np.uint8) + 32
+    codes = _nearest(parts / (scale[:, None] * (factors - 32.0))[..., None])
+    high = sum((factors[:, i].astype("<u2") >> 4) << 2 * i for i in range(8))
+    low = factors[:, 0::2] & 15 | (factors[:, 1::2] & 15) << 4
+    flat = (codes[..., :16] | codes[..., 16:] << 4).reshape(len(x), 128)
+    return np.concatenate((half(scale), np.asarray(high, "<u2")[:, None].view(np.uint8), low, flat), -1)
+
+
+def _nearest(x: np.ndarray) -> np.ndarray:
+    """Codes of the nearest numbers of the table."""
+    bounds = (np.array(IQ4_VALUES[:-1]) + np.array(IQ4_VALUES[1:])) / 2
+    return np.searchsorted(bounds, x).astype(np.uint8)
+
+
+def _q2_k(x: np.ndarray) -> np.ndarray:
+    scale, offset, factors, offsets, codes = _pairs(x.reshape(-1, 16, 16), 3, 15)
+    return np.concatenate((factors | offsets << 4, _two_bits(codes), half(scale), half(offset)), -1)
+
+
+def _q3_k(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(-1, 16, 16)
+    wide = np.abs(parts).max(-1) / 4 + 1e-8
+    scale = wide.max(-1) / 31
+    factors = np.clip(np.round(wide / scale[:, None]), 1, 31).astype(np.uint8) + 32
+    steps = scale[:, None] * (factors - 32.0)
+    codes = (np.clip(np.round(parts / steps[..., None]), -4, 3) + 4).astype(np.uint8).reshape(-1, 256)
+    low = factors[:, :8] & 15 | (factors[:, 8:] & 15) << 4
+    high = sum(factors[:, 4 * i : 4 * i + 4] >> 4 << 2 * i for i in range(4))
+    third = np.packbits(codes.reshape(-1, 8, 32) >> 2, axis=1, bitorder="little").reshape(len(x), 32)
+    return np.concatenate((third, _two_bits(codes & 3), low, np.asarray(high, np.uint8), half(scale)), -1)
+
+
+def _two_bits(codes: np.ndarray) -> np.ndarray:
+    runs = codes.reshape(-1, 2, 4, 32)
+    joined = sum(runs[:, :, i] << 2 * i for i in range(4))
+    return np.asarray(joined, np.uint8).reshape(len(runs), 64)
 
 
 def _q4_k(x: np.ndarray) -> np.ndarray:
@@ -77,18 +141,23 @@ def _q5_k(x: np.ndarray) -> np.ndarray:
 
 def _with_offsets(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The first 16 bytes of a block of Q4_K or Q5_K, and its codes [blocks, 8, 32] up to `most`."""
-    parts = x.reshape(-1, 8, 32)
-    low = np.maximum(-parts.min(-1), 0)
-    wide = (parts.max(-1) + low) / most + 1e-8
-    scale, offset = wide.max(-1) / 63, low.max(-1) / 63 + 1e-8
-    factors = np.clip(np.round(wide / scale[:, None]), 1, 63).astype(np.uint8)
-    offsets = np.clip(np.round(low / offset[:, None]), 0, 63).astype(np.uint8)
-    steps = scale[:, None, None] * factors[..., None]
-    codes = np.clip(np.round((parts + (offset[:, None] * offsets)[..., None]) / steps), 0, most).astype(np.uint8)
+    scale, offset, factors, offsets, codes = _pairs(x.reshape(-1, 8, 32), most, 63)
     first = factors[:, :4] | factors[:, 4:] >> 4 << 6
     second = offsets[:, :4] | offsets[:, 4:] >> 4 << 6
     third = factors[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4
     return np.concatenate((half(scale), half(offset), first, second, third), -1), codes
+
+
+def _pairs(parts: np.ndarray, most: int, largest: int) -> tuple[np.ndarray, ...]:
+    """Scales and offsets of blocks, their factors up to `largest` for each part, and codes up to `most`."""
+    low = np.maximum(-parts.min(-1), 0)
+    wide = (parts.max(-1) + low) / most + 1e-8
+    scale, offset = wide.max(-1) / largest, low.max(-1) / largest + 1e-8
+    factors = np.clip(np.round(wide / scale[:, None]), 1, largest).astype(np.uint8)
+    offsets = np.clip(np.round(low / offset[:, None]), 0, largest).astype(np.uint8)
+    steps = scale[:, None, None] * factors[..., None]
+    codes = np.clip(np.round((parts + (offset[:, None] * offsets)[..., None]) / steps), 0, most).astype(np.uint8)
+    return scale, offset, factors, offsets, codes
 
 
 def _q6_k(x: np.ndarray) -> np.ndarray:
@@ -105,5 +174,6 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
 
 
 _MAKERS = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -72,6 +73,7 @@ def with_adapters(requests: Sequence[BenchRequest], args: argparse.Namespace) ->
 async def wait_until_ready(client: httpx.AsyncClient, base_url: str, seconds: float) -> None:
     """Returns once the server answers. Raises ValueError after `seconds`; 0: does not wait."""
     deadline = time.monotonic() + seconds
+    told = False
     while seconds > 0:
         try:
             if (await client.get(base_url + "/health", timeout=5)).status_code < 500:
@@ -79,6 +81,9 @@ async def wait_until_ready(client: httpx.AsyncClient, base_url: str, seconds: fl
             reason = "it is not ready"
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
+        if not told:
+            told = True
+            print(f"waiting for a server at {base_url} ({reason}), at most {seconds:g} s", file=sys.stderr)
         if time.monotonic() >= deadline:
             raise ValueError(
                 f"no server is ready at {base_url} after {seconds:g} s (--ready-check-timeout-sec): {reason}; "

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import report
 from moe_engine import Engine
+from moe_engine.cli.output_file import check_writable
 from moe_engine.config.args import build_parser
 from moe_engine.config.flags import parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
@@ -94,6 +95,8 @@ def result_table(values: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     try:
         own, flags = parse_arguments(argv)
+        if own.result_filename:
+            check_writable("--result-filename", own.result_filename)
         with Engine(**flags) as engine:
             requests = make_dataset(own, Vocabulary.from_path(engine.config.tokenizer_path))
             if not requests:
@@ -103,15 +106,15 @@ def main(argv: list[str] | None = None) -> int:
                 generate(engine, short[:WARMUP_REQUESTS], True)
                 engine.flush_cache()
             values = measure(engine, requests, not own.disable_ignore_eos)
+        print(result_table(values))
+        if own.result_filename:
+            report.append_jsonl("--result-filename", own.result_filename, values | {"machine": report.machine()})
     except (ConfigError, ValueError, FileNotFoundError) as error:
-        print(f"benchmarks.offline_throughput: error: {error}", file=sys.stderr)
+        print(f"moe-engine bench offline_throughput: error: {error}", file=sys.stderr)
         return 2
     except MoeEngineError as error:
-        print(f"benchmarks.offline_throughput: {error}", file=sys.stderr)
+        print(f"moe-engine bench offline_throughput: {error}", file=sys.stderr)
         return 1
-    print(result_table(values))
-    if own.result_filename:
-        report.append_jsonl(own.result_filename, values | {"machine": report.machine()})
     return 0
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.step_driver import BatchDriver, create_worker
 from benchmarks.step_work import MachineLimits, ModelWork
+from moe_engine.cli.output_file import check_writable
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.prepare import prepare
@@ -150,20 +151,22 @@ def correctness_test(own: argparse.Namespace, config: ResolvedConfig) -> None:
 def main(argv: list[str] | None = None) -> int:
     try:
         own, args = parse_arguments(argv)
+        if own.result_filename:
+            check_writable("--result-filename", own.result_filename)
         config = prepare(args)
         if own.correctness_test:
             correctness_test(own, config)
             return 0
         for values in latency_test(own, config):
             if own.result_filename:
-                report.append_jsonl(own.result_filename, values)
+                report.append_jsonl("--result-filename", own.result_filename, values)
             else:
                 print(json.dumps(values))
     except (ConfigError, ValueError) as error:
-        print(f"benchmarks.one_batch: error: {error}", file=sys.stderr)
+        print(f"moe-engine bench one_batch: error: {error}", file=sys.stderr)
         return 2
     except MoeEngineError as error:
-        print(f"benchmarks.one_batch: {error}", file=sys.stderr)
+        print(f"moe-engine bench one_batch: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_engine.cli.output_file import writing
+
 QUIET_LOAD = 0.5
 """Above this 1-minute load other programs are running, and times are unreliable."""
 QUIET_WAIT_S = 300
@@ -169,8 +171,9 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
 
 
-def append_jsonl(path: str | Path, values: dict[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
+def append_jsonl(flag: str, path: str | Path, values: dict[str, Any]) -> None:
+    """Raises ConfigError with `flag`, which named the file, if it cannot be written."""
+    with writing(flag, path), open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(values, default=str) + "\n")
 
 

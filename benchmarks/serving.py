@@ -26,7 +26,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -48,6 +47,7 @@ from benchmarks.load_options import (
 )
 from benchmarks.trace_requests import NAME as MOONCAKE
 from benchmarks.trace_requests import add_trace_arguments, check_trace_arguments, trace_requests
+from moe_engine.cli.output_file import check_writable
 from moe_engine.errors import ConfigError
 from moe_engine.server.listen import url_host
 from moe_engine.tuning import serving_report
@@ -383,7 +383,7 @@ def _write(args: argparse.Namespace, values: dict[str, Any], answers: list[Answe
             "errors": [a.error for a in answers],
             "phases": [a.phases for a in answers],
         }
-    report.append_jsonl(Path(args.output_file or default_output_file(args)), record)
+    report.append_jsonl("--output-file", args.output_file or default_output_file(args), record)
 
 
 def _agent_points(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
@@ -402,6 +402,7 @@ def main(argv: list[str] | None = None) -> int:
     points: list[dict[str, Any]] = []
     failures: list[Answer] = []
     try:
+        check_writable("--output-file", args.output_file or default_output_file(args))
         for values, answers in _agent_points(args) if agentic else iter([run(args)]):
             limit, rate = args.max_concurrency, args.request_rate
             print(serving_report.result_table(values, backend=args.backend, request_rate=rate, max_concurrency=limit))
@@ -411,7 +412,7 @@ def main(argv: list[str] | None = None) -> int:
             points.append(values | {"max_concurrency": limit})
             failures += [answer for answer in answers if not answer.success]
     except (ConfigError, ValueError, FileNotFoundError, httpx.HTTPError) as error:
-        print(f"benchmarks.serving: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"moe-engine bench serving: error: {str(error) or type(error).__name__}", file=sys.stderr)
         return 2
     title = f"{args.backend}, {args.dataset_name}, {args.request_rate} requests/s"
     if len(points) > 1:

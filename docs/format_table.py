@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.quantization.codes import FP4, GroupCodes
+from moe_engine.kernels.quantization.codes import FP4, INTEGERS, GroupCodes
 from moe_engine.kernels.quantization.protocol import BlockFP8
 from moe_engine.kernels.registry import Row
 from moe_engine.models import registry
@@ -129,7 +129,7 @@ def multiplies(row: Row, form: Any) -> bool:
 def text_of(form: Any, device: str) -> str:
     if isinstance(form, BlockFP8):
         return "FP8 blocks of 128 x 128"
-    kind = "fp4" if form.values == FP4 else f"int{form.bits}"
+    kind = f"int{form.bits}" if form.values == INTEGERS else form.values
     kept = f"a {form.scales}"
     if device == "cuda" and form.values == FP4:
         kept = "an e8m0" if form.mxfp4 else "an e4m3"
@@ -177,7 +177,7 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
     parser, target = str(architecture.config_parser), str(architecture.target)
     if "parse_sparse_deepseek" in parser:
         return "MLA, sparse", ("mla", "indexer"), "sparse"
-    if "mistral3:" in target:
+    if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
     if "deepseek:" in target:
         return "MLA", ("mla",), ""

@@ -10,7 +10,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.safetensors_header import read_header
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
+from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
 from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -194,7 +194,9 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(index, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
     if not names or outside:
         reason = f"names {outside[0]!r:.100}, which is not in its folder" if outside else "lists no tensors"

@@ -1,7 +1,7 @@
-"""config.json of Mistral's families since 2025 -> ModelConfig: Ministral 3 and Mistral Small 4, alone or as the text
-model of `Mistral3ForConditionalGeneration`, which has Pixtral's vision tower. Imports no torch.
+"""config.json of Mistral's families -> ModelConfig: Ministral 3 and Mistral Small 4, alone or as the text model of
+`Mistral3ForConditionalGeneration`, which has Pixtral's vision tower; Pixtral 12B in Llava's layout. Imports no torch.
 
-In both a query is multiplied by a factor that grows with its position (`RopeConfig.query_beta`).
+In both text models a query is multiplied by a factor that grows with its position (`RopeConfig.query_beta`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from moe_engine.models.formats.fused_float8 import FusedFloat8
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.vision_config import PIXTRAL, VisionConfig
+from moe_engine.models.vision_config import PIXTRAL, PIXTRAL_12B, VisionConfig
+
+_LLAVA = {
+    "multimodal_projector_bias": True, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+    "spatial_merge_size": 1, "image_token_index": 32000,
+}  # fmt: skip
+"""Values of fields that a config.json of Llava leaves out."""
+_LLAVA_TEXTS = ("llama", "mistral", "qwen2")
 
 
 def parse_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -60,6 +67,20 @@ def parse_mistral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     if section is None or section.text("model_type", "pixtral") != "pixtral":
         return config
     return replace(config, vision=_tower(fields, section, config))
+
+
+def parse_llava(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Pixtral 12B: Mistral's text model with a token for each patch. With another tower the text model alone."""
+    kind, section = fields.text("model_type", "llama"), fields.section("vision_config")
+    if kind not in _LLAVA_TEXTS:
+        fields.fail("text_config.model_type", f"{kind!r} is not supported; supported: {', '.join(_LLAVA_TEXTS)}")
+    config = parse_dense(fields, generation)
+    if section is None or section.text("model_type", "") != "pixtral":
+        return config
+    outer = Fields({**_LLAVA, **fields.raw}, fields.source)
+    if (strategy := outer.text("vision_feature_select_strategy")) != "full":
+        fields.fail("vision_feature_select_strategy", f"{strategy!r} is not supported; supported: 'full'")
+    return replace(config, vision=replace(_tower(outer, section, config), tower=PIXTRAL_12B, merge=1))
 
 
 def _tower(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig:

@@ -1,4 +1,5 @@
-"""`Mistral3ForConditionalGeneration`: Mistral Small 3.1, Ministral 3, Mistral Small 4, with images."""
+"""Mistral's models with images: Pixtral 12B (`LlavaForConditionalGeneration`), Mistral Small 3.1, Ministral 3, Mistral
+Small 4 (`Mistral3ForConditionalGeneration`)."""
 
 from __future__ import annotations
 

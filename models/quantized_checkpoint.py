@@ -7,7 +7,9 @@ integers, kv_b_proj are unchanged.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -102,7 +105,7 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
         written = output / file.path.with_suffix(".safetensors").name
         if not written.is_file():
             part = written.with_suffix(".part")
-            save_file(_converted(file, names, target, advance), part, metadata={"format": "pt"})
+            _save(part, _converted(file, names, target, advance))
             part.rename(written)
         else:
             advance(sum(header.num_bytes for header in file.tensors.values()))
@@ -164,6 +167,17 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
     for file in source.iterdir():  # also after an interruption: it may have come before the last copy
         if file.is_file() and file.suffix not in _SKIPPED and file.name not in _WRITTEN:
             shutil.copy2(file, output / file.name)
+
+
+def _save(part: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes one file, or none. Raises OSError."""
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's only class: the reason is in its text
+        part.unlink(missing_ok=True)
+        if "No space left" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        raise OSError(str(error)) from None
 
 
 def _converted(file: WeightFile, names: set[str], target: Target, advance: Callable[[int], None]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ _MIXTURES = "moe_engine.models.config_mixtures"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
+_PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
@@ -108,6 +109,7 @@ for _name, _target, _parser in (
     ("HYV3ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hy_v3"),
     ("Ministral3ForCausalLM", _DENSE, "moe_engine.models.config_mistral:parse_ministral3"),
     ("Mistral4ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral4"),
+    ("LlavaForConditionalGeneration", _PIXTRAL, "moe_engine.models.config_mistral:parse_llava"),
     ("Mistral3ForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_mistral3"),
     ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_vl"),
     ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),

@@ -13,6 +13,7 @@ QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
 KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
+PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
 """Values of `VisionConfig.tower`."""
 
 

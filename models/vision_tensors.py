@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moe_engine.models.vision_config import KIMI, PIXTRAL, QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import KIMI, PIXTRAL, PIXTRAL_12B, QWEN2, QWEN2_5, QWEN3, VisionConfig
 
 PREFIX = "visual."
 Entry = tuple[str, tuple[int, ...], bool]
@@ -84,8 +84,9 @@ def _pixtral(v: VisionConfig) -> Iterator[Entry]:
         for part in ("gate", "up"):
             yield f"{block}.feed_forward.{part}_proj.weight", (v.intermediate, v.width), False
         yield f"{block}.feed_forward.down_proj.weight", (v.width, v.intermediate), False
-    yield "projector.norm.weight", (v.width,), True
-    yield "projector.patch_merger.merging_layer.weight", (v.width, v.merged_width), False
+    if v.tower == PIXTRAL:
+        yield "projector.norm.weight", (v.width,), True
+        yield "projector.patch_merger.merging_layer.weight", (v.width, v.merged_width), False
     for name, columns in (("linear_1", v.width), ("linear_2", v.out_width)):
         entries = _linear(f"projector.{name}", v.out_width, columns)
         yield from entries if v.projector_bias else [next(entries)]
@@ -115,6 +116,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     KIMI: _kimi,
     PIXTRAL: _pixtral,
+    PIXTRAL_12B: _pixtral,
     QWEN2: _qwen2,
     QWEN2_5: _qwen2_5,
     QWEN3: _qwen3,

@@ -23,6 +23,10 @@ class InputError(MoeEngineError):
         self.status = status
 
 
+class TooLongError(InputError):
+    """A prompt, or a prompt with the tokens asked for, is longer than the context or the KV cache."""
+
+
 class GenerationError(MoeEngineError):
     """A valid request could not be computed (its logits were NaN); HTTP status 500."""
 

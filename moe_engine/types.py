@@ -377,6 +377,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    @property
+    def is_pure_decode(self) -> bool:
+        """One token per request, all ids on the device, all sampled; False for lists of unequal lengths."""
+        rows, starts, counts, slots = len(self.rows), len(self.starts), len(self.counts), len(self.slots)
+        return self.num_decodes == rows == starts == counts == slots == len(self.samples) and all(self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -175,14 +175,13 @@ def with_dispatcher(
     shape: DispatchShape,
     decode_tokens: int,
     symm_mem: SymmetricMemory | None = None,
-    overlaps: bool = False,
 ) -> ParallelContext:
     """The context with the dispatcher shared by all layers. Collective over the model's ranks.
 
     Args:
         shape: `max_tokens` is a rank's max tokens: its share of its attention group's tokens.
         decode_tokens: the same in decode mode, used for decode-only steps up to this size.
-        symm_mem, overlaps: see `Groups`.
+        symm_mem: see `Groups`.
     """
     from moe_engine.parallel.dispatch.build import Groups, build
 
@@ -193,7 +192,6 @@ def with_dispatcher(
         parallel.process_group,
         deepep_version=choice.deepep_version,
         symm_mem=symm_mem,
-        overlaps=overlaps,
     )
     return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)
 

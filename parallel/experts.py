@@ -20,7 +20,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
-from moe_engine.parallel.overlap import CommStream, Pending
+from moe_engine.parallel.overlap import CommStream, Pending, Started
 
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
@@ -70,13 +70,14 @@ class DispatchedExperts:
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
-        batch, handle = self._dispatch(x, topk_ids, topk_weights, phase)
+        batch, handle = self._dispatcher.dispatch(*self._sent(x, topk_ids, topk_weights, phase))
         out = self._dispatcher.combine(self._multiplied(batch), topk_weights, handle)
         return out if add is None else out.add_(add)
 
-    def _dispatch(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]:
+    def _sent(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[Any, ...]:
+        """Arguments of a dispatch."""
         x = as_format(x, self.input_format if self._sends_rows[phase] else UNQUANTIZED)
-        return self._dispatcher.dispatch(x, topk_ids, topk_weights, phase, self._arriving)
+        return x, topk_ids, topk_weights, phase, self._arriving
 
     # -- the same in stages, with communication in a comm stream
 
@@ -84,12 +85,15 @@ class DispatchedExperts:
         self, stream: CommStream, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase
     ) -> Pending[Any]:
         """Starts the dispatch."""
-        return stream.run(self._dispatch, x, topk_ids, topk_weights, phase)
+        return Started(stream.run(self._start_dispatch, x, topk_ids, topk_weights, phase))
+
+    def _start_dispatch(self, *sent: Any) -> Callable[[], tuple[ExpertBatch, Any]]:
+        return self._dispatcher.start_dispatch(*self._sent(*sent))
 
     def compute(self, stream: CommStream, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
         """Waits for the received tokens, runs the experts, and starts the combine."""
         batch, handle = sent.wait()
-        return stream.run(self._dispatcher.combine, self._multiplied(batch), topk_weights, handle)
+        return Started(stream.run(self._dispatcher.start_combine, self._multiplied(batch), topk_weights, handle))
 
     def _multiplied(self, batch: ExpertBatch) -> Tensor:
         """The experts' results of a batch, whose rows are counted if there is a recorder."""

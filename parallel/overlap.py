@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 T = TypeVar("T", covariant=True)
+R = TypeVar("R")
 
 
 class Pending(Protocol[T]):
@@ -56,6 +57,17 @@ class InlineStream:
 
     def run(self, call: Callable[..., Any], *args: Any) -> Pending[Any]:
         return Done(call(*args))
+
+
+@dataclass(frozen=True)
+class Started(Generic[R]):
+    """Implements `Pending`: a call of a comm stream that returns the second half of its work, which runs in the stream
+    or thread that waits for it. For one `wait`."""
+
+    first: Pending[Callable[[], R]]
+
+    def wait(self) -> R:
+        return self.first.wait()()
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Load:
 
 
 V3_EP8 = Load(8, 32, 8, 7168, 128, torch.bfloat16, fp8=False)
-V3_BESIDE = replace(V3_EP8, num_local=4, tokens=4)
+V3_BESIDE = replace(V3_EP8, num_local=4, tokens=2)
 """Ranks on streams of one GPU: few programs, so that a waiting program never blocks the start of the programs it waits
 for."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
@@ -54,10 +54,9 @@ OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 
 class RanksHere:
-    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E. waits_apart: cooperative launches of one
-    device may be serialised, so only launches of one program may wait for other ranks."""
+    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E."""
 
-    def __init__(self, load: Load, device: str, waits_apart: bool = False) -> None:
+    def __init__(self, load: Load, device: str) -> None:
         from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 
         self._load = load
@@ -66,7 +65,7 @@ class RanksHere:
         addresses = [own.data_ptr() for own in self.memory]
         self.lost = torch.zeros(load.num_ranks, dtype=torch.int32, pin_memory=device == "cuda")
         self.ranks = [
-            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype, waits_apart)
+            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype)
             for rank, own in enumerate(self.memory)
         ]
         shape = (load.num_ranks, load.tokens)
@@ -109,17 +108,24 @@ class RanksHere:
         return self._stacked(run("sum", lambda r, own: own.sum(self._load.tokens, self._load.dtype, number)))
 
     def run_beside(self, number: int) -> Tensor:
-        """`run` with one stream per rank, whole dispatches and combines: kernels wait for each other.
+        """`run` with one stream per rank, whole dispatches, then whole combines: kernels wait for each other.
 
         The host must not synchronise in between: kernels are loaded and streams have their memory after a `run` apart.
-        All waiting programs must be resident on the GPU together with the programs they wait for.
+        All waiting programs must be resident on the GPU together with the programs they wait for. A device may run its
+        cooperative launches one after the other: no sum starts before the last arrival, which its ranks need.
         """
-        out = []
+        rows, out = [], []
         torch.cuda.synchronize()
         for r, (own, stream) in enumerate(zip(self.ranks, self._streams)):
             with torch.cuda.stream(stream):
-                rows = self.experts(r, own.dispatch(self.x[r], self.ids[r], self.weights[r], number))
-                out.append(own.combine(rows, self._load.tokens, number))
+                rows.append(self.experts(r, own.dispatch(self.x[r], self.ids[r], self.weights[r], number)))
+        arrived = [stream.record_event() for stream in self._streams]
+        for r, (own, stream) in enumerate(zip(self.ranks, self._streams)):
+            with torch.cuda.stream(stream):
+                own.combine_send(rows[r], number)
+                for event in arrived:
+                    stream.wait_event(event)
+                out.append(own.sum(self._load.tokens, self._load.dtype, number))
         torch.cuda.synchronize()
         return self._stacked(out)
 
@@ -169,7 +175,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def _error_beside(load: Load) -> float:
     """Error of ranks on separate streams; infinite if a rank was lost."""
-    ranks = RanksHere(load, "cuda", waits_apart=True)
+    ranks = RanksHere(load, "cuda")
     expected = ranks.expected()
     for number in range(NUM_SLOTS):
         ranks.run(number, apart=True)

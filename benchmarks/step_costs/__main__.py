@@ -74,8 +74,6 @@ def parser() -> argparse.ArgumentParser:
 
 def print_summary(summary: Any, lines: bool) -> None:
     """The step by section, its most expensive launches, and the host's waits."""
-    from benchmarks.step_costs.summary import us_of
-
     case, least = summary.case, summary.least
     rows = [
         (
@@ -108,9 +106,9 @@ def print_summary(summary: Any, lines: bool) -> None:
             (
                 line.name, line.place, "early" if line.early else "graph" if line.graph else "eager", line.stream,
                 f"{line.cost.read / 1e6:.2f}", f"{line.cost.written / 1e6:.2f}", f"{line.cost.total_flops / 1e9:.2f}",
-                f"{us_of(line, case.hardware):.1f}",
+                f"{span.microseconds:.1f}",
             )
-            for line in part.lines
+            for span, line in zip(part.spans, part.lines, strict=True)
         ]  # fmt: skip
         print(report.table(("launch", "from", "", "stream", "MB read", "MB written", "GFLOP", "us"), every))
 

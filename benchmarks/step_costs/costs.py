@@ -24,8 +24,9 @@ class Cost:
     """Work of one launch. Bytes are of device memory; `flops` by dtype (``bf16``, ``fp8``, ``fp32``).
 
     nvlink, network: bytes that this rank sends. link_us: latency of a message in addition to its bytes, or the whole
-    time if it was measured. launches: kernels that a library starts for the call. empty_us: time of programs without
-    work, in addition to everything else.
+    time if it was measured. travel_us: time from the end of the launch until its messages have arrived at other ranks.
+    awaits: the launch works when the messages sent last have arrived. launches: kernels that a library starts for the
+    call. empty_us: time of programs without work, in addition to everything else.
     """
 
     read: float = 0
@@ -34,6 +35,8 @@ class Cost:
     nvlink: float = 0
     network: float = 0
     link_us: float = 0
+    travel_us: float = 0
+    awaits: bool = False
     launches: int = 1
     empty_us: float = 0
 

@@ -28,11 +28,6 @@ def _rate(s: Setting, key: str) -> float:
     return float(s.hardware["deepep"]["low_latency"]["node"][key])
 
 
-def _streamed_us(s: Setting, num_bytes: float) -> float:
-    assert s.hardware is not None
-    return num_bytes / float(s.hardware["stream_bytes_per_s"]) * 1e6
-
-
 def _row_bytes(a: Any, x: Tensor) -> int:
     """Bytes of a row as sent."""
     return a.WIDTH + a.WIDTH // 128 * 4 if a.FP8 else a.WIDTH * x.element_size()
@@ -45,9 +40,8 @@ def send(a: Any, s: Setting) -> Cost:
     moved = rows + a.num_tokens * a.RANKS * a.TOP_K * CHOICE_BYTES
     sent = moved * (a.RANKS - 1) / a.RANKS
     scales = a.x_scales if isinstance(a.x_scales, Tensor) else None
-    return Cost(
-        size(a.x, scales, a.ids, a.weights), moved, nvlink=sent, link_us=sent / _rate(s, "dispatch_bytes_per_s") * 1e6
-    )
+    link_us, travel_us = sent / _rate(s, "dispatch_bytes_per_s") * 1e6, _rate(s, "dispatch_us")
+    return Cost(size(a.x, scales, a.ids, a.weights), moved, nvlink=sent, link_us=link_us, travel_us=travel_us)
 
 
 @cost_of("receive_kernel")
@@ -57,8 +51,7 @@ def receive(a: Any, s: Setting) -> Cost:
     width = a.WIDTH * a.out.element_size() + (a.WIDTH // 128 * 4 if a.FP8 and not a.WIDEN else 0)
     read = arrived * _row_bytes(a, a.out) + 2 * s.routing.tokens * a.TOP_K * 4
     written = s.routing.rows * width + s.routing.tokens * a.TOP_K * 4
-    waiting = 0.0 if a.APART else _rate(s, "dispatch_us")
-    return Cost(read, written, link_us=waiting + _streamed_us(s, read + written))
+    return Cost(read, written, awaits=True)
 
 
 @cost_of("combine_send_kernel")
@@ -67,18 +60,12 @@ def combine_send(a: Any, s: Setting) -> Cost:
     returned = s.routing.tokens / a.RANKS * _rows_a_token(s) * row
     sent = returned * (a.RANKS - 1) / a.RANKS
     read = s.routing.rows * row + s.routing.tokens * a.TOP_K * CHOICE_BYTES
-    return Cost(read, returned, nvlink=sent, link_us=sent / _rate(s, "combine_bytes_per_s") * 1e6)
+    link_us, travel_us = sent / _rate(s, "combine_bytes_per_s") * 1e6, _rate(s, "combine_us")
+    return Cost(read, returned, nvlink=sent, link_us=link_us, travel_us=travel_us)
 
 
 @cost_of("sum_kernel")
 def sums(a: Any, s: Setting) -> Cost:
     """Waits, then sums."""
     read, written = a.num_tokens * _rows_a_token(s) * a.WIDTH * a.out.element_size(), size(a.out)
-    waiting = 0.0 if a.APART else _rate(s, "combine_us")
-    return Cost(read, written, link_us=waiting + _streamed_us(s, read + written))
-
-
-@cost_of("wait_kernel")
-def waits(a: Any, s: Setting) -> Cost:
-    """Wait for rows or for results: the mean of both latencies, because a layer has one of each."""
-    return Cost(8 * a.RANKS, 0, link_us=(_rate(s, "dispatch_us") + _rate(s, "combine_us")) / 2)
+    return Cost(read, written, awaits=True)

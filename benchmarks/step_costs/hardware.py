@@ -82,10 +82,15 @@ class Hardware:
         else:
             compute = sum(count / rates[dtype] for dtype, count in cost.flops.items())
         work = max(cost.bytes / self[f"{kind}_bytes_per_s"], compute) * 1e6
+        took = max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
+        return float(self.gap_us(cost, graph, early) + took)
+
+    def gap_us(self, cost: Cost, graph: bool, early: bool = False) -> float:
+        """Time before the kernels of a launch, of the same arguments."""
         gaps = self["graph_node_us" if graph else "eager_gap_us"] * cost.launches
         if graph and early:
             gaps += self["dependent_node_us"] - self["graph_node_us"]
-        return gaps + max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
+        return float(gaps)
 
     def nccl_us(self, operation: str, num_bytes: int) -> float:
         """Interpolated between measured sizes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.step_costs import roofline
@@ -12,34 +12,11 @@ from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.layers import bytes_of, names_of
 from benchmarks.step_costs.models import shortened
 from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line
+from benchmarks.step_costs.schedule import Span, length_of, message_us, schedule
 from benchmarks.step_costs.session import Case, Recorded
-
-ATTENTION = {
-    "latent_kernel",
-    "expanded_kernel",
-    "flash_attn_with_kvcache",
-    "flash_attn_varlen",
-    "flash_mla_fp8",
-    "paged_kernel",
-    "tree_kernel",
-    "trtllm_mla",
-}
-
 
 LAYER = "layer "
 """Prefix of a layer's section."""
-
-
-def kind_of(line: Line) -> str:
-    """The device's rate that applies to a launch."""
-    if line.name in ATTENTION:
-        return "attention"
-    return "product" if line.cost.total_flops else "stream"
-
-
-def us_of(line: Line, hardware: Hardware) -> float:
-    """Time of a launch."""
-    return hardware.microseconds(kind_of(line), line.cost, line.graph, line.early)
 
 
 @dataclass(frozen=True)
@@ -48,9 +25,22 @@ class Section:
 
     name: str
     repeats: int
-    lines: Sequence[Line]
-    microseconds: float
-    """Time of one run: launches of a stream are sequential, streams overlap between the events that they wait for."""
+    spans: Sequence[Span]
+
+    @property
+    def lines(self) -> list[Line]:
+        return [span.line for span in self.spans]
+
+    @property
+    def microseconds(self) -> float:
+        """Time of one run."""
+        return length_of(self.spans)
+
+    def messages_us(self, hardware: Hardware) -> float:
+        """Time of one run that its messages take beyond what other streams do meanwhile."""
+        alone = sum(span.microseconds for span in self.spans)
+        messages = sum(message_us(span, hardware) for span in self.spans)
+        return max(0.0, messages - (alone - self.microseconds))
 
     @property
     def launches(self) -> int:
@@ -89,25 +79,18 @@ class Summary:
     @property
     def allowed_us(self) -> float:
         """The roofline's work at the rates that the constants give, with the messages of this step and nothing else: no
-        gap, norm, padding or head. A fused exchange counts as messages for what its products do not hide."""
+        gap, norm, padding or head. Messages count for what neither their launch's products nor other streams hide."""
         hardware, least = self.case.hardware, self.least
         flops = least.product_flops / hardware["product_flops"]["fp8" if bytes_of(self.case.config)[1] == 1 else "bf16"]
         weights = max(least.weight_bytes / hardware["product_bytes_per_s"], flops)
         computed = least.attention_flops / hardware["attention_flops"]
         attention = max(least.kv_bytes / hardware["attention_bytes_per_s"], computed)
-        messages = sum(part.repeats * sum(map(self._message_us, part.lines)) for part in self.sections)
+        messages = sum(part.repeats * part.messages_us(hardware) for part in self.sections)
         return (weights + attention) * 1e6 + messages
-
-    def _message_us(self, line: Line) -> float:
-        cost = line.cost
-        if not cost.nvlink and not cost.network:
-            return 0.0
-        products = self.case.hardware.microseconds("product", replace(cost, link_us=0.0), True) if cost.flops else 0.0
-        return max(0.0, cost.link_us - products)
 
     @property
     def allowed(self) -> float:
-        """The roofline's share of `allowed_us`: no build reaches more with these constants and messages."""
+        """The roofline's share of `allowed_us`: no build reaches more with these constants, messages and streams."""
         return min(1.0, self.least.microseconds / self.allowed_us)
 
     @property
@@ -145,9 +128,9 @@ class Summary:
         """The launches with the most time over the step, as (microseconds, name and place)."""
         times: dict[str, float] = defaultdict(float)
         for part in self.sections:
-            for line in part.lines:
-                us = us_of(line, self.case.hardware)
-                times[f"{line.name}  {line.place}  ({part.name})"] += us * part.repeats
+            for span in part.spans:
+                name = f"{span.line.name}  {span.line.place}  ({part.name})"
+                times[name] += span.microseconds * part.repeats
         return sorted(((us, name) for name, us in times.items()), reverse=True)[:count]
 
 
@@ -161,7 +144,7 @@ def summarize(case: Case, recorded: Recorded) -> Summary:
         repeats, shown = times_of(name, recorded.repeats), name
         if name.startswith(LAYER):
             shown = kinds[int(name.removeprefix(LAYER))]
-        sections.append(Section(shown, repeats, lines, time_of(lines, case.hardware)))
+        sections.append(Section(shown, repeats, schedule(lines, case.hardware)))
     waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
     order = [*dict.fromkeys(kinds), "head", DRAFT, OUTSIDE]
     sections.sort(key=lambda part: order.index(part.name))
@@ -178,23 +161,6 @@ def least_of(case: Case, kv_dtype: str) -> roofline.Roofline:
         return roofline.prefill(case.config, case.form, case.hardware, case.prefill)
     width = {"fp8_e4m3": 656 / 576, "fp8_ds_mla": 656 / 576, "fp8_per_tensor": 1, "fp8_e5m2": 1}.get(kv_dtype, 2)
     return roofline.decode(case.config, case.form, case.hardware, case.batch, case.context, case.nodes, width)
-
-
-def time_of(lines: Iterable[Line], hardware: Hardware) -> float:
-    """The longest chain of launches that wait for each other; graphs and eager launches run one after the other.
-    Concurrent launches do not slow each other down."""
-    ends: dict[bool, list[float]] = {True: [], False: []}
-    streams: dict[tuple[bool, int], list[tuple[int, float]]] = defaultdict(list)  # ticks and ends, in order
-    for line in lines:
-        own = streams[line.graph, line.stream]
-        begin = own[-1][1] if own else 0.0
-        for stream, tick in line.behind.items():
-            before = (end for number, end in reversed(streams[line.graph, stream]) if number <= tick)
-            begin = max(begin, next(before, 0.0))
-        end = begin + us_of(line, hardware)
-        own.append((line.tick, end))
-        ends[line.graph].append(end)
-    return sum(max(found, default=0.0) for found in ends.values())
 
 
 def values(summary: Summary) -> dict[str, Any]:

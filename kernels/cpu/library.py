@@ -11,10 +11,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ UNITS = (
     "delta",
     "lora",
     "decoder",
+    "decode_step",
     "drafts",
     "draft_step",
     "team",
@@ -88,6 +91,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_mla_layer": (None, [N, P, P, L, L, P, P, N, P, L, P, P]),
     "moe_moe_layer": (None, [N, P, P, L, L, L, P, P]),
     "moe_decoder": (None, [N, P, P, L, P, P, P, P, P]),
+    "moe_decode_step": (L, [N, P, P, P, P, L, P, P]),
     "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P, P]),
     "moe_draft_remember": (None, [N, P, L, L, P, P, P, P, P, N, P, L]),
     "moe_draft_step": (L, [N, P, P, L, L, P, P, P, P]),
@@ -148,6 +152,7 @@ class Library:
     moe_mla_layer: Any
     moe_moe_layer: Any
     moe_decoder: Any
+    moe_decode_step: Any
     moe_draft_chain: Any
     moe_draft_remember: Any
     moe_draft_step: Any
@@ -202,13 +207,19 @@ def openmp_runtime() -> Path:
     raise LibraryError("torch was built without an OpenMP runtime (no libgomp or libomp among its libraries)")
 
 
-def _run(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def _run(command: list[str], folder: str) -> subprocess.Popen[str]:
+    """Starts the compiler, with a process group of its own, temporary files in `folder` and errors in English."""
+    environ = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environ, start_new_session=True, **pipes)
 
 
-def _finish(process: subprocess.Popen[str], command: list[str]) -> None:
+def _finish(process: subprocess.Popen[str], command: list[str], folder: str) -> None:
     _, errors = process.communicate()
     if process.returncode != 0:
+        if "No space left" in errors:
+            cache = Path(folder).parent
+            raise LibraryError(f"{cache} is full: free space there, or set XDG_CACHE_HOME to another folder")
         lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
         raise LibraryError(f"{command[0]} failed ({process.returncode}): " + " | ".join(lines[:3]))
 
@@ -225,22 +236,23 @@ def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> No
         while waiting or running:
             while waiting and len(running) < jobs:
                 command = waiting.pop(0)
-                running.append((_run(command), command))
+                running.append((_run(command, folder), command))
             done = next((item for item in running if item[0].poll() is not None), None)
             if done is None:
                 time.sleep(0.01)
                 continue
             running.remove(done)
             try:
-                _finish(*done)
+                _finish(*done, folder)
             except LibraryError:
-                for process, _ in running:
-                    process.kill()
+                for process, _ in running:  # each has children, which write into the folder
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
                     process.communicate()
                 raise
         made = f"{folder}/library.so"
         command = [compiler, "-shared", "-o", made, *objects, str(runtime)]
-        _finish(_run(command), command)
+        _finish(_run(command, folder), command, folder)
         os.replace(made, target)
 
 

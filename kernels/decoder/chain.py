@@ -74,7 +74,7 @@ class FusedDrafts:
         self.take(caches, states.dtype)
         num_steps, num_rows = steps.positions.shape
         queries = pointer(steps.queries)
-        draws = draws_struct(parameters, uniform)
+        draws = draws_struct(parameters, None if uniform is None else uniform.data_ptr())
         # numpy, not torch: torch would release the GIL here; the library call below releases it anyway, for longer
         tokens = torch.from_numpy(np.empty((num_rows, 1 + num_steps), dtype=np.int64))
         self.library.moe_draft_chain(
@@ -133,9 +133,9 @@ def fuse_drafts(
     return FusedDrafts(kind, structs, embedding, weight_struct(head), widths, library, (tuple(levels), head))
 
 
-def draws_struct(parameters: SamplingParameters | None, uniform: Tensor | None = None) -> _Draws:
-    """Sampling parameters as a C struct; greedy without parameters."""
+def draws_struct(parameters: SamplingParameters | None, uniform: int | None = None) -> _Draws:
+    """Sampling parameters and the address of random numbers as a C struct; greedy without parameters."""
     if parameters is None:
         return _Draws()
-    p, numbers = parameters, None if uniform is None else uniform.data_ptr()
-    return _Draws(p.temperature.data_ptr(), p.top_p.data_ptr(), p.min_p.data_ptr(), numbers, p.top_k.data_ptr())
+    p = parameters
+    return _Draws(p.temperature.data_ptr(), p.top_p.data_ptr(), p.min_p.data_ptr(), uniform, p.top_k.data_ptr())

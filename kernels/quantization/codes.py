@@ -3,7 +3,7 @@
 Importing this imports no torch.
 
 Legend: N out-features, K in-features, G groups. value = (table[code] - zero) * scale, with the table of the format's
-values; 16 values for 4 bits: the integers 0 to 15, minus 8 without zero points and factors. With factors
+values; 16 values for 4 bits, of integers 0 to 15, minus 8 without zero points and factors. With factors
 value = table[code] * scale * factor - offset * factor', with a scale and an offset for several groups, and two factors
 for each.
 """
@@ -24,6 +24,9 @@ INTEGERS = "int"
 FP4 = "fp4"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """e2m1: codes 0 to 7; codes 8 to 15 are their negatives."""
+IQ4 = "iq4"
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Numbers of llama.cpp's IQ4_NL and IQ4_XS."""
 MULTIPLE = 8
 """Kernels decode this many columns at once."""
 MXFP4_GROUP = 32
@@ -43,7 +46,7 @@ class GroupCodes:
         group: columns with a common scale; 0: all of a row.
         zeros: weights have zero points.
         scales: dtype of the scales.
-        values: kind of 4-bit codes: ``int`` or ``fp4``.
+        values: kind of 4-bit codes: ``int``, ``fp4`` or ``iq4``.
         factors: groups with a common scale and offset, for forms with factors; else 0.
     """
 
@@ -80,7 +83,7 @@ class GroupCodes:
     @property
     def four_bits(self) -> bool:
         """True for the forms that experts on a GPU multiply: MXFP4, NVFP4, and integers of 4 bits in groups."""
-        if self.bits != 4 or self.factors:
+        if self.bits != 4 or self.factors or self.values == IQ4:
             return False
         if self.values == FP4:
             return self.mxfp4 or self.nvfp4
@@ -96,6 +99,8 @@ class GroupCodes:
         """Values of 4-bit codes."""
         if self.values == FP4:
             return (*FP4_VALUES, *(-value for value in FP4_VALUES))
+        if self.values == IQ4:
+            return tuple(map(float, IQ4_VALUES))
         return tuple(float(code - (0 if self.zeros or self.factors else self.middle)) for code in range(16))
 
     def num_bytes(self, n: int, k: int) -> int:
@@ -175,6 +180,8 @@ class CodedWeight:
             self.codes.copy_(noise.add_(8).clamp_(0, 15).round_())
             spread = 3.0  # of the values of codes near 8: about
         else:
+            if format.values == IQ4:
+                spread *= 12  # the distance of values in the middle
             self.codes.copy_(noise.add_(format.middle).clamp_(0, 2 * format.middle - 1).round_())
         self.scales.fill_(deviation / spread)
         if self.whole is not None:

@@ -34,9 +34,7 @@ from moe_engine.kernels.symm_mem.triton_dispatch import (
     receive_kernel,
     send_constants,
     send_kernel,
-    wait_kernel,
 )
-from moe_engine.kernels.symm_mem.triton_flags import rank_constants
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 
 STATE_WORDS = 16
@@ -68,16 +66,14 @@ class SymmMemExchange:
         addresses: this rank's addresses of every rank's memory, its own included.
         lost: int32 [R], initially zero, written by the device and read by the host without waiting: timed-out ranks.
         limit_s: timeout of a kernel's wait for other ranks.
-        waits_apart: other streams compute meanwhile: a launch of one program waits, and the next one needs no other
-            rank. Otherwise the launch that needs the rows waits itself, which saves one.
     """
 
     def __init__(
         self, regions: Regions, num_slots: int, rank: int, memory: Tensor, addresses: Sequence[int], lost: Tensor,
-        limit_s: float, dtype: torch.dtype, waits_apart: bool = False,
+        limit_s: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self._regions = regions
-        self._rank, self._apart = rank, waits_apart
+        self._rank = rank
         self._memory = memory  # kept alive: kernels hold only its address
         self._lost = lost
         self._limit_ns = int(limit_s * 1e9)
@@ -131,21 +127,21 @@ class SymmMemExchange:
             x: may be quantized if dispatch is FP8.
             format: the experts' activation format: sets the FP8 scales; FP8 rows are dequantized unless it has `rows`.
         """
-        x = x if isinstance(x, QuantizedActivation) else x.contiguous()
-        self.send(x, ids.contiguous(), weights.float().contiguous(), number, format.power_of_two)
+        self.send(x, ids, weights, number, format.power_of_two)
         return self.receive(number, widen=not format.rows, columns=format.rows and format.column_scales)
 
     def combine(self, rows: Tensor, num_tokens: int, number: int) -> Tensor:
         """rows [El, C, D], the experts' results -> the weighted sums [T, D] of this rank's T tokens, in rows' dtype."""
-        self.combine_send(rows.contiguous(), number)
+        self.combine_send(rows, number)
         return self.sum(num_tokens, rows.dtype, number)
 
-    # -- the same in single launches; tensors contiguous
+    # -- the same in single launches
 
     def send(self, x: Activation, ids: Tensor, weights: Tensor, number: int, power_of_two: bool = False) -> None:
         """Sends rows, choices and weights, and begins the slot's next epoch. Does not wait."""
         regions, slot = self._regions, self._slots[number]
-        data, scales, stride = x, None, 0
+        ids, weights = ids.contiguous(), weights.float().contiguous()
+        data, scales, stride = x if isinstance(x, QuantizedActivation) else x.contiguous(), None, 0
         if isinstance(x, QuantizedActivation):
             data, scales, stride = x.rows.data.view(torch.uint8), x.rows.scales, x.rows.scale_stride
         constants = send_constants(
@@ -165,9 +161,8 @@ class SymmMemExchange:
         arrival = self._arrival(number, stays, stays and columns)
         constants = receive_constants(
             regions.top_k, regions.hidden, regions.num_local, regions.num_ranks, regions.fp8, regions.fp8 and widen,
-            stays and columns, self._apart,
+            stays and columns,
         )  # fmt: skip
-        self._wait_apart(number, slot.flags[SENT])
         rows = arrival.rows.view(torch.uint8) if stays else arrival.rows
         receive_kernel[(min(self._programs, regions.capacity),)](
             self._peers, self._state[number], self._failed, self._lost, self._partial[number], self._positions[number],
@@ -181,7 +176,7 @@ class SymmMemExchange:
         """Sends each token's weighted sum over this rank's experts. Does not wait."""
         regions, slot = self._regions, self._slots[number]
         combine_send_kernel[(min(TILES.return_programs, regions.capacity),)](
-            rows, self._positions[number], self._peers, self._state[number], self._failed, self._rank,
+            rows.contiguous(), self._positions[number], self._peers, self._state[number], self._failed, self._rank,
             regions.max_tokens, slot.sizes, slot.weights, slot.returned, slot.flags[RETURNED],
             **combine_send_constants(regions.top_k, regions.hidden, regions.num_ranks), num_warps=TILES.row_warps,
         )  # fmt: skip
@@ -190,17 +185,9 @@ class SymmMemExchange:
         """Sums over the ranks, after waiting for all of them."""
         regions, slot = self._regions, self._slots[number]
         out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=self._memory.device)
-        self._wait_apart(number, slot.flags[RETURNED])
         sum_kernel[(min(self._programs, max(num_tokens, 1)),)](
             self._targets[number], out, self._peers, self._state[number], self._failed, self._lost, num_tokens,
             self._rank, regions.max_tokens, self._limit_ns, slot.returned, slot.flags[RETURNED],
-            **sum_constants(regions.hidden, regions.num_ranks, self._apart), num_warps=TILES.row_warps, **COOPERATIVE,
+            **sum_constants(regions.hidden, regions.num_ranks), num_warps=TILES.row_warps, **COOPERATIVE,
         )  # fmt: skip
         return out
-
-    def _wait_apart(self, number: int, flags_at: int) -> None:
-        if self._apart:
-            wait_kernel[(1,)](
-                self._peers, self._state[number], self._failed, self._lost, self._rank, self._limit_ns, flags_at,
-                **rank_constants(self._regions.num_ranks), num_warps=1,
-            )  # fmt: skip

@@ -69,7 +69,7 @@ def combine_send_kernel(
 def sum_kernel(
     targets, out, peers, state, failed, lost, num_tokens, rank, max_tokens,
     limit_ns: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """out [T, WIDTH] = the sum of returned [R, M, WIDTH] over the token's ranks, targets [T, R].
 
@@ -77,7 +77,7 @@ def sum_kernel(
     launches require that all other ranks have reached this point.
     """
     complete = all_have_arrived(
-        part_of(peers, rank, flags_at, tl.int64), state, state + 4, failed, lost, limit_ns, RANKS, LANES, APART
+        part_of(peers, rank, flags_at, tl.int64), state, state + 4, failed, lost, limit_ns, RANKS, LANES
     )
     returned = part_of(peers, rank, returned_at, out.dtype.element_ty)
     cols = tl.arange(0, COLS)
@@ -92,14 +92,10 @@ def sum_kernel(
 
 
 def combine_send_constants(top_k: int, hidden: int, num_ranks: int) -> dict[str, Any]:
-    return {"TOP_K": top_k, **_row_constants(hidden, num_ranks)}
+    return {"TOP_K": top_k, **sum_constants(hidden, num_ranks)}
 
 
-def sum_constants(hidden: int, num_ranks: int, apart: bool = False) -> dict[str, Any]:
-    return {**_row_constants(hidden, num_ranks), "APART": apart}
-
-
-def _row_constants(hidden: int, num_ranks: int) -> dict[str, Any]:
+def sum_constants(hidden: int, num_ranks: int) -> dict[str, Any]:
     return {"WIDTH": hidden, "COLS": triton.next_power_of_2(hidden), **rank_constants(num_ranks)}
 
 

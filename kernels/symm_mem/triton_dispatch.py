@@ -21,7 +21,6 @@ from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.symm_mem.tiles import SHAPES, TILES, CompiledShape
 from moe_engine.kernels.symm_mem.triton_flags import (
     all_have_arrived,
-    await_flags,
     is_last,
     part_of,
     raise_flags,
@@ -95,16 +94,6 @@ def send_kernel(
             raise_flags(peers, rank, sent_at, epoch, RANKS, LANES)
 
 
-@triton.jit(do_not_specialize=["rank", "limit_ns", "flags_at"])
-def wait_kernel(
-    peers, state, failed, lost, rank, limit_ns: tl.int64, flags_at: tl.int64,
-    RANKS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Waits for all ranks' flags at byte `flags_at`, on one SM: kernels of another stream have the others.
-    Grid (1,)."""
-    await_flags(part_of(peers, rank, flags_at, tl.int64), tl.load(state), failed, lost, limit_ns, RANKS, LANES)
-
-
 @triton.jit
 def _choices_of(ids, sizes, pair, end, most, max_tokens, TOP_K: tl.constexpr):
     """(experts of pairs, -1: none; their places in ids [R, M, K]); pair (source * most + token) * K + choice."""
@@ -122,7 +111,7 @@ def receive_kernel(
     sizes_at: tl.int64, ids_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64, sent_at: tl.int64,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL: tl.constexpr,
     RANKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, OTHERS: tl.constexpr, FP8: tl.constexpr,
-    WIDEN: tl.constexpr, COLUMNS: tl.constexpr, APART: tl.constexpr,
+    WIDEN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows of each expert: out [El, C, WIDTH] and counts_out [El]; positions [R * M, K]: the row of each choice, -1: of
     another rank, -2: one of more than C rows. FP8: the rows are e4m3, with out_scales [El, C, WIDTH / 128], or, with
@@ -132,7 +121,7 @@ def receive_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     complete = all_have_arrived(
-        part_of(peers, rank, sent_at, tl.int64), state, state + 3, failed, lost, limit_ns, RANKS, LANES, APART
+        part_of(peers, rank, sent_at, tl.int64), state, state + 3, failed, lost, limit_ns, RANKS, LANES
     )
     ids, sizes = part_of(peers, rank, ids_at, tl.int32), part_of(peers, rank, sizes_at, tl.int32)
     lanes, experts, lane = tl.arange(0, LANES), tl.arange(0, LOCAL), tl.arange(0, STEP)
@@ -229,14 +218,13 @@ def send_constants(
 
 
 def receive_constants(
-    top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool, widen: bool = False, columns: bool = False,
-    apart: bool = False,
+    top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool, widen: bool = False, columns: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     local = triton.next_power_of_2(num_local)
     return {
         "TOP_K": top_k, "WIDTH": hidden, "COLS": row_columns(hidden), "NUM_LOCAL": num_local, "LOCAL": local,
         **rank_constants(num_ranks), "STEP": TILES.place_step, "OTHERS": max(1, TILES.place_counts // local),
-        "FP8": fp8, "WIDEN": widen, "COLUMNS": columns, "APART": apart,
+        "FP8": fp8, "WIDEN": widen, "COLUMNS": columns,
     }  # fmt: skip
 
 
@@ -255,7 +243,7 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
     sizes = dict.fromkeys(_SIZES[:-1], "i32") | {"limit_ns": "i64"} | dict.fromkeys(_OFFSETS, "i64")
     tensors = dict.fromkeys(("targets", "partial", "positions", "counts_out"), "*i32") | {"ids": "*i32:1"}
     tensors |= dict.fromkeys(("x", "out"), "*bf16") | {"weights": "*fp32:1", "x_scales": "*fp32"}
-    arguments = own | sizes | tensors | {"out_scales": "*fp32", "flags_at": "i64"}
+    arguments = own | sizes | tensors | {"out_scales": "*fp32"}
     sizes_of = (shape.top_k, shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
     none, found = {"x_scales": None}, []
     kernels = [(send_kernel, "send", send_constants(*sizes_of) | none)]
@@ -264,15 +252,11 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
     if shape.fp8:
         kernels.append((send_kernel, "send_rows", send_constants(*sizes_of, carries=True)))
         kernels.append((receive_kernel, "receive_rows", receive_constants(*sizes_of, columns=True)))
-        apart = receive_constants(*sizes_of, columns=True, apart=True)
-        kernels.append((receive_kernel, "receive_apart_rows", apart))
-        kernels.append((wait_kernel, "wait", rank_constants(shape.num_ranks)))
     for kernel, name, constants in kernels:
         arguments |= {"x": "*u8", "out": "*u8"} if name.endswith("_rows") else {}
         names = [argument for argument in kernel.arg_names if argument not in constants]
         signature = {argument: arguments[argument] for argument in names}
         options = COOPERATIVE if kernel is receive_kernel else {}
-        warps = 1 if kernel is wait_kernel else TILES.row_warps
         case = f"peer_{name}_{shape.name}"
-        found.append(AotCase(case, kernel, signature, constants, warps, 3, False, options))
+        found.append(AotCase(case, kernel, signature, constants, TILES.row_warps, 3, False, options))
     return found

@@ -61,14 +61,13 @@ def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES
 
 @triton.jit
 def all_have_arrived(
-    flags, state, barrier, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr
+    flags, state, barrier, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """`await_flags` of the slot's epoch by one program, for all programs of a cooperative launch: the others wait for
-    that one, on this device. False after any timeout. APART: `wait_kernel` has waited."""
-    if not APART:
-        if tl.program_id(0) == 0:
-            await_flags(flags, tl.load(state), failed, lost, limit_ns, RANKS, LANES)
-        grid_barrier(barrier)
+    that one, on this device. False after any timeout."""
+    if tl.program_id(0) == 0:
+        await_flags(flags, tl.load(state), failed, lost, limit_ns, RANKS, LANES)
+    grid_barrier(barrier)
     return tl.load(failed, volatile=True) == 0
 
 

@@ -1,8 +1,8 @@
 """Matrices of GGUF files: blocks of numbers along the rows. Imports no torch.
 
-Each matrix has its own type. All have a kernel form with exactly their values: 4 bits for Q4_0, Q4_1 and Q4_K, else 8,
-with a scale per 32 columns (Q6_K: 16). Q4_1, Q4_K and Q5_K have offsets too. Matrices of several types that a layer
-stacks have a common form of 8 bits, also with exactly their values.
+Each matrix has its own type. All have a kernel form with exactly their values: 4 bits, or 8 for Q5_0, Q5_1, Q5_K, Q6_K
+and Q8_0, with a scale per 32 columns (Q2_K, Q3_K and Q6_K: 16), and offsets where a type has them. Matrices of several
+types that a layer stacks have a common form of 8 bits, also with exactly their values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 METHOD = "gguf"
 _CODES = {
-    "Q4_0": (4, 32, "float16", 0), "Q5_0": (8, 32, "float16", 0), "Q8_0": (8, 32, "float16", 0),
-    "Q6_K": (8, 16, "float32", 0), "Q4_1": (4, 32, "float16", 1), "Q4_K": (4, 32, "float16", 8),
-    "Q5_K": (8, 32, "float16", 8),
+    "Q4_0": (4, 32, "float16", "int", 0), "Q4_1": (4, 32, "float16", "int", 1), "Q5_0": (8, 32, "float16", "int", 0),
+    "Q5_1": (8, 32, "float16", "int", 1), "Q8_0": (8, 32, "float16", "int", 0), "Q2_K": (4, 16, "float16", "int", 16),
+    "Q3_K": (4, 16, "float16", "int", 16), "Q4_K": (4, 32, "float16", "int", 8), "Q5_K": (8, 32, "float16", "int", 8),
+    "Q6_K": (8, 16, "float32", "int", 0), "IQ4_NL": (4, 32, "float16", "iq4", 0),
+    "IQ4_XS": (4, 32, "float32", "iq4", 0),
 }  # fmt: skip
-"""Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly, and the groups
-with a common scale and offset (`GroupCodes.factors`)."""
-_WIDE = (8, 16, "float16", 2)
+"""Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly, values of the
+codes, and the groups with a common scale and offset (`GroupCodes.factors`)."""
+_WIDE = (8, 16, "float16", "int", 2)
 """The form that represents every type exactly: 10 bits a number."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MERGED = (
@@ -83,8 +85,8 @@ class Blocks(SchemeBase):
 
         if not self.coded:
             return None
-        bits, group, scales, factors = _WIDE if self.wide else _CODES[self.type]
-        return GroupCodes(bits, group, scales=scales, factors=factors)
+        bits, group, scales, values, factors = _WIDE if self.wide else _CODES[self.type]
+        return GroupCodes(bits, group, scales=scales, values=values, factors=factors)
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         form = self.kernel_format()

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.decoder.decode_step import DecodeTables, FusedDecodeStep, fuse_decode_step
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
@@ -39,6 +40,9 @@ from moe_engine.parallel.step_sizes import StepSizes
 
 if TYPE_CHECKING:
     from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+
+Result = TypeVar("Result")
 
 
 class Reloadable(NamedTuple):
@@ -200,6 +204,12 @@ class Decoder:
         decoder = self.backends.attention.capabilities.decoder
         return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)
 
+    def decode_step(self, tables: DecodeTables) -> FusedDecodeStep | None:
+        """Whole decode steps as one call; None if it is not supported."""
+        if self.stack is None or not isinstance(self.head, Head):
+            return None
+        return fuse_decode_step(self.stack.fused, self.head.weight, tables)
+
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         raise NotImplementedError
 
@@ -243,6 +253,13 @@ class Decoder:
             self.at_layer = index
             hidden = call(hidden, residual, *args)
         return hidden
+
+    def fused_pass(self, run: Callable[[], Result | None]) -> Result | None:
+        """Runs a pass without `forward`, which is none if its result is None."""
+        result = run()
+        if result is not None:
+            self.passes += 1
+        return result
 
     def _forward_tapped(self, taps: HiddenTaps, batch: ForwardBatch, *args: Any) -> Tensor:
         residual = self.embed(batch)

@@ -1,5 +1,5 @@
 """The vision tower of Mistral's models (Pixtral, arXiv 2410.07073) and its projector: rotation by row and column,
-attention within an image, patches joined by token at the end.
+attention within an image; since Mistral Small 3.1 patches are joined by token at the end.
 
 Legend: P patches by row, N tokens of an image, D width, M merge size, O out width, Dh head width.
 """
@@ -33,17 +33,15 @@ class _Block:
         self.down = load_product(backends, reader, [f"{mlp}.down_proj"], v.width, v.intermediate, bias=False)
 
 
-class PixtralTower(PatchTransformer):
-    """Pixels of an image -> embeddings of its tokens; the whole tower on one rank."""
+class UnmergedTower(PatchTransformer):
+    """Pixels of an image -> embeddings of its tokens, one for each patch (Pixtral 12B); the whole tower on one rank."""
 
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
         super().__init__(vision, reader, backends, patch_name="patch_conv")
         v, out = vision, f"{PREFIX}projector"
         self.first_norm = RMSNorm(backends.ops, reader, f"{PREFIX}ln_pre", v.width, v.norm_eps)
         self.blocks = [_Block(v, reader, backends, f"{PREFIX}transformer.layers.{i}") for i in range(v.num_layers)]
-        self.token_norm = RMSNorm(backends.ops, reader, f"{out}.norm", v.width, v.projector_eps)
-        merge, bias = [f"{out}.patch_merger.merging_layer"], v.projector_bias
-        self.merge = load_product(backends, reader, merge, v.width, v.merged_width, bias=False)
+        bias = v.projector_bias
         self.project_in = load_product(backends, reader, [f"{out}.linear_1"], v.out_width, v.width, bias=bias)
         self.project_out = load_product(backends, reader, [f"{out}.linear_2"], v.out_width, v.out_width, bias=bias)
 
@@ -57,17 +55,35 @@ class PixtralTower(PatchTransformer):
         for i, block in enumerate(self.blocks):
             hidden = block.norm2.add(self.attend(block, hidden, order, table, (len(pixels),)), residual)
             hidden = block.down(self._activated(block.gate_up(hidden)))
-            last = i + 1 == len(self.blocks)
-            hidden = (self.token_norm if last else self.blocks[i + 1].norm1).add(hidden, residual)
-        tokens = hidden.view(grid[1] // v.merge, v.merge, grid[2] // v.merge, v.merge, v.width)
-        merged = self.merge(tokens.permute(0, 2, 4, 1, 3).reshape(-1, v.merged_width))
-        return self.project_out(gelu(self.project_in(merged)))
+            if i + 1 < len(self.blocks):
+                hidden = self.blocks[i + 1].norm1.add(hidden, residual)
+        return self.project_out(gelu(self.project_in(self._tokens(hidden, residual, grid))))
+
+    def _tokens(self, hidden: Tensor, residual: Tensor, grid: Grid) -> Tensor:
+        """What the last block adds to the residual [P, D] -> the projector's input [N, D]."""
+        return residual + hidden
 
     def _activated(self, gate_up: Tensor) -> Tensor:
         if self.vision.activation == "silu":
             return self.ops.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, 1)
         return gelu(gate) * up
+
+
+class PixtralTower(UnmergedTower):
+    """The same with patches joined by token."""
+
+    def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
+        super().__init__(vision, reader, backends)
+        v, out = vision, f"{PREFIX}projector"
+        self.token_norm = RMSNorm(backends.ops, reader, f"{out}.norm", v.width, v.projector_eps)
+        merge = [f"{out}.patch_merger.merging_layer"]
+        self.merge = load_product(backends, reader, merge, v.width, v.merged_width, bias=False)
+
+    def _tokens(self, hidden: Tensor, residual: Tensor, grid: Grid) -> Tensor:
+        v, normed = self.vision, self.token_norm.add(hidden, residual)
+        tokens = normed.view(grid[1] // v.merge, v.merge, grid[2] // v.merge, v.merge, v.width)
+        return self.merge(tokens.permute(0, 2, 4, 1, 3).reshape(-1, v.merged_width))
 
 
 def axial_angles(grid: Grid, width: int, theta: float) -> Tensor:

@@ -37,7 +37,7 @@ class PixtralProcessor:
         vision, size = config.get("vision_config") or {}, fields.get("size") or {}
         return cls(
             patch=int(vision.get("patch_size", 16)),
-            merge=int(config.get("spatial_merge_size", 2)),
+            merge=int(config.get("spatial_merge_size", 1 if config.get("model_type") == "llava" else 2)),
             longest=int(size.get("longest_edge") or max(size.get("height", 1024), size.get("width", 1024))),
             mean=tuple(fields.get("image_mean") or cls.mean),
             std=tuple(fields.get("image_std") or cls.std),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from moe_engine.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("agreeing_checkpoint", "checkpoints", "gguf_export", "readme_figures")
 """Scripts of benchmarks/ that prepare or check data and measure nothing."""
+OTHER_NAMES = {"latency": "one_batch", "throughput": "offline_throughput", "serve": "serving"}
+"""vLLM's names."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -47,15 +50,20 @@ def benchmarks() -> dict[str, str]:
         name: (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
         for name, file in sorted(runnable.items())
     }
-    return {name: line.partition(": ``")[0].rstrip(":.") for name, line in first_lines.items()}
+    return {
+        name: re.split("[:,] ``python", line)[0].rstrip(":.").replace("``", "`") for name, line in first_lines.items()
+    }
 
 
 def _benchmark(asked: str, names: list[str]) -> str:
     """The benchmark of that name, or the only one with that prefix."""
     wanted = asked.replace("-", "_").removeprefix("bench_")
+    wanted = OTHER_NAMES.get(wanted, wanted)
     matching = [name for name in names if name == wanted] or [name for name in names if name.startswith(wanted)]
     if len(matching) == 1:
         return matching[0]
     if not names:
         raise ConfigError(f"{asked}: benchmarks are not installed with the package; run it in a source checkout")
-    raise ConfigError(f"{asked}: no such benchmark; there are {', '.join(matching or names)}")
+    if matching:
+        raise ConfigError(f"{asked}: begins several names, {', '.join(matching)}; give one of them")
+    raise ConfigError(f"{asked}: no such benchmark; `moe-engine bench` lists them")

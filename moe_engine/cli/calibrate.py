@@ -15,6 +15,8 @@ import httpx
 import psutil
 import uvloop
 
+from moe_engine.cli import USAGE_ERROR
+from moe_engine.cli.output_file import check_writable, writing
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
@@ -23,6 +25,7 @@ from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.processes.addresses import free_port
+from moe_engine.processes.child import end_with_parent
 from moe_engine.tuning.calibration import Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary
@@ -51,15 +54,14 @@ def main(argv: Sequence[str], prog: str) -> int:
     args = EngineArgs.from_kwargs(**values)
     if not own.output:
         raise ConfigError("--output is missing: the file that `moe-engine simulate --cost-file` takes")
-    target = Path(own.output)
-    if not target.resolve().parent.is_dir():
-        raise ConfigError(f"--output {own.output}: its folder does not exist")
+    check_writable("--output", own.output)
     if args.parallel.nnodes > 1:
         raise ConfigError("--nnodes: calibrate measures a server on one machine; run it on the first node alone")
     config = prepare(args)
     costs = _measure(rest, config)
     costs = replace(costs, launch=_launch(config), machine=_machine(config))
-    target.write_text(costs.to_json(), encoding="utf-8")
+    with writing("--output", own.output):
+        Path(own.output).write_text(costs.to_json(), encoding="utf-8")
     print(f"wrote {own.output}\n{_summary(costs)}")
     return 0
 
@@ -69,7 +71,7 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
     command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--record-step-times"]
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)
@@ -103,6 +105,8 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Any) -> None:
         if server.poll() is not None:
             log.seek(0)
             last = log.read().decode(errors="replace").strip().splitlines()[-3:]
+            if server.returncode == USAGE_ERROR and last:
+                raise ConfigError(last[-1].partition("error: ")[2])
             raise MoeEngineError(f"the server ended with code {server.returncode}: {' '.join(last)}")
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:

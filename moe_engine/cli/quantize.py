@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_engine.cli.output_file import writing
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
 from moe_engine.planning.checkpoint import locate
@@ -29,7 +30,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     files = [file for ending in ("safetensors", "bin", "pt") for file in source.glob(f"*.{ending}")]
     total = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)
     scale: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(**scale, desc="Quantizing", file=sys.stderr, delay=0.5) as bar:  # refusals come before the bar
+    progress = tqdm(**scale, desc="Quantizing", file=sys.stderr, delay=0.5)  # refusals come before the bar
+    with progress as bar, writing("--output", output):
         quantize_checkpoint(source, output, Target(own.format, own.group_size), bar.update)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     print(f"{output}: {size / 2**20:.1f} MiB, {size / max(total, 1):.1%} of {source}")

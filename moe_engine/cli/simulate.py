@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
+from moe_engine.cli.output_file import writing
 from moe_engine.cli.simulate_checks import check, check_launch, parsed_goodput
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
@@ -90,9 +91,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     if own.output_file:
         record = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
         record |= report.details(outcome) if own.output_details else {}
-        Path(own.output_file).write_text(json.dumps(record | values, indent=1) + "\n", encoding="utf-8")
+        with writing("--output-file", own.output_file):
+            Path(own.output_file).write_text(json.dumps(record | values, indent=1) + "\n", encoding="utf-8")
     if own.plot:
-        report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
+        with writing("--plot", own.plot):
+            report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
     return 1 if values["failed"] else 0
 
 

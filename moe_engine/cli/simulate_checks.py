@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from moe_engine.cli.output_file import check_writable
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
@@ -80,12 +80,8 @@ def _check_output(own: argparse.Namespace) -> None:
     if own.output_details and not own.output_file:
         raise ConfigError("--output-details: the details go to --output-file FILE.json; add it")
     for name in ("output_file", "log_file", "plot"):
-        value = getattr(own, name)
-        if not value:
-            continue
-        path = Path(value)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{_option(name)} {value}: cannot write there; name a file in a folder that exists")
+        if value := getattr(own, name):
+            check_writable(_option(name), value)
     if own.plot and Path(own.plot).suffix.lower() not in PICTURES:
         raise ConfigError(f"--plot {own.plot}: must end in {', '.join(PICTURES)}")
     if own.plot and find_spec("matplotlib") is None:

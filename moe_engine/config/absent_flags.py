@@ -62,6 +62,8 @@ class AbsentFlags:
     no_effect: Mapping[str, str]
     """Switches that disable features absent from this engine, with the reason."""
     docker_run: tuple[str, ...]
+    facts: frozenset[str]
+    """Keys of /server_info that are not flags; they are accepted in a dump, and have no effect."""
     vllm: Mapping[str, str]
     """Advice for flags of vLLM."""
     name_of: Mapping[str, str]
@@ -82,7 +84,7 @@ def absent_flags() -> AbsentFlags:
         for name, values in rows.items()
     }  # fmt: skip
     own = {name: name for name in (*flags, *no_effect)}
-    return AbsentFlags(flags, no_effect, tuple(data["docker_run"]), data["vllm"], own | other)
+    return AbsentFlags(flags, no_effect, tuple(data["docker_run"]), frozenset(data["facts"]), data["vllm"], own | other)
 
 
 def check_absent(given: Mapping[str, Any], accepted: Iterable[str]) -> tuple[str, ...]:
@@ -97,6 +99,8 @@ def check_absent(given: Mapping[str, Any], accepted: Iterable[str]) -> tuple[str
     absent, notes = absent_flags(), []
     idle: dict[str, list[str]] = {}  # reason -> settings of absent features; a dump of SGLang's flags has dozens
     for keyword, value in given.items():
+        if keyword in absent.facts:
+            continue
         name = absent.name_of.get(keyword)
         if name is None:
             problem = unknown_flag(keyword, accepted)

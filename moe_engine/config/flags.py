@@ -66,13 +66,13 @@ def add_flags(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
 def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
     allowed = info.flag.allowed()
     text = info.flag.help
-    if not info.optional and info.type is not bool:
+    if not info.optional and info.type is not bool and info.default != "":
         text += f" Default: {info.default}."
     options: dict[str, Any] = {"dest": info.name, "help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
     if info.type is bool:
         group.add_argument(*info.spellings, action=_Store, info=info, nargs=0, **options)
         return
-    metavar = info.flag.metavar or ("{" + ",".join(allowed) + "}" if allowed else info.name.upper())
+    metavar = info.flag.metavar or ("{" + ",".join(filter(None, allowed)) + "}" if allowed else info.name.upper())
     if info.flag.many:
         options["nargs"] = "+"
     group.add_argument(*info.spellings, action=_Store, info=info, metavar=metavar, **options)

@@ -153,9 +153,8 @@ def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> Paral
     limits = config.limits
     shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), limits.forward_tokens)
     shape = replace(shape, fp8=plan.dispatch_fp8)
-    overlap = _overlap(config, parallel)
-    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens, overlaps=overlap is not None)
-    return replace(parallel, overlap=overlap)
+    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens)
+    return replace(parallel, overlap=_overlap(config, parallel))
 
 
 def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.errors import InputError
+from moe_engine.errors import InputError, TooLongError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids
 from moe_engine.frontend.settings import FrontendSettings
@@ -96,7 +96,7 @@ class PromptChecks:
         if count >= info.context_len:
             raise too_long(str(count), info.context_len, prompt_field)
         if count > longest:
-            raise InputError(
+            raise TooLongError(
                 f"Input length ({count} tokens) exceeds the maximum allowed length ({longest} tokens). "
                 "Use a shorter input or enable --allow-auto-truncate.",
                 field=prompt_field,
@@ -105,7 +105,7 @@ class PromptChecks:
         if truncate or not prompt.length_asked:
             prompt.max_new_tokens = min(prompt.max_new_tokens, room - count)
         if count + prompt.max_new_tokens > info.context_len:
-            raise InputError(
+            raise TooLongError(
                 f"Requested token count exceeds the model's maximum context length of {info.context_len} tokens. You "
                 f"requested a total of {count + prompt.max_new_tokens} tokens: {count} tokens from the input messages "
                 f"and {prompt.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the "
@@ -113,7 +113,7 @@ class PromptChecks:
                 field=where,
             )
         if count + prompt.max_new_tokens > room:
-            raise InputError(
+            raise TooLongError(
                 f"The input ({count} tokens) and max_new_tokens ({prompt.max_new_tokens}) together exceed the KV cache "
                 f"({room} tokens): the request could never finish. Lower max_new_tokens to {room - count}, or start "
                 "the server with a higher --mem-fraction-static or --max-total-tokens.",
@@ -129,8 +129,8 @@ def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
         raise InputError(exc.message.lstrip("."), field=(exc.field or "").lstrip(".")) from None
 
 
-def too_long(count: str, limit: int, field: str) -> InputError:
-    return InputError(
+def too_long(count: str, limit: int, field: str) -> TooLongError:
+    return TooLongError(
         f"The input ({count} tokens) is longer than the model's context length ({limit} tokens). "
         f"Shorten {field}, or start the server with --allow-auto-truncate.",
         field=field,

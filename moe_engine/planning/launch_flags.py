@@ -14,12 +14,9 @@ from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.planning.resolved_config import ResolvedConfig
 
-FACTS = ("speculation", "use_mla_backend")
-"""Keys of `launch_flags` that are not flags."""
-
 
 def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
-    """Every flag by name, and `FACTS`. Keys of clients are hidden.
+    """Every flag by name, and two facts: `speculation` and `use_mla_backend`. Keys of clients are hidden.
 
     Kernel backends are as given: the chosen ones are known when the engine is ready (`client_api.kernel_flags`).
     """

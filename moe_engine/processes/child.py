@@ -7,6 +7,7 @@ way, the pipe closes and the child exits. When the child dies, a thread of the p
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import signal
@@ -16,6 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_engine.processes.watched_thread import start_watched
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ChildProcess:
@@ -70,6 +74,12 @@ class ChildProcess:
 def start_interpreter(module: str) -> subprocess.Popen[bytes]:
     """``python -m module`` with a pipe as its standard input. Tests replace it by forks of an imported engine."""
     return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, process_group=0)
+
+
+def end_with_parent() -> None:
+    """`preexec_fn` of a program without the pipe: on Linux it gets SIGTERM when its parent ends in any way."""
+    with contextlib.suppress(AttributeError):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def describe_exit(code: int) -> str:

@@ -20,7 +20,6 @@ from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_choice import ChoiceParser
 from moe_engine.server.openai_common import matched_stop
-from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
@@ -66,11 +65,7 @@ class AnthropicApi:
     def counted(self, body: bytes | bytearray) -> Iterator[bytes]:
         asked = decode_body(body, CountRequest)
         with named(NAMES):
-            req, messages, tools = chat_request(asked)
-            self._state.response_model(req.model)
-            tokenizer = self._state.tokenizer()
-            prompt = render_prompt(self._state, messages, req, [] if req.tool_choice == "none" else tools)
-        count: TokenCount = {"input_tokens": sum(len(ids) for _, ids in tokenizer.encode_parts([prompt], False))}
+            count: TokenCount = {"input_tokens": self._chat.num_tokens(*chat_request(asked))}
         yield encode_json(count)
 
 

@@ -18,6 +18,7 @@ from moe_engine.server.state import ServerState
 def body_work(state: ServerState) -> dict[str, Work]:
     native, parse, anthropic = NativeApi(state), ParseApi(state), AnthropicApi(state)
     vectors, scoring, ollama = EmbeddingsApi(state), ScoringApi(state), OllamaApi(state)
+    created = ResponsesApi(state, state.responses)
     return {
         "generate": native.read_generate,
         "completions": CompletionsApi(state).read,
@@ -27,7 +28,8 @@ def body_work(state: ServerState) -> dict[str, Work]:
         "score": scoring.read_score,
         "rerank": scoring.read_rerank,
         "classify": scoring.read_classify,
-        "responses": ResponsesApi(state, state.responses).read,
+        "responses": created.read,
+        "responses_input_tokens": created.counted,
         "messages": anthropic.read,
         "count_tokens": anthropic.counted,
         "ollama_chat": ollama.read_chat,

@@ -61,7 +61,7 @@ REFUSED_PATHS = {
     "/api/pull": "a server has the model of its start (--model-path)",
     "/v1/audio/transcriptions": "audio is not accepted",
     "/v1/realtime": "audio is not accepted",
-    "/v1/responses/{response_id}/cancel": "responses do not run in the background; close the connection to abort one",
+    "/v1/responses/compact": "send the end of the conversation, or truncation: auto",
     "/load_lora_adapter_from_tensors": "write the adapter into a folder and use /load_lora_adapter",
     "/hicache/storage-backend": STORAGE_AT_START,
     "/pd_role_switch": "the role of a server is fixed at its start (--disaggregation-mode)",
@@ -92,8 +92,14 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/v1/classify", scoring.classify, "POST", answers.ClassList, body=ClassifyRequest)
     yield Endpoint("/v1/responses", created.create, "POST", responses.ResponseObject,
                    body=responses.ResponsesRequest, event=responses.ResponseEvent, names_events=True)
-    yield Endpoint("/v1/responses/{response_id}", created.retrieve, answer=responses.ResponseObject)
+    yield Endpoint("/v1/responses/input_tokens", created.input_tokens, "POST", responses.InputTokens,
+                   body=responses.ResponsesRequest)
+    yield Endpoint("/v1/responses/{response_id}", created.retrieve, answer=responses.ResponseObject,
+                   query=responses.RetrieveQuery)
     yield Endpoint("/v1/responses/{response_id}", created.delete, "DELETE", responses.DeletedResponse)
+    yield Endpoint("/v1/responses/{response_id}/cancel", created.cancel, "POST", responses.ResponseObject)
+    yield Endpoint("/v1/responses/{response_id}/input_items", created.input_items, answer=responses.ItemList,
+                   query=responses.InputItemsQuery)
     yield Endpoint("/v1/messages", messages.messages, "POST", anthropic.AnthropicMessage,
                    body=anthropic.MessagesRequest, event=anthropic.StreamEvent, names_events=True)
     yield Endpoint("/v1/messages/count_tokens", messages.count_tokens, "POST", anthropic.TokenCount,

@@ -182,8 +182,7 @@ async def _serve(
     )
     watchdog.cancel()
     samples.cancel()
-    app.state.server.bodies.close()
-    app.state.server.frontend.close()
+    await app.state.server.close()
     if app.state.tracing is not None and not second.has_come:
         await asyncio.to_thread(app.state.tracing.close)
     if client.cause_of_death() is not None and not second.has_come:

@@ -67,11 +67,9 @@ class ChatApi:
         model = self._state.response_model(req.model)
         self._state.tokenizer()
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
-        effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
         messages, images = take_images(self._state, messages)
         if req.input_ids is None:
-            shown = [_with_parameters(tool) for tool in tools.offered]
-            prompt = render_prompt(self._state, messages, req, shown, effort)
+            prompt = self._prompt(req, messages, tools)
         else:
             prompt = self._given_prompt(req.input_ids, images)
         inp = self._input(req, prompt)
@@ -81,6 +79,17 @@ class ChatApi:
         inp.keep_special = parsers.keep_special
         read = self._state.frontend.read(inp)
         return Plan(read, (response_fields(req, messages=[]), model, parsers))
+
+    def num_tokens(self, req: ChatRequest, messages: list[dict[str, Any]], offered: list[dict[str, Any]]) -> int:
+        """Tokens of the prompt of `plan`, of any length, without those of images."""
+        tokenizer, tools = self._state.tokenizer(), tool_wish(req, offered, self._state.flags.tool_call_parser)
+        prompt = self._prompt(req, take_images(self._state, messages)[0], tools)
+        return sum(len(ids) for _, ids in tokenizer.encode_parts([prompt], False))
+
+    def _prompt(self, req: ChatRequest, messages: list[dict[str, Any]], tools: ToolWish) -> str:
+        effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
+        shown = [_with_parameters(tool) for tool in tools.offered]
+        return render_prompt(self._state, messages, req, shown, effort)
 
     def _given_prompt(self, ids: list[int], images: Sequence[ImageSource]) -> str:
         """The text of a prompt of token ids, for the parsers of its output."""

@@ -6,7 +6,7 @@ For APIs whose answers are lists of parts. The chat endpoint streams the deltas 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_engine.server.openai_choice import ChoiceParser
@@ -16,13 +16,15 @@ Change = Literal["begin", "add", "end"]
 
 @dataclass
 class Part:
-    """`kind`: reasoning, text or call. `text`: for a call, its arguments. `id`, `name`: of a call."""
+    """`kind`: reasoning, text or call. `text`: for a call, its arguments. `id`, `name`: of a call. `logprobs`: those
+    of a text's tokens, if its endpoint adds them."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
     text: str = ""
     id: str = ""
     name: str = ""
+    logprobs: list[Any] = field(default_factory=list)
 
 
 class OutputParts:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
-from moe_engine.errors import InputError
+from moe_engine.errors import InputError, TooLongError
 from moe_engine.sampling_checks import SamplingFields
 from moe_engine.server.openai_types import ChatRequest
-from moe_engine.server.responses_types import ResponsesRequest
+from moe_engine.server.responses_types import LOGPROBS, ResponsesRequest
 from moe_engine.validation import checked
+
+T = TypeVar("T")
 
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "reasoning_text": "text",
          "refusal": "refusal"}  # fmt: skip
@@ -21,11 +24,10 @@ NAMES = (
     (r"^tool_choice\.(function|allowed_tools)\b", "tool_choice"),
     (r"^max_tokens\b", "max_output_tokens"),
     (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "input.content.image_url"),
-    (r"^messages\b", "input"),
+    (r"^messages\b|(?<=\bShorten )messages\b", "input"),
     (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
 )
 """For errors: fields of chat requests, and their names in this API."""
-LOGPROBS = "message.output_text.logprobs"
 SAME_NAME = (
     *SamplingFields.__struct_fields__, "model", "stream", "seed", "rid", "priority", "extra_key", "routed_dp_rank",
     "cache_salt", "lora_path", "parallel_tool_calls", "chat_template_kwargs", "user",
@@ -44,21 +46,56 @@ def chat_request(
     Raises:
         InputError: names the field of the request.
     """
-    if req.n not in (None, 1):
-        raise InputError(f"n: a response has one output; got {req.n}", field="n")
-    if req.truncation == "auto":
-        raise InputError("truncation: auto is not available; send disabled, or a shorter input", field="truncation")
-    if LOGPROBS in (req.include or ()):
-        raise InputError(f"include: {LOGPROBS} is not available; use logprobs of chats", field="include")
     if req.instructions is not None:
         messages = [{"role": "system", "content": req.instructions}, *messages]
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(req.tools or ())]
     body: dict[str, Any] = {name: getattr(req, name) for name in SAME_NAME if getattr(req, name) is not None}
     body |= {"messages": messages, "tools": tools or None, "max_tokens": req.max_output_tokens}
     body |= {"tool_choice": _choice(req.tool_choice), "response_format": _format(req)}
+    if req.top_logprobs or LOGPROBS in (req.include or ()):
+        body |= {"logprobs": True, "top_logprobs": req.top_logprobs or 0}
     if req.reasoning and req.reasoning.get("effort"):
         body["reasoning_effort"] = req.reasoning["effort"]
     return checked(body, ChatRequest), messages, tools
+
+
+def check_options(req: ResponsesRequest) -> None:
+    """Raises InputError for fields that contradict each other or this API."""
+    if req.n not in (None, 1):
+        raise InputError(f"n: a response has one output; got {req.n}", field="n")
+    if req.background and req.stream:
+        words = "is not available with background: true; leave out one, and request the response until it has ended"
+        raise InputError(f"stream: {words}", field="stream")
+    if req.background and req.store is False:
+        words = "needs store: true, as the answer is read from the store"
+        raise InputError(f"background: {words}", field="background")
+
+
+def shortened(messages: list[dict[str, Any]], plan_of: Callable[[list[dict[str, Any]]], T]) -> T:
+    """The plan of the longest end of a conversation that fits into the context: `truncation: auto`. Whole turns are
+    dropped, from the beginning; system messages and the last turn remain.
+
+    Raises:
+        TooLongError: the last turn alone is too long.
+    """
+    try:
+        return plan_of(messages)
+    except TooLongError:
+        begins = [i for i, message in enumerate(messages) if i and message["role"] == "user"]
+        if not begins:
+            raise
+    found, low, high = None, 0, len(begins) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        kept = [message for message in messages[: begins[middle]] if message["role"] in ("system", "developer")]
+        try:
+            found, high = plan_of(kept + messages[begins[middle] :]), middle - 1
+        except TooLongError:
+            if middle == len(begins) - 1:
+                raise
+            low = middle + 1
+    assert found is not None
+    return found
 
 
 def input_messages(req: ResponsesRequest) -> list[dict[str, Any]]:
@@ -164,7 +201,8 @@ def _string(item: Any, name: str, field: str) -> str:
 
 def _tool(tool: Any, field: str) -> dict[str, Any]:
     if tool["type"] != "function":
-        words = f"{field}.type: {tool['type']!r:.60} is a tool of OpenAI's servers; send functions"
+        kind = "a tool with free text as input" if tool["type"] == "custom" else "a tool of OpenAI's servers"
+        words = f"{field}.type: {tool['type']!r:.60} is {kind}, which is not available; send functions"
         raise InputError(words, field=f"{field}.type")
     _string(tool, "name", field)
     fields = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
@@ -202,6 +240,7 @@ def _format(req: ResponsesRequest) -> dict[str, Any] | None:
 def repeated_fields(req: ResponsesRequest) -> dict[str, Any]:
     """The fields of the request that its response repeats."""
     return {
+        "background": bool(req.background),
         "instructions": req.instructions,
         "max_output_tokens": req.max_output_tokens,
         "metadata": req.metadata or {},
@@ -213,6 +252,7 @@ def repeated_fields(req: ResponsesRequest) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **{k: v for k, v in (req.text or {}).items() if v is not None}},
         "tool_choice": req.tool_choice or "auto",
         "tools": [{"parameters": None, "strict": None, **tool} for tool in msgspec.to_builtins(req.tools or [])],
+        "top_logprobs": req.top_logprobs or 0,
         "top_p": req.top_p,
         "truncation": req.truncation or "disabled",
         "user": req.user,

@@ -9,8 +9,10 @@ from msgspec import Meta
 
 from moe_engine.frontend.generate_input import CacheSalt, DpRank, Priority, Rid, Text
 from moe_engine.sampling_checks import MAX_COUNT, SamplingFields
-from moe_engine.validation import Effort, NotAvailable, OffOnly
+from moe_engine.server.openai_answers import TokenLogprob
+from moe_engine.validation import Effort, NotAvailable
 
+LOGPROBS = "message.output_text.logprobs"
 ITEMS = "message, function_call, function_call_output or reasoning; other kinds are refused"
 
 
@@ -18,6 +20,7 @@ class InputItem(TypedDict, total=False):
     """`type` may be missing from messages."""
 
     type: Annotated[str, Meta(description=ITEMS)]
+    id: str | None
     role: Annotated[str, Meta(pattern="^(system|developer|user|assistant)$")]
     content: str | list[Any] | None
     call_id: str
@@ -69,8 +72,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     truncation: Annotated[str, Meta(pattern="^(auto|disabled)$")] | None = None
-    include: Annotated[list[str] | None, Meta(description="log-probabilities are refused; else no effect")] = None
-    top_logprobs: OffOnly = None
+    include: Annotated[list[str] | None, Meta(description=f"{LOGPROBS}; else no effect")] = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     user: Any = None
     rid: Rid | None = None
     priority: Priority | None = None
@@ -79,8 +82,10 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     routed_dp_rank: DpRank | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    background: OffOnly = None
+    background: Annotated[bool | None, Meta(description="answers at once; GET shows the response as it ends")] = False
     conversation: NotAvailable = None
+    context_management: NotAvailable = None
+    moderation: NotAvailable = None
     prompt: NotAvailable = None
     lora_path: Annotated[str | None, Meta(description="name of a loaded LoRA adapter")] = None
 
@@ -91,7 +96,7 @@ class OutputContent(TypedDict):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: NotRequired[list[Any]]
-    logprobs: NotRequired[list[Any]]
+    logprobs: NotRequired[list[TokenLogprob]]
 
 
 class OutputItem(TypedDict):
@@ -133,12 +138,13 @@ class ResponseError(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """`status`: in_progress only within a stream."""
+    """`status`: in_progress only within a stream or in the background, queued and cancelled only in the background."""
 
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -154,10 +160,34 @@ class ResponseObject(TypedDict):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float | None
     truncation: str
     usage: ResponseUsage | None
     user: Any
+
+
+class RetrieveQuery(msgspec.Struct):
+    stream: bool = False
+
+
+class InputItemsQuery(msgspec.Struct):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Annotated[str, Meta(pattern="^(asc|desc)$")] = "desc"
+    after: Annotated[str | None, Meta(description="id of the item before the first one of the answer")] = None
+
+
+class ItemList(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class DeletedResponse(TypedDict):
@@ -186,7 +216,7 @@ class ResponseEvent(TypedDict):
     part: NotRequired[OutputContent]
     delta: NotRequired[str]
     text: NotRequired[str]
-    logprobs: NotRequired[list[Any]]
+    logprobs: NotRequired[list[TokenLogprob]]
     name: NotRequired[str]
     arguments: NotRequired[str]
 
@@ -197,9 +227,12 @@ class ResponsesPlan(msgspec.Struct):
     Attributes:
         fields: the fields that the response repeats.
         messages: the conversation without instructions, for the store; empty if the response is not stored.
+        input: of the request, likewise.
     """
 
     stream: bool
+    background: bool
     store: bool
     fields: dict[str, Any]
     messages: list[dict[str, Any]]
+    input: str | list[InputItem]

@@ -63,6 +63,13 @@ class ServerState:
             )
         return self.response_model(model)
 
+    async def close(self) -> None:
+        """Call after the last request. The engine still runs."""
+        if self.responses is not None:
+            await self.responses.close()
+        self.bodies.close()
+        self.frontend.close()
+
     def find_model(self, model: str) -> None:
         """Raises ModelNotFoundError unless it is the served name, the model's path, or "default"."""
         if model not in self._names:

@@ -396,6 +396,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read ({exc.strerror})") from None
     except msgspec.DecodeError as exc:
         raise ConfigError(f"{path}: not a JSON object: {exc}") from exc
 

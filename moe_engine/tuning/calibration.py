@@ -62,6 +62,9 @@ BURSTS = 5, 13
 """Prompts at once."""
 BESIDE_TOKENS = 256
 """Tokens of the answers that decode beside measured prompts."""
+VARIED_TOKENS = 48
+"""First tokens of an answer, whose drafts count for the acceptance. An answer to random tokens soon repeats itself, and
+nearly all drafts of a repetition are accepted."""
 Span = tuple[float, float, float]
 """Unix times, and the seconds of a step as the client saw it."""
 
@@ -364,19 +367,21 @@ class Probes:
     async def _ask(self, ids: list[int], tokens: int) -> Stream:
         counts: list[int] = []
         last: dict[str, Any] = {}
+        varied: dict[str, Any] = {}
 
         def seen(meta: dict[str, Any], count: int) -> None:
-            nonlocal last
+            nonlocal last, varied
             counts.append(count)
             last = meta
+            if meta.get("completion_tokens", 0) <= VARIED_TOKENS:
+                varied = meta
 
         to_unix = time.time() - time.perf_counter()
         answer = await ask_native(BenchRequest(ids, len(ids), tokens), self._options, seen)
         if not answer.success:
             raise MoeEngineError(f"a request of the measurement failed: {answer.error}")
-        if steps := last.get("spec_verify_ct"):
-            self._points.steps += steps
-            self._points.accepted += steps * (last["spec_accept_length"] - 1)
+        self._points.steps += varied.get("spec_verify_ct", 0)
+        self._points.accepted += varied.get("spec_num_correct_drafts", 0)
         return Stream(
             chunks_of(answer, [count for count in counts if count > 0]),
             answer.started,

@@ -31,6 +31,7 @@ from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+from moe_engine.worker.fused_decode import FusedDecode
 from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
@@ -56,7 +57,8 @@ class ModelRunner:
 
     `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
     `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel. So is `drafted`, if
-    whole steps with drafts are captured. `taps`: the model's hidden states that an EAGLE-3 head reads.
+    whole steps with drafts are captured. `fused`: decodes in one kernel call, if available. `taps`: the model's hidden
+    states that an EAGLE-3 head reads.
 
     Args:
         windows: sliding windows of the model's cache groups, the first group first.
@@ -91,10 +93,12 @@ class ModelRunner:
         self.lora: LoraAdapters | None = None
         self.graphs: StepGraphs | None = None
         self.drafted: DraftedStep | None = None
+        self.fused: FusedDecode | None = None
         self.taps: HiddenTaps | None = None
         self.images: ImageEncoder | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
+        self._inference_mode = torch.inference_mode()  # made once: short steps notice it
         self._phase = "idle"
         self._logits_ended = 0.0
         self._failed: int | None = None  # number of the previous step, if it raised or was not run
@@ -131,7 +135,7 @@ class ModelRunner:
             self._failed = plan.number
             raise StepNotRun(f"step {plan.number} was planned behind step {failed}, which failed: it was not run")
         try:
-            with torch.inference_mode():
+            with self._inference_mode:
                 return self._launch(plan)
         except Exception as error:
             self._failed = plan.number
@@ -168,6 +172,9 @@ class ModelRunner:
         if not plan.rows:
             self._run_idle(plan)
             return PendingStep(plan.number, [], HostCopy([self._empty]))
+        fused = self._run_fused_decode(plan)
+        if fused is not None:
+            return PendingStep(plan.number, plan.rows, fused, seconds=time.perf_counter() - began)
         self._draft_idle(plan)
         shape, clock = self._graph_shape(plan), self._clock()
         if shape is not None:
@@ -424,6 +431,15 @@ class ModelRunner:
         if step is None or not step.config.auto_depth or not self.stream.asynchronous:
             return None
         return StepClock(self.stream)
+
+    def _run_fused_decode(self, plan: StepPlan) -> HostCopy | None:
+        """The tokens of a step that runs in one call; None, without a step, if it cannot."""
+        fused, model = self.fused, self.model
+        if fused is None or not isinstance(model, Decoder | ExpertRecordingModel) or not fused.takes(plan):
+            return None
+        self._phase = RUNNING
+        tokens = model.fused_pass(partial(fused.run, plan))
+        return None if tokens is None else HostCopy([tokens])
 
     def _run_fused(self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
         run = partial(step.run_fused, plan, speculation)

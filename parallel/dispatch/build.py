@@ -56,7 +56,6 @@ class Groups:
         nvshmem, shuffles: NVSHMEM's operations; None: those of its Python package, or of torch.
         on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
         permutation: permute/unpermute kernels; None: this machine's best.
-        overlaps: computation on another stream overlaps with dispatch.
         deep_gemm: the library of megamoe; None imports it.
     """
 
@@ -71,7 +70,6 @@ class Groups:
     shuffles: Shuffles | None = None
     on_host: bool | None = None
     permutation: Permutation | None = None
-    overlaps: bool = False
     deep_gemm: ModuleType | None = None
 
     @property
@@ -145,6 +143,29 @@ class PhasedDispatcher:
         """See `Dispatcher.combine`; with the dispatcher of the handle."""
         dispatcher, inner = handle
         return dispatcher.combine(rows, topk_weights, inner)
+
+    def start_dispatch(
+        self,
+        x: Activation,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        phase: Phase,
+        format: ActivationFormat = UNQUANTIZED,
+    ) -> Callable[[], tuple[ExpertBatch, tuple[Dispatcher, Any]]]:
+        """See `Dispatcher.start_dispatch`; in the phase's mode."""
+        dispatcher = self._by_phase[phase]
+        receive = dispatcher.start_dispatch(x, topk_ids, topk_weights, format)
+
+        def finish() -> tuple[ExpertBatch, tuple[Dispatcher, Any]]:
+            batch, handle = receive()
+            return batch, (dispatcher, handle)
+
+        return finish
+
+    def start_combine(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> Callable[[], Tensor]:
+        """See `Dispatcher.start_combine`; with the dispatcher of the handle."""
+        dispatcher, inner = handle
+        return dispatcher.start_combine(rows, topk_weights, inner)
 
     def check_peers(self) -> None:
         """See `Dispatcher.check_peers`; for all phases, at the end of a step when its results are available."""
@@ -249,7 +270,7 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
     memory = groups.symm_mem or TorchSymmetricMemory(groups.process_group)
     return _with_low_latency(
-        groups, shapes, "all_to_all", lambda shape: SymmMemDispatcher(groups.experts, shape, memory, groups.overlaps)
+        groups, shapes, "all_to_all", lambda shape: SymmMemDispatcher(groups.experts, shape, memory)
     )
 
 

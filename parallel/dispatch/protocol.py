@@ -12,7 +12,7 @@ Legend: T tokens of this rank, N received tokens, D hidden, K experts per token,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -155,6 +155,21 @@ class Dispatcher(Protocol):
             topk_weights: the ones passed to dispatch. Most backends have sent them to the experts' ranks, which sum
                 before they send back; some apply them here.
         """
+
+    # -- the same in halves. Backends whose kernels send and wait in one launch do all of it in the first half.
+
+    def start_dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
+    ) -> Callable[[], tuple[ExpertBatch, Any]]:
+        """Sends. The returned call waits for the other ranks' tokens and returns as `dispatch`; it is made once, on any
+        stream that has waited for this one. Launches that wait occupy the device, so it comes as late as possible."""
+        result = self.dispatch(x, topk_ids, topk_weights, format)
+        return lambda: result
+
+    def start_combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Callable[[], Tensor]:
+        """Likewise for `combine`; the handle is pending until the returned call."""
+        result = self.combine(rows, topk_weights, handle)
+        return lambda: result
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits. Overridden where kernels wait

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from moe_engine.cli import bench
 from moe_engine.cli.main import main
+from moe_engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -49,6 +50,16 @@ def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monk
     with pytest.raises(SystemExit) as ended:
         main(["bench", "gpu_suite", "--help"])
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: moe-engine bench gpu_suite")
+
+
+def test_names_of_vllm_and_unknown_names() -> None:
+    vllm = {"latency": "one_batch", "throughput": "offline_throughput", "serve": "serving"}
+    assert {asked: bench._benchmark(asked, list(FOUND)) for asked in vllm} == vllm
+    with pytest.raises(ConfigError, match=r"^unheard-of: no such benchmark; `moe-engine bench` lists them$"):
+        bench._benchmark("unheard-of", list(FOUND))
+    with pytest.raises(ConfigError, match="cpu: begins several names, cpu_kernels, cpu_sampling; give one of them"):
+        bench._benchmark("cpu", list(FOUND))
+    assert not [line for line in FOUND.values() if "``" in line or "python -m" in line]
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it() -> None:

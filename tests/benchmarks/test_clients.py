@@ -121,13 +121,15 @@ def test_adapters_headers_and_sampling():
         headers_of(read("--header X"))
 
 
-def test_an_absent_server_is_named():
+def test_an_absent_server_is_named(capsys):
     async def run() -> None:
         async with httpx.AsyncClient() as client:
             await wait_until_ready(client, "http://127.0.0.1:9", 0.1)
 
     with pytest.raises(ValueError, match=r"no server is ready at http://127.0.0.1:9 .*--ready-check-timeout-sec"):
         asyncio.run(run())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("waiting for a server at http://127.0.0.1:9 (") and line.endswith("at most 0.1 s")
 
 
 def test_without_streaming():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,14 +16,19 @@ from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
 from benchmarks.step_costs.recorder import Line, Recorder, operator_cost
+from benchmarks.step_costs.schedule import length_of, schedule
 from benchmarks.step_costs.session import Case
-from benchmarks.step_costs.summary import Section, Summary, time_of
+from benchmarks.step_costs.summary import Section, Summary
 from tests.fork_server import ForkServer
 from tests.simulated_cuda.install import require
 
 H200, B200 = Hardware.named("H200x8"), Hardware.named("B200x8")
 aten = torch.ops.aten
 UPDATE = "python -m benchmarks.step_costs --update-expected"
+
+
+def time_of(lines: Iterable[Line], hardware: Hardware) -> float:
+    return length_of(schedule(lines, hardware))
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -59,6 +64,7 @@ def test_a_step_launches_reads_and_waits_as_expected(group, forked) -> None:
     for values in run(group, start=forked):
         assert held(values) == known[values["case"]], f"{values['case']} differs: {UPDATE}"
         assert group.prefill or values["host_waits"] == 0
+        assert values["fraction"] <= values["allowed"]
 
 
 def test_a_run_that_fails_says_why() -> None:
@@ -384,7 +390,49 @@ def test_the_constants_allow_the_rooflines_work_at_their_rates() -> None:
     alone = Cost(nvlink=1, link_us=100.0)
     hidden = Cost(read=3.9e8, flops={"fp8": 1.0}, nvlink=1, link_us=130.0)  # products of 100 us and their gap
     lines = [Line("", "layer 3", "", 1, True, cost) for cost in (alone, hidden, Cost(read=1e9))]
-    found = Summary(case, [Section("MoE layer", 58, lines, 0.0)], [], {}, least)
+    found = summary_of(case, lines, 58)
     gap = H200["graph_node_us"]
     assert found.allowed_us == pytest.approx(weights + attention + 58 * (100 + 30 - gap))
-    assert found.allowed == pytest.approx(least.microseconds / found.allowed_us)
+    assert found.allowed == pytest.approx(found.least.microseconds / found.allowed_us)
+
+
+def summary_of(case: Case, lines: Sequence[Line], repeats: int) -> Summary:
+    least = roofline.decode(case.config, case.form, case.hardware, case.batch, case.context)
+    return Summary(case, [Section("MoE layer", repeats, schedule(lines, case.hardware))], [], {}, least)
+
+
+def beside_a_dispatch(us: float) -> list[Line]:
+    """A dispatch of 30 us on stream 2 beside products of stream 1, and a combine of 20 us after both."""
+    gap, rate = H200["graph_node_us"], H200["product_bytes_per_s"]
+    dispatch, combine = (Cost(nvlink=1, link_us=time - gap) for time in (30.0, 20.0))
+    shared = Cost(read=(us - gap) * rate / 1e6, flops={"fp8": 1.0})
+    return [
+        Line("", "layer 3", "", 2, True, dispatch, 1, {1: 0}),
+        Line("", "layer 3", "", 1, True, shared, 1, {}),
+        Line("", "layer 3", "", 2, True, combine, 2, {1: 1}),
+    ]
+
+
+@pytest.mark.parametrize(("shared_us", "added"), [(10.0, 40.0), (50.0, 20.0)])
+def test_messages_beside_other_work_do_not_lower_what_the_constants_allow(shared_us: float, added: float) -> None:
+    """The 10 us of products that run during the dispatch are in the roofline already; longer ones hide all of it."""
+    case, gap = Case("kimi-k2", MODELS["kimi-k2"], roofline.FORMS["dp8ep8"], H200, 32, 2048), H200["graph_node_us"]
+    alone, beside = summary_of(case, [], 60), summary_of(case, beside_a_dispatch(shared_us), 60)
+    assert beside.allowed_us - alone.allowed_us == pytest.approx(60 * (added - 2 * gap))
+
+
+def test_a_launch_that_awaits_messages_ends_after_their_arrival() -> None:
+    """Sent at 10 us, they arrive at 25; work on another stream hides a part of the wait, which `allowed` counts."""
+    gap, floor = H200["graph_node_us"], H200["kernel_floor_us"]
+    send = Line("", "layer 3", "", 2, True, Cost(nvlink=1, link_us=10 - gap, travel_us=15.0), 1, {})
+    receive = Line("", "layer 3", "", 1, True, Cost(awaits=True), 2, {2: 1})
+
+    def found(shared_us: float) -> list[Line]:
+        return [send, Line("", "layer 3", "", 1, True, Cost(link_us=shared_us - gap), 1, {}), receive]
+
+    assert time_of(found(12.0), H200) == pytest.approx(25 + floor)
+    assert time_of(found(40.0), H200) == pytest.approx(40 + gap + floor), "they have arrived"
+    case = Case("v3", MODELS["v3"], roofline.FORMS["dp8ep8"], H200, 128, 2048)
+    alone, waiting = (summary_of(case, lines, 58) for lines in ([], [send, receive]))
+    assert waiting.allowed_us - alone.allowed_us == pytest.approx(58 * (10 - gap + 15 - gap))
+    assert waiting.sections[0].microseconds == pytest.approx(25 + floor)

@@ -154,6 +154,30 @@ def test_responses(client: openai.OpenAI) -> None:
         client.responses.retrieve(first.id)
 
 
+def test_responses_in_the_background(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "default", "input": "What is the capital of France?"}
+    include: Any = ["message.output_text.logprobs"]
+    found = client.responses.create(**asked, temperature=0, background=True, include=include, top_logprobs=2)
+    assert found.status == "queued"
+    while found.status in ("queued", "in_progress"):
+        found = client.responses.retrieve(found.id)
+    whole = client.responses.create(**asked, temperature=0)
+    assert found.output_text == whole.output_text and "Paris" in found.output_text and found.usage is not None
+    (content,) = found.output[0].content or ()
+    assert content.type == "output_text" and "".join(entry.token for entry in content.logprobs or ()) == content.text
+    assert client.responses.input_tokens.count(**asked).input_tokens == found.usage.input_tokens
+    (item,) = client.responses.input_items.list(found.id)
+    assert item.type == "message" and item.content[0].text == asked["input"]
+    begun = client.responses.create(
+        **asked, background=True, max_output_tokens=1900, extra_body={"ignore_eos": True, "min_tokens": 1900}
+    )
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    turns: Any = [{"role": "user", "content": "Why? " * 40}, {"role": "assistant", "content": "So."}] * 40
+    question: Any = {"role": "user", "content": asked["input"]}
+    cut = client.responses.create(**{**asked, "input": [*turns, question]}, truncation="auto", max_output_tokens=30)
+    assert cut.usage is not None and cut.usage.input_tokens + 30 <= 2048
+
+
 def test_models_and_errors(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from moe_engine import logs
 from moe_engine.cli.main import COMMANDS, main
+from moe_engine.cli.output_file import check_writable, writing
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import fields_of
 from moe_engine.errors import ConfigError
@@ -106,7 +109,7 @@ CASES = [
     "cluster-check --nnodes 2 --dist-init-addr x", "cluster-check --nnodes 2 --dist-init-addr localhost:99999",
     "cluster-check --node-rank 5", "cluster-check --join-timeout -1", "cluster-check --engine-timeout nan",
     "compile", "compile --gpu unheard-of --output {files}/out", "compile --output {files}/out --tp 3",
-    "calibrate", "calibrate --output {files}/missing/x", "calibrate --output {files}/out --tp 3", "calibrate x",
+    "calibrate", "calibrate --output {files}/out --tp 3", "calibrate x",
     "simulate", "simulate --cost-file {files}/missing", "simulate --cost-file {files}/text",
     "simulate --cost-file {files}/text --num-prompts x", "simulate --cost-file {files}/folder", "simulate x",
     "quantize", "quantize --model-path {files}/missing --output {files}/out --format int4",
@@ -215,6 +218,54 @@ def test_broken_files_of_a_checkpoint(tmp_path, name, kind):
         make_template(server_settings(config, 0), open_tokenizer(config))
     except ConfigError as error:
         assert "\n" not in str(error)
+
+
+NEEDED = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("name", [*NEEDED, "model-00001-of-00003.safetensors"])
+def test_a_file_without_permission_is_named(tmp_path, name, monkeypatch):
+    """Root may read every file: the system's answer is replaced for the one file."""
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_model(), folder)
+    really = io.open
+
+    def opened(file, *arguments, **options):
+        if str(file) == str(folder / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return really(file, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr("builtins.open", opened)
+    values: dict[str, Any] = {"model_path": str(folder)}
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read \(Permission denied") as refused:
+        config = prepare(EngineArgs.from_kwargs(**values))
+        make_template(server_settings(config, 0), open_tokenizer(config))
+    assert "download" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["calibrate --output", "simulate --hardware 8xH200 --output-file", "simulate --hardware 8xH200 --plot",
+     "bench one_batch --result-filename", "bench offline_throughput --dataset-name random --result-filename",
+     "bench serving --dataset-name random --output-file"],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["missing/x.png", "text/x.png", "folder"])
+def test_outputs_are_checked_before_the_run(command, place, files, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["moe-engine"])
+    code, lines = run(capsys, [*command.split(), str(files / place)])
+    flag = command.split()[-1]
+    assert code == 2 and len(lines) == 1 and f"error: {flag} {files / place}: cannot be written (" in lines[0], lines
+    assert "name a file in a folder that exists" in lines[0]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """/dev/full takes no byte."""
+    refused = pytest.raises(ConfigError, match=r"^--output /dev/full: cannot be written \(.*\); free space there")
+    with refused, writing("--output", "/dev/full"):
+        Path("/dev/full").write_text("x")
+    check_writable("--output", tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(autouse=True)

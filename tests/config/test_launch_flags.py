@@ -19,7 +19,7 @@ from moe_engine.core.setup import engine_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.launch_flags import FACTS, launch_flags
+from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -113,10 +113,6 @@ def shown(config: ResolvedConfig) -> dict[str, Any]:
     return json.loads(json.dumps(launch_flags(config) | kernel_flags(backends)))
 
 
-def flags_of(dump: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in dump.items() if name not in FACTS}
-
-
 def _settled(config: ResolvedConfig, name: str) -> Any:
     """A field; for kernels and the dispatcher only the chosen rows, not whether a flag named them."""
     if name == "kernels":
@@ -137,7 +133,7 @@ def test_flags_given_again_resolve_to_the_same(folders, flags, model, device):
         dump = shown(first)
     except ConfigError:
         return  # the launch itself is refused
-    again = resolved_on(MACHINES[device], folders[model], 8, flags_of(dump))
+    again = resolved_on(MACHINES[device], folders[model], 8, dump)
     assert shown(again) == dump
     for field in dataclasses.fields(ResolvedConfig):
         if field.name not in CHOSEN_AGAIN:
@@ -165,7 +161,7 @@ def test_every_flag_of_sglang_is_shown(resolved):
     fields = {info.name for part in PARTS.values() for info in fields_of(part)}
     fields |= {"cuda_graph_max_bs", "cuda_graph_bs", "stream_output"}  # names changed by SGLang
     absent = absent_flags()
-    assert fields | set(absent.flags) | set(absent.no_effect) | set(FACTS) - {"speculation"} == set(dump)
+    assert fields | set(absent.flags) | set(absent.no_effect) | {"use_mla_backend"} == set(dump)
     assert SERVER_ARGS.keys() - dump.keys() == set()
     true = {
         "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "llguidance", "use_mla_backend": True,
@@ -193,7 +189,7 @@ def test_graphs_are_shown_with_their_sizes(folders):
 
 
 def test_flags_given_again_in_a_file(folders, tmp_path):
-    flags = flags_of(shown(resolved_on(MACHINES["gpu"], folders["moe"], 7, {"tp_size": 2})))
+    flags = shown(resolved_on(MACHINES["gpu"], folders["moe"], 7, {"tp_size": 2}))
     file = tmp_path / "serve.yaml"
     file.write_text(json.dumps(flags))
     assert EngineArgs.from_cli(["--config", str(file)]) == EngineArgs.from_kwargs(**flags)

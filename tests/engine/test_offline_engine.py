@@ -151,6 +151,7 @@ def test_server_args(checkpoint: Path) -> None:
     with Engine(server_args=args) as engine:
         info = engine.get_server_info()
         assert info["max_total_tokens"] == 4096 and info["version"] == moe_engine.__version__
+        assert EngineArgs.from_kwargs(**info).flat()["max_total_tokens"] == 4096
     with pytest.raises(ConfigError, match="server_args has all flags of an engine: set page_size there"):
         Engine(server_args=args, page_size=4)
     args.dtype = "int3"

@@ -28,7 +28,7 @@ from benchmarks.gguf_export import (
     write_container,
 )
 
-UNKNOWN_THERE = ("Q5_0",)
+UNKNOWN_THERE = ("Q5_0", "Q5_1")
 """Types that transformers does not read."""
 __all__ = ["NUMBERS", "gguf_name", "tokenizer_metadata", "write_container"]
 
@@ -41,8 +41,9 @@ def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
     """uint8 [N, bytes] -> float32 [N, K], number by number by ggml's definitions."""
     count = BLOCK[kind][1]
     one = {
-        "Q4_0": _of_q4_0, "Q4_1": _of_q4_1, "Q5_0": _of_q5_0, "Q8_0": _of_q8_0, "Q4_K": _of_q4_k, "Q5_K": _of_q5_k,
-        "Q6_K": _of_q6_k,
+        "Q4_0": _of_q4_0, "Q4_1": _of_q4_1, "Q5_0": _of_q5_0, "Q5_1": _of_q5_1, "Q8_0": _of_q8_0, "Q2_K": _of_q2_k,
+        "Q3_K": _of_q3_k, "Q4_K": _of_q4_k, "Q5_K": _of_q5_k, "Q6_K": _of_q6_k, "IQ4_NL": _of_iq4_nl,
+        "IQ4_XS": _of_iq4_xs,
     }[kind]  # fmt: skip
     flat = blocks.reshape(-1, count)
     return np.stack([one(block) for block in flat]).reshape(len(blocks), -1).astype(np.float32)
@@ -70,6 +71,52 @@ def _of_q5_0(b: np.ndarray) -> list[float]:
     codes = [int(byte) & 15 for byte in b[6:]] + [int(byte) >> 4 for byte in b[6:]]
     bits = int.from_bytes(b[2:6].tobytes(), "little")
     return [_float(b, 0) * ((code | (bits >> j & 1) << 4) - 16) for j, code in enumerate(codes)]
+
+
+def _of_q5_1(b: np.ndarray) -> list[float]:
+    codes = [int(byte) & 15 for byte in b[8:]] + [int(byte) >> 4 for byte in b[8:]]
+    bits = int.from_bytes(b[4:8].tobytes(), "little")
+    return [_float(b, 0) * (code | (bits >> j & 1) << 4) + _float(b, 2) for j, code in enumerate(codes)]
+
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _of_iq4_nl(b: np.ndarray) -> list[float]:
+    return [_float(b, 0) * _IQ4[int(b[2 + j % 16]) >> 4 * (j // 16) & 15] for j in range(32)]
+
+
+def _of_iq4_xs(b: np.ndarray) -> list[float]:
+    found, high = [], int.from_bytes(b[2:4].tobytes(), "little")
+    for i in range(256):
+        run, j = divmod(i, 32)
+        factor = int(b[4 + run // 2]) >> 4 * (run % 2) & 15 | (high >> 2 * run & 3) << 4
+        code = int(b[8 + 16 * run + j % 16]) >> 4 * (j // 16) & 15
+        found.append(np.float32(_float(b, 0)) * np.float32(factor - 32) * np.float32(_IQ4[code]))
+    return found
+
+
+def _of_q2_k(b: np.ndarray) -> list[float]:
+    found = []
+    for i in range(256):
+        code = int(b[16 + 32 * (i // 128) + i % 32]) >> 2 * (i % 128 // 32) & 3
+        factor, offset = int(b[i // 16]) & 15, int(b[i // 16]) >> 4
+        step, base = np.float32(_float(b, 80)) * factor, np.float32(_float(b, 82)) * offset
+        found.append(np.float32(step) * code - np.float32(base))
+    return found
+
+
+def _of_q3_k(b: np.ndarray) -> list[float]:
+    found = []
+    for i in range(256):
+        group = i // 16
+        code = int(b[32 + 32 * (i // 128) + i % 32]) >> 2 * (i % 128 // 32) & 3
+        third = int(b[i % 32]) >> i // 32 & 1
+        low = int(b[96 + group % 8]) >> 4 * (group // 8) & 15
+        high = int(b[104 + group % 4]) >> 2 * (group // 4) & 3
+        factor = (low | high << 4) - 32
+        found.append(np.float32(_float(b, 108)) * np.float32(factor) * np.float32(code + 4 * third - 4))
+    return found
 
 
 def _of_q5_k(b: np.ndarray) -> list[float]:

@@ -4,18 +4,16 @@ experts in compressed-tensors' layout, as published."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS
 from tests.models.checkpoints import hub_fields, write_tensors
 from tests.models.quantised import quantise, section
-from tests.models.vision_checkpoints import GreedyOracle, Pixels
+from tests.models.vision_checkpoints import Made, Pixels
 
 IMAGE, PATCH = 271, 2
 VISION = {
@@ -33,23 +31,15 @@ PLAIN_MODULES = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*
 """Published `ignore` of the INT4 checkpoints, whose tower has no entry."""
 
 
-@dataclass(frozen=True)
-class Made(GreedyOracle):
-    """A checkpoint and transformers' model of it."""
-
-    path: Path
-    model: Any
-
-    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        given: dict[str, Any] = {}
-        if images:
-            given["pixel_values"] = torch.cat([image.values for image in images]).view(-1, 3, PATCH, PATCH)
-            given["image_grid_thw"] = torch.tensor([image.grid for image in images])
-        with torch.no_grad():
-            return self.model(torch.tensor([ids]), **given).logits[0]
+class KimiOracle(Made):
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.cat([image.values for image in images]).view(-1, 3, PATCH, PATCH),
+            "image_grid_thw": torch.tensor([image.grid for image in images]),
+        }
 
 
-def make_kimi(path: Path, seed: int, int4: bool = False, **text: Any) -> Made:
+def make_kimi(path: Path, seed: int, int4: bool = False, **text: Any) -> KimiOracle:
     """Writes the checkpoint. `int4`: routed experts have 4 bits in groups of 32, and the model has their values."""
     import transformers
 
@@ -82,7 +72,7 @@ def make_kimi(path: Path, seed: int, int4: bool = False, **text: Any) -> Made:
         (path / "config.json").write_text(json.dumps(raw))
     write_tensors(path, {published_name(name): tensor for name, tensor in saved.items()})
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
-    return Made(path, model)
+    return KimiOracle(path, model)
 
 
 def published_name(name: str) -> str:

@@ -1,10 +1,9 @@
-"""A tiny random checkpoint of `Mistral3ForConditionalGeneration` by transformers' classes: Mistral Small 3.1,
-Ministral 3 or Mistral Small 4 by its text model."""
+"""Tiny random checkpoints by transformers' classes. `Mistral3ForConditionalGeneration`: Mistral Small 3.1, Ministral 3
+or Mistral Small 4, by its text model; `LlavaForConditionalGeneration`: Pixtral 12B."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
 from tests.models.checkpoints import _FAMILY, hub_fields, write_tensors
-from tests.models.vision_checkpoints import GreedyOracle, Pixels
+from tests.models.vision_checkpoints import Made, Pixels
 
 IMAGE, BREAK, END = 270, 272, 273
 NAMES = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", END: "[IMG_END]"}
@@ -39,34 +38,32 @@ TEMPLATE = (
 class RowPixels(Pixels):
     """An image whose rows of tokens have a token of the text behind them."""
 
+    merge = MERGE
+
     @property
     def num_tokens(self) -> int:
         return len(self.placeholders(IMAGE))
 
     def placeholders(self, image: int) -> list[int]:
-        row = [*[image] * (self.grid[2] // MERGE), BREAK]
-        return [*(row * (self.grid[1] // MERGE))[:-1], END]
+        row = [*[image] * (self.grid[2] // self.merge), BREAK]
+        return [*(row * (self.grid[1] // self.merge))[:-1], END]
 
 
-@dataclass(frozen=True)
-class Made(GreedyOracle):
-    """A checkpoint and transformers' model of it."""
+class PatchPixels(RowPixels):
+    """An image with a token for each patch."""
 
-    path: Path
-    model: Any
+    merge = 1
 
-    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        given: dict[str, Any] = {}
-        if images:
-            whole = [whole_image(image) for image in images]
-            height, width = (max(image.shape[axis] for image in whole) for axis in (1, 2))
-            padded = torch.zeros(len(images), 3, height, width)
-            for target, image in zip(padded, whole):
-                target[:, : image.shape[1], : image.shape[2]] = image
-            sizes = torch.tensor([image.shape[1:] for image in whole])
-            given = {"pixel_values": padded, "image_sizes": sizes}
-        with torch.no_grad():
-            return self.model(torch.tensor([ids]), **given).logits[0]
+
+class Mistral3Oracle(Made):
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        whole = [whole_image(image) for image in images]
+        height, width = (max(image.shape[axis] for image in whole) for axis in (1, 2))
+        padded = torch.zeros(len(images), 3, height, width)
+        for target, image in zip(padded, whole):
+            target[:, : image.shape[1], : image.shape[2]] = image
+        sizes = torch.tensor([image.shape[1:] for image in whole])
+        return {"pixel_values": padded, "image_sizes": sizes}
 
 
 def whole_image(image: Pixels) -> Tensor:
@@ -78,21 +75,40 @@ def whole_image(image: Pixels) -> Tensor:
 
 def make_mistral3(
     path: Path, seed: int, text: str = "mistral", bias: bool = False, act: str = "silu", **more: Any
-) -> Made:
+) -> Mistral3Oracle:
     """Writes the checkpoint. `text`: one of `TEXTS`, with the fields `more`; `bias`: of the projector; `act`: of the
     tower's MLP."""
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     fields = hub_fields(text) | {"initializer_range": 0.15} | more
     inner = getattr(transformers, f"{_FAMILY[text][0]}Config")(**fields)
     config = transformers.Mistral3Config(
         text_config=inner.to_dict(), vision_config=VISION | {"hidden_act": act}, image_token_index=IMAGE,
         spatial_merge_size=MERGE, multimodal_projector_bias=bias, tie_word_embeddings=False,
     )  # fmt: skip
+    return _write(path, seed, transformers.Mistral3ForConditionalGeneration, config)
+
+
+def make_pixtral(path: Path, seed: int) -> Mistral3Oracle:
+    """Pixtral 12B in the layout of transformers' Llava."""
+    import transformers
+
+    fields = hub_fields("mistral") | {"initializer_range": 0.15, "sliding_window": None}
+    config = transformers.LlavaConfig(
+        text_config=transformers.MistralConfig(**fields).to_dict(), vision_config=VISION | {"hidden_act": "silu"},
+        image_token_index=IMAGE, vision_feature_layer=-1, vision_feature_select_strategy="full", image_seq_length=1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return _write(path, seed, transformers.LlavaForConditionalGeneration, config)
+
+
+def _write(path: Path, seed: int, model_class: Any, config: Any) -> Mistral3Oracle:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    model = model_class(config).float().eval()
     for name, tensor in model.named_parameters():
         if "norm" in name or "ln_pre" in name:
             tensor.data = 1 + 0.2 * torch.randn_like(tensor)
@@ -114,7 +130,7 @@ def make_mistral3(
     (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
-    return Made(path, model)
+    return Mistral3Oracle(path, model)
 
 
 def published_name(name: str) -> str:

@@ -24,8 +24,21 @@ from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.format_checks import ledger_fits, loaded, logits_of
-from tests.models.gguf import BLOCK, UNKNOWN_THERE, dequantize, gguf_name, quantize, write_container, write_gguf
+from tests.models.gguf import (
+    BLOCK,
+    NUMBERS,
+    UNKNOWN_THERE,
+    dequantize,
+    gguf_name,
+    quantize,
+    write_container,
+    write_gguf,
+)
 
+SCALES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,),
+}  # fmt: skip
+"""Places of the scales in a block; others begin with one."""
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -48,11 +61,11 @@ def test_values_are_those_of_the_definition(type: str) -> None:
     weight = torch.randn(6, 512).numpy()
     blocks = quantize(type, weight)
     wanted = dequantize(type, blocks)
-    assert np.abs(wanted - weight).max() < {"Q8_0": 0.03}.get(type, 0.6)
+    assert np.abs(wanted - weight).max() < {"Q8_0": 0.03, "Q2_K": 1.5, "Q3_K": 1.0}.get(type, 0.6)
     found = values_of(type, torch.from_numpy(blocks).unflatten(1, (-1, BLOCK[type][1])))
     assert np.abs(found.numpy() - wanted).max() <= 1e-6 * np.abs(wanted).max()
     raw = torch.randint(0, 256, (4, BLOCK[type][1]), dtype=torch.uint8)
-    for place in {"Q6_K": (208,)}.get(type, (0, 2) if type in ("Q4_1", "Q4_K", "Q5_K") else (0,)):
+    for place in SCALES.get(type, (0,)):
         raw[:, place + 1] &= 0x3F  # a finite scale
     wanted = dequantize(type, raw.numpy())
     found = values_of(type, raw.unsqueeze(1))
@@ -65,8 +78,7 @@ def test_values_are_those_of_transformers(type: str) -> None:
 
     blocks = quantize(type, torch.randn(4, 512).numpy())
     wanted = dequantize(type, blocks)
-    numbers = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-    theirs = dequant.dequantize(torch.from_numpy(blocks), numbers[type])
+    theirs = dequant.dequantize(torch.from_numpy(blocks), NUMBERS[type])
     np.testing.assert_allclose(theirs.view(4, 512).numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -125,14 +137,18 @@ def test_the_form_of_stacks_of_several_types_has_the_same_values(type: str) -> N
         ("llama", "Q5_K", 0.8),
         ("llama", "Q4_1", 0.5),
         ("qwen3", "Q5_0", 0.6),
+        ("qwen3", "Q5_1", 0.65),
+        ("llama", "Q2_K", 0.55),
+        ("qwen3_moe", "Q3_K", 0.55),
+        ("deepseek_v3", "IQ4_NL", 0.45),
+        ("qwen3_moe", "IQ4_XS", 0.45),
     ],
 )
 def test_kernels_multiply_the_blocks_and_the_ledger_counts_them(
     tmp_path: Path, kind: str, type: str, most: float
 ) -> None:
-    wide = (
-        WIDE | {"moe_intermediate_size": 256} if type.endswith("_K") else {"hidden_size": 128, "intermediate_size": 128}
-    )
+    small = {"hidden_size": 128, "intermediate_size": 128}
+    wide = WIDE | {"moe_intermediate_size": 256} if BLOCK[type][0] == 256 else small
     path, plain = write_both(tmp_path, kind, lambda name: type, **wide)
     want = logits_of(plain, "cpu")
     torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
@@ -201,8 +217,8 @@ def test_headers_and_metadata_are_refused_by_name(tmp_path: Path) -> None:
             config = load_model_config(other)
             check_headers(other, read_checkpoint(other), config)
     other.unlink()
-    write_container(other, {"general.architecture": "llama"}, {"token_embd.weight": ("Q3_K", (1, 256), bytes(176))})
-    with pytest.raises(CheckpointError, match="has the type Q3_K, which is not served; served are Q4_0, Q4_1, Q5_0"):
+    write_container(other, {"general.architecture": "llama"}, {"token_embd.weight": ("IQ3_S", (1, 256), bytes(128))})
+    with pytest.raises(CheckpointError, match="has the type IQ3_S, which is not served; served are Q4_0, Q4_1, Q5_0"):
         load_model_config(other)
     with pytest.raises(CheckpointError, match=r"several GGUF files \(model.gguf, other.gguf\)"):
         load_model_config(tmp_path)

@@ -23,10 +23,10 @@ from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
 from tests.models.image_parity import around, check_logits, check_requests
-from tests.models.kimi_checkpoints import IMAGE, PATCH, Made, make_kimi
+from tests.models.kimi_checkpoints import IMAGE, PATCH, make_kimi
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close
-from tests.models.vision_checkpoints import Pixels
+from tests.models.vision_checkpoints import Made, Pixels
 
 
 def picture(rows: int, columns: int) -> Pixels:

@@ -21,29 +21,42 @@ from moe_engine.models.image_text import ImageInputs
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
 from tests.models.image_parity import around, check_logits, check_requests
-from tests.models.mistral3_checkpoints import BREAK, END, IMAGE, MERGE, PATCH, TEXTS, Made, RowPixels, make_mistral3
+from tests.models.mistral3_checkpoints import (
+    BREAK,
+    END,
+    IMAGE,
+    PATCH,
+    TEXTS,
+    PatchPixels,
+    RowPixels,
+    make_mistral3,
+    make_pixtral,
+)
 from tests.models.parity_families import address
 from tests.models.rows import all_rows
-from tests.models.vision_checkpoints import random_picture
+from tests.models.vision_checkpoints import Made, random_picture
 
 
-def picture(rows: int, columns: int) -> RowPixels:
+def picture(made: Made, rows: int, columns: int) -> RowPixels:
     """Of rows x columns tokens, patches by row."""
-    grid = (1, MERGE * rows, MERGE * columns)
-    return RowPixels(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
+    kind = RowPixels if "spatial_merge_size" in json.loads((made.path / "config.json").read_text()) else PatchPixels
+    grid = (1, kind.merge * rows, kind.merge * columns)
+    return kind(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
 
 
-@pytest.fixture(scope="module", params=TEXTS)
+@pytest.fixture(scope="module", params=(*TEXTS, "pixtral"))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A random checkpoint, and transformers' model."""
     other = request.param == "mistral4"
-    seed = random.randrange(2**31)
-    return make_mistral3(tmp_path_factory.mktemp("made"), seed, request.param, other, "gelu" if other else "silu")
+    folder, seed = tmp_path_factory.mktemp("made"), random.randrange(2**31)
+    if request.param == "pixtral":
+        return make_pixtral(folder, seed)
+    return make_mistral3(folder, seed, request.param, other, "gelu" if other else "silu")
 
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits_equal_transformers(made: Made, row: str) -> None:
-    image = picture(3, 5)
+    image = picture(made, 3, 5)
     loaded = stepper.load(made.path, row)
     assert isinstance(loaded.model, ImageInputs)
     rows = loaded.model.encode(image.values, image.grid)
@@ -51,7 +64,7 @@ def test_logits_equal_transformers(made: Made, row: str) -> None:
 
 
 def test_requests(made: Made, tmp_path: Path) -> None:
-    first, second = picture(2, 3), picture(4, 1)
+    first, second = picture(made, 2, 3), picture(made, 4, 1)
     asked = [(*around(images, IMAGE), images) for images in ([first], [first, second], [])]
     check_requests(made.path, made, asked, tmp_path / "status")
 
@@ -69,7 +82,7 @@ def test_pixels(made: Made, tmp_path: Path, whole_file: bool) -> None:
     own = load_processor(str(tmp_path))
     config = prepare(EngineArgs.from_kwargs(model_path=str(made.path), max_total_tokens=64))
     assert config.model.vision is not None and config.model.vision.max_patches == own.max_patches == 256
-    theirs = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=PATCH * MERGE)
+    theirs = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=PATCH * own.merge)
     for width, height in ((1, 1), (64, 64), (200, 31), (33, 500), (7, 64), *([random.randint(2, 300)] * 2,)):
         values = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
         image = image_module.fromarray(values)
@@ -87,7 +100,8 @@ def test_config(made: Made, tmp_path: Path) -> None:
     config, files = load_model_config(made.path), read_checkpoint(made.path)
     check_headers(made.path, files, config)
     assert config.vision is not None and config.vision.row_ends == (BREAK, END)
-    assert config.vision.num_tokens((1, 6, 10)) == picture(3, 5).num_tokens
+    image = picture(made, 3, 5)
+    assert config.vision.num_tokens(image.grid) == image.num_tokens
     raw = json.loads((made.path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw))
     listed = {"12": {"content": "[IMG_BREAK]"}, "14": {"content": "[IMG_END]"}}
@@ -100,6 +114,25 @@ def test_config(made: Made, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"vision_feature_layer": -2}))
     with pytest.raises(ConfigError, match="vision_feature_layer"):
         load_model_config(tmp_path)
+
+
+def test_config_of_llava(tmp_path: Path) -> None:
+    """Fields that it leaves out; with another tower the text model is served alone."""
+    made = make_pixtral(tmp_path / "made", 1)
+    raw = json.loads((made.path / "config.json").read_text())
+    for change, message in (
+        ({"vision_feature_select_strategy": "default"}, "'default' is not supported; supported: 'full'"),
+        ({"text_config": raw["text_config"] | {"model_type": "gemma"}}, "text_config.model_type 'gemma' is not"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        with pytest.raises(ConfigError, match=message):
+            load_model_config(tmp_path)
+    kept = {key: value for key, value in raw.items() if key != "multimodal_projector_bias"}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    vision = load_model_config(tmp_path).vision
+    assert vision is not None and vision.projector_bias and vision.merge == 1
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"vision_config": {"model_type": "clip_vision_model"}}))
+    assert load_model_config(tmp_path).vision is None
 
 
 def test_weights_are_replaced(tmp_path: Path) -> None:

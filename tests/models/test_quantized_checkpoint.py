@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,23 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
     assert {name: (output / name).stat().st_mtime_ns for name in done} == done
     assert (output / "tokenizer.json").is_file()
     check_headers(output, read_checkpoint(output), load_model_config(output))
+
+
+def test_a_write_that_fails_is_one_line_and_can_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit of the file size stands for a full disk."""
+    source = make_checkpoint("llama", tmp_path / "in", seed=3)
+    command = ["quantize", "--model-path", str(source), "--output", str(tmp_path / "out"), "--format", "int8"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        assert main(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"error: --output {tmp_path}/out: cannot be written (" in line
+    assert not list((tmp_path / "out").glob("*.part"))
+    assert main(command) == 0
+    check_headers(tmp_path / "out", read_checkpoint(tmp_path / "out"), load_model_config(tmp_path / "out"))
 
 
 def test_sources_that_cannot_be_quantized(tmp_path: Path) -> None:

@@ -200,9 +200,22 @@ def with_images(parts: list[list[int] | Pixels]) -> tuple[list[int], list[Pixels
 
 
 class GreedyOracle(ABC):
+    """transformers' model of a checkpoint."""
+
+    model: Any
+
     @abstractmethod
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        """Arguments of the model beside the ids; there are images."""
+
+    @torch.no_grad()
     def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
         """[T, V] float32."""
+        return self.run(ids, images).logits[0]
+
+    def run(self, ids: list[int], images: list[Pixels], **options: Any) -> Any:
+        given = self.image_inputs(ids, images) if images else {}
+        return self.model(torch.tensor([ids]), **given, **options)
 
     def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
         """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""
@@ -216,39 +229,42 @@ class GreedyOracle(ABC):
         return answer
 
 
+@dataclass(frozen=True)
+class Made(GreedyOracle):
+    """A checkpoint that was saved from `model`."""
+
+    path: Path
+    model: Any
+
+
 class Oracle(GreedyOracle):
-    """transformers' model of a checkpoint, in float32 with eager attention."""
+    """The model in float32 with eager attention."""
 
     def __init__(self, path: Path) -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
-        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
     @torch.no_grad()
-    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        return self._run(ids, images).logits[0]
-
-    @torch.no_grad()
     def vector(self, ids: list[int], images: list[Pixels]) -> list[float]:
         """The last token's state after the final norm, normalised."""
-        state = self._run(ids, images, output_hidden_states=True).hidden_states[-1][0, -1]
+        state = self.run(ids, images, output_hidden_states=True).hidden_states[-1][0, -1]
         return torch.nn.functional.normalize(state, dim=-1).tolist()
 
-    def _run(self, ids: list[int], images: list[Pixels], **options: Any) -> Any:
-        tokens = torch.tensor([ids])
-        given: dict[str, Any] = {}
-        if images:
-            given = {
-                "pixel_values": torch.cat([image.values for image in images]),
-                "image_grid_thw": torch.tensor([image.grid for image in images]),
-                "mm_token_type_ids": (tokens == IMAGE).int(),
-            }
+    def run(self, ids: list[int], images: list[Pixels], **options: Any) -> Any:
         self.model.model.rope_deltas = None
-        return self.model(tokens, **given, **options)
+        return super().run(ids, images, **options)
+
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.cat([image.values for image in images]),
+            "image_grid_thw": torch.tensor([image.grid for image in images]),
+            "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).int(),
+        }
 
 
 def random_picture(width: int, height: int, seed: int) -> Any:

@@ -24,6 +24,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.processes.addresses import free_port
 from moe_engine.server.listen import bind
 from tests.router.router_process import needs_router
+from tests.waiting import children_with, is_running, until
 
 PROGRAM = ("--router-program", "python -m sglang_router.launch_router")
 TINY = "--context-length 256 --max-total-tokens 1024 --max-running-requests 4 --device cpu"
@@ -123,6 +124,19 @@ def test_a_port_in_use_is_refused_before_the_servers_start() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen there"):
             processes.run(parse([*PROGRAM, "--port", str(taken.getsockname()[1]), "--", *TINY.split()]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a program learns of its parent's end on Linux only")
+def test_the_servers_end_with_a_killed_router(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moe_engine", "router", "--port", str(free_port()), "--workers", "2"]
+    with (
+        open(tmp_path / "log", "wb") as log,
+        subprocess.Popen([*command, *PROGRAM, "--", *TINY.split()], stdout=log, stderr=log) as fleet,
+    ):
+        until(lambda: len(children_with(fleet.pid, "moe_engine.launch_server")) == 2)
+        servers = children_with(fleet.pid, "moe_engine.launch_server")
+        fleet.kill()
+    until(lambda: not any(map(is_running, servers)), "servers run without their parent")
 
 
 @needs_router

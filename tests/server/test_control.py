@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.core.messages import Call, encode
 from moe_engine.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from moe_engine.errors import ConfigError
@@ -247,7 +248,9 @@ def test_facts():
     assert info["max_total_num_tokens"] == 1024
     assert (info["tp_size"], info["api_key"], info["x"]) == (1, "***", None)
     assert info["last_gen_throughput"] == info["internal_states"][0]["last_gen_throughput"] == 12.5
-    assert get(client, "/server_info").json().keys() == info.keys() - {"tp_size", "api_key", "x"}
+    bare = get(client, "/server_info").json()
+    assert bare.keys() == info.keys() - {"tp_size", "api_key", "x"}
+    assert EngineArgs.from_kwargs(**bare).given == {"max_running_requests"}  # facts are no flags, and are accepted
     model = get(client, "/get_model_info").json()
     assert (model["model_path"], model["is_generation"], model["weight_version"]) == ("/models/tiny", True, "default")
     assert get(client, "/v1/loads").json()["loads"][0]["num_running_reqs"] == 0

@@ -127,6 +127,26 @@ def test_dispatch_and_combine_are_those_measured(nodes: int, tokens: int, measur
     assert times == sorted(times)  # also where the mode changes
 
 
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_prompts_are_dispatched_in_normal_mode(ranks: int):
+    """As `StepSizes.phase` says, whatever the number of their tokens: a line, without a bend at the size of the
+    low-latency buffers. Its messages grow less with the tokens than those of decodes."""
+    form = Form(ranks, ranks, ranks, True)
+    exchange = AllToAll(model_facts(V3), form, FP8, parse_cluster(f"{ranks}xh200"))
+    counts = [1, 2, 8, 100, LOW_LATENCY_TOKENS, LOW_LATENCY_TOKENS + 1, 4 * LOW_LATENCY_TOKENS]
+    first, second, *times = (exchange.seconds(count, 1.0, prompts=True) for count in counts)
+    each = second - first
+    assert times == pytest.approx([first + (count - 1) * each for count in counts[2:]])
+    few, many = exchange.seconds(2, 1.0), exchange.seconds(LOW_LATENCY_TOKENS, 1.0)
+    assert 0 < each <= (many - few) / (LOW_LATENCY_TOKENS - 2) * (1 + 1e-9)
+    cost = RooflineCost(model_facts(V3), form, FP8, parse_cluster(f"{ranks}xh200"), Efficiency("any"))
+    for count in counts:
+        step = cost.step(StepShape(0, 0, 0, count, count, count))
+        assert step.by_resource["all_to_all"] == pytest.approx(
+            exchange.seconds(count, expected_skew(model_facts(V3).num_experts, form), prompts=True)
+        )
+
+
 # aiconfigurator-core 0.12.0, allreduce_h200_sglang in a graph: GPUs, elements of 2 bytes, us
 ALL_REDUCE = [(2, 65536, 3.12), (4, 65536, 4.30), (8, 65536, 6.70), (8, 1048576, 19.31), (8, 8388608, 107.6)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import math
@@ -12,8 +13,10 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
+from moe_engine.tuning import calibration
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.answer_steps import Stream, between_tokens, chunks_of, common_steps
+from moe_engine.tuning.calibration import VARIED_TOKENS, Probes
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
@@ -243,6 +246,29 @@ def test_acceptance_that_explains_the_accepted_drafts():
     rate = random.uniform(0.2, 0.9)
     points.steps, points.accepted = 1000, 1000 * (rate + rate**2 + rate**3)
     assert points.acceptance() == pytest.approx((rate,) * 3, abs=1e-5)
+
+
+def test_acceptance_is_that_of_the_beginning_of_an_answer(monkeypatch: pytest.MonkeyPatch):
+    """An answer to random tokens ends in a loop, whose drafts are all accepted."""
+
+    async def ask(request, options, seen):
+        answer, steps, correct = Answer(request.prompt_len, success=True, ttft=0.1), 0, 0
+        seen({"completion_tokens": 1}, 1)
+        total = 1
+        while total < request.output_len:
+            count = 3 if total >= VARIED_TOKENS else 1 + steps % 2
+            total, steps, correct = total + count, steps + 1, correct + count - 1
+            meta = {"completion_tokens": total, "spec_verify_ct": steps, "spec_num_correct_drafts": correct}
+            seen(meta | {"spec_accept_length": 1 + correct / steps}, count)
+            answer.itl += [0.01] * count
+        return answer
+
+    monkeypatch.setattr(calibration, "ask_native", ask)
+    probes = Probes("", Limits(8, 100, 1000, 100, range(9), drafts=2))
+    for tokens in (VARIED_TOKENS // 2, VARIED_TOKENS, 1000):
+        asyncio.run(probes._ask([1, 2, 3], tokens))
+    points = probes._points
+    assert points.accepted / points.steps == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("text", ["rank=1", "rank=9@t=3s", "rank=-1@t=3s", "rank=1@t=3d", "1@3"])

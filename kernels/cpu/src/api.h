@@ -7,6 +7,13 @@ namespace moe {
 struct Coding;  // of coded weights; null: plain panels
 struct Queries;
 struct Router;
+
+// A gated MLP beside routed experts: up [2I, D] (gate first) and down [D, I], with I = width a multiple of 16.
+struct SharedExpert {
+  const void *up, *down;
+  const Coding *up_form, *down_form;
+  int64_t width;
+};
 }  // namespace moe
 
 API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
@@ -17,9 +24,10 @@ API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
                  const void* down, int64_t out_features, void* out, int64_t ldo, const moe::Coding* up_form,
                  const moe::Coding* down_form);
-API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
-                    const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                    const void* sum, int64_t lds, void* out, const moe::Coding* up_form, const moe::Coding* down_form);
+API void moe_mixture(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                     const moe::Coding* up_form, const moe::Coding* down_form, const moe::SharedExpert* shared,
+                     void* out);
 API void moe_route(int is_bf16, int gate_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim,
                    const void* gate, const float* bias, const moe::Router* router, float* weights, int32_t* ids);
 API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,

@@ -91,9 +91,11 @@ struct IntegerTable {
   explicit IntegerTable(const Coding& form) : bytes(_mm512_setzero_si512()) {
     offset = form.has_zeros ? 0.f : form.factors && form.bits == 4 ? 0.f : form.bits == 8 ? 128.f : -form.table[0];
     if (form.bits == 8 || form.table[1] == form.table[0] + 1.f) return;
-    looked_up = true, unit = 0.5f, offset = 12.f;  // halves from -6 to 6
+    // FP4: halves from -6 to 6; else integers from -127
+    const bool halves = form.table[1] == 0.5f;
+    looked_up = true, unit = halves ? 0.5f : 1.f, offset = halves ? 12.f : 127.f;
     alignas(16) uint8_t codes[16];
-    for (int i = 0; i < 16; i++) codes[i] = uint8_t(2.f * form.table[i] + 12.f);
+    for (int i = 0; i < 16; i++) codes[i] = uint8_t(form.table[i] / unit + offset);
     bytes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
   }
 };

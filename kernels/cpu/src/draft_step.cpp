@@ -6,9 +6,8 @@
 #include <chrono>
 #include <vector>
 
-#include "decoder.h"
 #include "drafts.h"
-#include "vec.h"
+#include "step.h"
 
 namespace moe {
 
@@ -30,29 +29,6 @@ struct Judged {
   double* seconds;
 };
 
-// Some tokens of each of some rows, concatenated by row: kernel inputs.
-struct Runs {
-  int64_t *positions, *slots;
-  int32_t *rows, *starts, *contexts;
-
-  Runs(Arrays& arrays, int64_t requests, int64_t tokens) {
-    positions = static_cast<int64_t*>(arrays.take(tokens * 8));
-    slots = static_cast<int64_t*>(arrays.take(tokens * 8));
-    rows = static_cast<int32_t*>(arrays.take(requests * 4));
-    starts = static_cast<int32_t*>(arrays.take((requests + 1) * 4));
-    contexts = static_cast<int32_t*>(arrays.take(tokens * 4));
-  }
-  static int64_t bytes(int64_t requests, int64_t tokens) { return 20 * tokens + 8 * requests + 4 + 5 * 64; }
-
-  void place(const DraftStep& s, int64_t at, int64_t row, int64_t position) {
-    positions[at] = position;
-    slots[at] = s.slots[row * s.width + position];
-  }
-  Queries queries(const DraftStep& s, int64_t requests) const {
-    return {requests, rows, starts, contexts, s.slots, s.width, nullptr, 0};
-  }
-};
-
 template <class T>
 class DraftStepRun {
  public:
@@ -60,12 +36,9 @@ class DraftStepRun {
       : kind_(kind), s_(step), rows_(rows), requests_(requests), depth_(depth), each_(depth + 1),
         tokens_(requests * each_), hidden_(step.decoder->hidden), vocab_(step.head->out),
         arrays_(bytes(), STEP), chain_(arrays_, requests, std::max<int64_t>(requests * depth, 1)),
-        verified_(arrays_, requests, tokens_) {
+        verified_(arrays_, requests, tokens_), model_(arrays_, tokens_, hidden_, vocab_) {
     roots_ = ints(requests), drafts_ = ints(tokens_), drawn_ = ints(tokens_), next_ = ints(tokens_);
     uniform_ = static_cast<float*>(arrays_.take(tokens_ * 4));
-    states_ = static_cast<T*>(arrays_.take(tokens_ * hidden_ * int64_t(sizeof(T))));
-    out_ = static_cast<T*>(arrays_.take(tokens_ * vocab_ * int64_t(sizeof(T))));
-    logits_ = static_cast<float*>(arrays_.take(tokens_ * vocab_ * 4));
   }
 
   // `uniform` [N, R]: the random numbers of sampling, if not greedy; a draft and its verification use the same number.
@@ -84,7 +57,7 @@ class DraftStepRun {
  private:
   int64_t bytes() const {
     return Runs::bytes(requests_, requests_ * depth_ + 1) + Runs::bytes(requests_, tokens_) + 8 * requests_ +
-           tokens_ * (3 * 8 + 4 + int64_t(sizeof(T)) * (hidden_ + vocab_) + 4 * vocab_) + 8 * 64;
+           Forward<T>::bytes(tokens_, hidden_, vocab_) + tokens_ * (3 * 8 + 4) + 5 * 64;
   }
   int64_t* ints(int64_t count) { return static_cast<int64_t*>(arrays_.take(count * 8)); }
   static double now() {
@@ -98,13 +71,13 @@ class DraftStepRun {
       roots_[r] = s_.last_tokens[row];
       chain_.rows[r] = int32_t(row), chain_.starts[r + 1] = int32_t(r + 1);
       for (int64_t i = 0; i < depth_; i++) {  // the first step continues from the state before the root
-        chain_.place(s_, i * requests_ + r, row, s_.lengths[row] - 1 + i);
+        chain_.place(s_.slots, s_.width, i * requests_ + r, row, s_.lengths[row] - 1 + i);
         chain_.contexts[i * requests_ + r] = int32_t(s_.lengths[row] + i);
       }
     }
     Draws numbered = draws;
     numbered.uniform = uniform;
-    const Queries queries = chain_.queries(s_, requests_);
+    const Queries queries = chain_.queries(s_.slots, s_.width, requests_);
     const std::vector<const DraftLevel*> levels(size_t(depth_), s_.level);
     moe_draft_chain(kind_, levels.data(), depth_, requests_, hidden_, s_.decoder->embedding, s_.head, chain_.positions,
                     chain_.slots, &queries, chain_.contexts, s_.states, rows_, roots_, &numbered, drafts_);
@@ -116,16 +89,16 @@ class DraftStepRun {
       const int64_t row = rows_[r];
       verified_.rows[r] = int32_t(row), verified_.starts[r + 1] = int32_t((r + 1) * each_);
       verified_.contexts[r] = int32_t(s_.lengths[row] + each_);
-      for (int64_t i = 0; i < each_; i++) verified_.place(s_, r * each_ + i, row, s_.lengths[row] + i);
+      for (int64_t i = 0; i < each_; i++)
+        verified_.place(s_.slots, s_.width, r * each_ + i, row, s_.lengths[row] + i);
     }
-    const Queries queries = verified_.queries(s_, requests_);
-    moe_decoder(kind_, s_.decoder, drafts_, tokens_, verified_.positions, verified_.slots, &queries, nullptr, states_);
-    multiply(kind_, *s_.head, states_, hidden_, tokens_, out_);
-    for (int64_t i = 0; i < tokens_ * vocab_; i++) logits_[i] = to_float(out_[i]);
-    if (draws.temperature == nullptr) return moe_greedy(logits_, vocab_, tokens_, vocab_, drawn_);
-    for (int64_t t = 0; t < tokens_; t++) uniform_[t] = uniform[t % each_ * requests_ + t / each_];
-    moe_sample(logits_, vocab_, tokens_, vocab_, draws.temperature, draws.top_k, draws.top_p, draws.min_p, uniform_,
-               drawn_);
+    Draws numbered = draws;
+    if (uniform != nullptr) {
+      for (int64_t t = 0; t < tokens_; t++) uniform_[t] = uniform[t % each_ * requests_ + t / each_];
+      numbered.uniform = uniform_;
+    }
+    const Queries queries = verified_.queries(s_.slots, s_.width, requests_);
+    model_.run(kind_, *s_.decoder, *s_.head, drafts_, verified_, queries, numbered, drawn_);
   }
 
   // From the root on, a draft is accepted while it equals the token sampled at its parent.
@@ -151,9 +124,9 @@ class DraftStepRun {
     const size_t size = size_t(hidden_) * sizeof(T);
     for (int64_t r = 0; r < requests_; r++)
       std::memcpy(static_cast<T*>(s_.states) + rows_[r] * hidden_,
-                  states_ + (r * each_ + judged.counts[r] - 1) * hidden_, size);
+                  model_.states + (r * each_ + judged.counts[r] - 1) * hidden_, size);
     const DraftLevel& l = *s_.level;
-    moe_draft_remember(kind_, &l, tokens_, hidden_, s_.decoder->embedding, next_, states_, verified_.positions,
+    moe_draft_remember(kind_, &l, tokens_, hidden_, s_.decoder->embedding, next_, model_.states, verified_.positions,
                        verified_.slots, int(l.form), l.cache, l.cache_row);
   }
 
@@ -163,9 +136,9 @@ class DraftStepRun {
   const int64_t requests_, depth_, each_, tokens_, hidden_, vocab_;
   Arrays arrays_;
   Runs chain_, verified_;
+  Forward<T> model_;
   int64_t *roots_, *drafts_, *drawn_, *next_;
-  float *uniform_, *logits_;
-  T *states_, *out_;
+  float* uniform_;
 };
 
 }  // namespace moe

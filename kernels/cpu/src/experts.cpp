@@ -34,6 +34,12 @@ static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Codi
   return s;
 }
 
+// Elements between rows of hidden [M, I]: padded for the kernel, and not a power of two: rows share no cache set.
+template <class T>
+static int64_t hidden_stride(const Shape& s) {
+  return padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
+}
+
 // Some rows of one expert. `begin` counts rows in expert order; `source` is their start in x.
 struct Unit {
   int64_t expert, begin, rows, source;
@@ -75,54 +81,68 @@ static INLINE void activate_clamped(const float* gate, const float* up, int64_t 
   }
 }
 
-// Both passes. `rows_of(unit, &stride)` returns the unit's rows of x, padded for the kernel.
+// Where the panels of experts begin; those of the next expert are `apart` units later.
+struct Panels {
+  const uint32_t *up, *down;
+  int64_t apart;
+
+  static Panels of(const uint32_t* weights, const Shape& s) {
+    return {weights, weights + 2 * s.width_panels * s.hidden_panel, s.expert_units};
+  }
+};
+
+// The tasks of both passes over some units. `rows_of(unit, &stride)` returns the unit's rows of x, padded for the
+// kernel; `out_of(unit, i)` is the place of a result.
 template <class T, class RowsOf, class Out>
-static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
-                      int64_t hidden_stride, const RowsOf& rows_of, const Out& out_of) {
-  int64_t up_width = panels_per_task(s.width_panels, 2 * s.hidden_panel * 4, count);
-  int64_t up_parts = ceil_div(s.width_panels, up_width);
-  parallel(count * up_parts, [&](int64_t task) {
-    const Unit& unit = units[task / up_parts];
-    const int64_t first = task % up_parts * up_width, last = std::min(first + up_width, s.width_panels);
+class Passes {
+ public:
+  Passes(const Unit* units, int64_t count, const Shape& shape, const Panels& panels, T* hidden, int64_t hidden_stride,
+         const RowsOf& rows_of, const Out& out_of)
+      : units_(units), s_(shape), panels_(panels), hidden_(hidden), stride_(hidden_stride), rows_of_(rows_of),
+        out_of_(out_of), up_width_(panels_per_task(s_.width_panels, 2 * s_.hidden_panel * 4, count)),
+        down_width_(panels_per_task(s_.hidden_panels, s_.width_panel * 4, count)),
+        up_parts_(ceil_div(s_.width_panels, up_width_)), down_parts_(ceil_div(s_.hidden_panels, down_width_)),
+        up_tasks(count * up_parts_), down_tasks(count * down_parts_) {}
+
+  void up(int64_t task) const {
+    const Unit& unit = units_[task / up_parts_];
+    const int64_t first = task % up_parts_ * up_width_, last = std::min(first + up_width_, s_.width_panels);
     int64_t stride = 0;
-    const void* x = rows_of(unit, &stride);
-    const Packed w{weights + unit.expert * s.expert_units, 2 * s.width_panels, s.hidden_steps, s.up_form};
+    const void* x = rows_of_(unit, &stride);
+    const Packed w{panels_.up + unit.expert * panels_.apart, 2 * s_.width_panels, s_.hidden_steps, s_.up_form};
     float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
     float* up = gate + unit.rows * GROUP * LANES;
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(x, stride, unit.rows, s.hidden, w, p, here, s.width_panels + p, gate, GROUP * LANES);
-      product<T>(x, stride, unit.rows, s.hidden, w, s.width_panels + p, here, p + here, up, GROUP * LANES);
-      const int64_t columns = std::min(here * LANES, s.width - column);
-      T* to = hidden + unit.begin * hidden_stride + column;
-      if (s.biases)
-        activate_clamped(gate, up, GROUP * LANES, unit.rows, columns, *s.biases,
-                         s.biases->gate_up + unit.expert * 2 * s.width + column, s.width, to, hidden_stride);
+      product<T>(x, stride, unit.rows, s_.hidden, w, p, here, s_.width_panels + p, gate, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s_.hidden, w, s_.width_panels + p, here, p + here, up, GROUP * LANES);
+      const int64_t columns = std::min(here * LANES, s_.width - column);
+      T* to = hidden_ + unit.begin * stride_ + column;
+      if (s_.biases)
+        activate_clamped(gate, up, GROUP * LANES, unit.rows, columns, *s_.biases,
+                         s_.biases->gate_up + unit.expert * 2 * s_.width + column, s_.width, to, stride_);
       else
-        activate(gate, up, GROUP * LANES, unit.rows, columns, to, hidden_stride);
+        activate(gate, up, GROUP * LANES, unit.rows, columns, to, stride_);
     }
-    if (last == s.width_panels)  // the padding that the second pass reads
+    if (last == s_.width_panels)  // the padding that the second pass reads
       for (int64_t i = 0; i < unit.rows; i++)
-        std::memset(hidden + (unit.begin + i) * hidden_stride + s.width, 0,
-                    size_t(hidden_stride - s.width) * sizeof(T));
-  });
-  int64_t down_width = panels_per_task(s.hidden_panels, s.width_panel * 4, count);
-  int64_t down_parts = ceil_div(s.hidden_panels, down_width);
-  parallel(count * down_parts, [&](int64_t task) {
-    const Unit& unit = units[task / down_parts];
-    const int64_t first = task % down_parts * down_width, last = std::min(first + down_width, s.hidden_panels);
-    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_panel, s.hidden_panels,
-                   s.width_steps, s.down_form};
+        std::memset(hidden_ + (unit.begin + i) * stride_ + s_.width, 0, size_t(stride_ - s_.width) * sizeof(T));
+  }
+
+  void down(int64_t task) const {
+    const Unit& unit = units_[task / down_parts_];
+    const int64_t first = task % down_parts_ * down_width_, last = std::min(first + down_width_, s_.hidden_panels);
+    const Packed w{panels_.down + unit.expert * panels_.apart, s_.hidden_panels, s_.width_steps, s_.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
-    int64_t stride = hidden_stride * int64_t(sizeof(T));
-    const void* x = hidden + unit.begin * hidden_stride;
-    if (s.down_form) x = coded_rows<T>(*s.down_form, x, &stride, unit.rows, s.width, ROWS);
+    int64_t stride = stride_ * int64_t(sizeof(T));
+    const void* x = hidden_ + unit.begin * stride_;
+    if (s_.down_form) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(x, stride, unit.rows, s.width, w, p, here, p + here, c, GROUP * LANES);
-      const int64_t columns = std::min(here * LANES, s.hidden - column);
-      if (s.biases) {
-        const float* bias = s.biases->down + unit.expert * s.hidden + column;
+      product<T>(x, stride, unit.rows, s_.width, w, p, here, p + here, c, GROUP * LANES);
+      const int64_t columns = std::min(here * LANES, s_.hidden - column);
+      if (s_.biases) {
+        const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
         for (int64_t i = 0; i < unit.rows; i++)
           for (int64_t j = 0; j < columns; j += LANES) {
             float* at = c + i * GROUP * LANES + j;
@@ -130,12 +150,25 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
           }
       }
       for (int64_t i = 0; i < unit.rows; i++) {
-        T* to = out_of(unit, i) + column;
+        T* to = out_of_(unit, i) + column;
         for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
       }
     }
-  });
-}
+  }
+
+ private:
+  const Unit* const units_;
+  const Shape& s_;
+  const Panels panels_;
+  T* const hidden_;
+  const int64_t stride_;
+  const RowsOf& rows_of_;
+  const Out& out_of_;
+  const int64_t up_width_, down_width_, up_parts_, down_parts_;
+
+ public:
+  const int64_t up_tasks, down_tasks;
+};
 
 // Rows [source, source + rows) of x, in place if the kernel can read them.
 template <class T>
@@ -183,48 +216,65 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
     count = add_units(units, count, e, begin, here, offsets ? offsets[e] : e * capacity);
     begin += here;
   }
-  const int64_t stride = padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
+  const int64_t stride = hidden_stride<T>(s);
   T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
-  run_units<T>(
-      units, count, s, weights, hidden, stride,
-      [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.up_form);
-      },
-      [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; });
+  const auto rows_of = [&](const Unit& unit, int64_t* apart) {
+    return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.up_form);
+  };
+  const auto out_of = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
+  const Passes passes(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
+  parallel(passes.up_tasks, [&](int64_t task) { passes.up(task); });
+  parallel(passes.down_tasks, [&](int64_t task) { passes.down(task); });
 }
 
 // Entries (token, k) sorted by expert, then by token. An id outside [0, E) (an expert of another rank, or none)
-// contributes nothing.
+// contributes nothing. A shared expert, if any, has its tasks in the same passes; its rounded result is `out` before
+// the others are added.
 template <class T>
 static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk, const int32_t* ids,
-                   const Shape& s, const uint32_t* weights, const T* sum, int64_t lds, T* out) {
+                   const Shape& s, const uint32_t* weights, const SharedExpert* shared, const T* sum, int64_t lds,
+                   T* out) {
   const int64_t entries = tokens * top_k;
   if (entries == 0 || s.hidden == 0) return;
   int32_t* offsets = scratch<int32_t>(SHARED_INDEX, 2 * s.experts + 1 + 2 * entries);
   int32_t *next = offsets + s.experts + 1, *positions = next + s.experts, *token_of = positions + entries;
   sort_pairs(ids, top_k, tokens, top_k, s.experts, offsets, next, positions, token_of);
   const int64_t rows = offsets[s.experts];
-  Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + 1);
+  Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + tokens / UNIT_ROWS + 2);
   int64_t count = 0;
   for (int64_t e = 0; e < s.experts; e++)
     count = add_units(units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
-  const int64_t stride = padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
-  T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
+  const Shape one = shared ? shape_of<T>(1, s.hidden, shared->width, shared->up_form, shared->down_form) : s;
+  const int64_t stride = hidden_stride<T>(s), one_stride = hidden_stride<T>(one);
+  T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride + (shared ? tokens * one_stride : 0));
   T* partial = scratch<T>(SHARED_OUT, rows * s.hidden);
   // A token has several experts, and the same integers for each.
   int64_t distance = ldx * int64_t(sizeof(T));
   const char* coded = reinterpret_cast<const char*>(x);
   if (s.up_form) coded = coded_rows<T>(*s.up_form, x, &distance, tokens, s.hidden, SHARED_ROWS);
   const int64_t bytes = static_cast<const void*>(coded) == x ? s.hidden * int64_t(sizeof(T)) : distance;
-  run_units<T>(
-      units, count, s, weights, hidden, stride,
-      [&](const Unit& unit, int64_t* apart) {
-        const int32_t* index = token_of + unit.begin;
-        if (s.up_form) return coded_tokens(coded, distance, index, unit.rows, bytes, apart);
-        return own_rows<T>(x, ldx, index, unit.rows, s.hidden, apart, s.up_form);
-      },
-      [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
-  combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, sum, lds, out, tokens, s.hidden);
+  const auto rows_of = [&](const Unit& unit, int64_t* apart) {
+    const int32_t* index = token_of + unit.begin;
+    if (s.up_form) return coded_tokens(coded, distance, index, unit.rows, bytes, apart);
+    return own_rows<T>(x, ldx, index, unit.rows, s.hidden, apart, s.up_form);
+  };
+  const auto out_of = [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; };
+  const Passes own(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
+  const auto token_rows = [&](const Unit& unit, int64_t* apart) {
+    return own_rows<T>(x + unit.source * ldx, ldx, nullptr, unit.rows, s.hidden, apart, one.up_form);
+  };
+  const auto token_out = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
+  Panels panels{};
+  if (shared) panels = {static_cast<const uint32_t*>(shared->up), static_cast<const uint32_t*>(shared->down), 0};
+  const int64_t shared_count = shared ? add_units(units + count, 0, 0, 0, tokens, 0) : 0;
+  const Passes common(units + count, shared_count, one, panels, hidden + rows * stride, one_stride, token_rows,
+                      token_out);
+  parallel(own.up_tasks + common.up_tasks,
+           [&](int64_t task) { task < own.up_tasks ? own.up(task) : common.up(task - own.up_tasks); });
+  parallel(own.down_tasks + common.down_tasks,
+           [&](int64_t task) { task < own.down_tasks ? own.down(task) : common.down(task - own.down_tasks); });
+  combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, shared ? out : sum, shared ? s.hidden : lds, out,
+                  tokens, s.hidden);
 }
 
 // A dense gated MLP from the packed weights of two linear layers, gate_up [2I, D] with I a multiple of 16.
@@ -305,11 +355,26 @@ API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int
                     const void* sum, int64_t lds, void* out, const Coding* up_form, const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
-    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids, shape_of<bf16>(experts, hidden, width, up_form, down_form), w,
-           static_cast<const bf16*>(sum), lds, static_cast<bf16*>(out));
+    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
+           shape_of<bf16>(experts, hidden, width, up_form, down_form), w, nullptr, static_cast<const bf16*>(sum), lds,
+           static_cast<bf16*>(out));
   else
-    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width, up_form, down_form), w,
-           static_cast<const float*>(sum), lds, static_cast<float*>(out));
+    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
+           shape_of<float>(experts, hidden, width, up_form, down_form), w, nullptr, static_cast<const float*>(sum), lds,
+           static_cast<float*>(out));
+}
+
+API void moe_mixture(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                     const Coding* up_form, const Coding* down_form, const SharedExpert* shared, void* out) {
+  auto w = static_cast<const uint32_t*>(weights);
+  auto run = [&](auto a) {
+    using T = decltype(a);
+    const T* none = nullptr;
+    routed(static_cast<const T*>(x), ldx, tokens, top_k, topk, ids,
+           shape_of<T>(experts, hidden, width, up_form, down_form), w, shared, none, 0, static_cast<T*>(out));
+  };
+  is_bf16 ? run(bf16()) : run(float());
 }
 
 static Shape with_biases(Shape s, const ExpertBiases* biases) {
@@ -337,10 +402,11 @@ API void moe_biased_routed(int is_bf16, const void* x, int64_t ldx, int64_t toke
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
     routed<bf16>(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
-                 with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, nullptr, 0, static_cast<bf16*>(out));
+                 with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, nullptr, nullptr, 0,
+                 static_cast<bf16*>(out));
   else
     routed<float>(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
-                  with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, nullptr, 0,
+                  with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, nullptr, nullptr, 0,
                   static_cast<float*>(out));
 }
 

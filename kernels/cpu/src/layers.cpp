@@ -77,10 +77,8 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   int32_t* ids = chosen != nullptr ? chosen : static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
   moe_route(is_bf16, int(l.gate_bf16), x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
   if (l.cell != nullptr && l.cell->counts != nullptr) l.cell->count(l.first, ids, tokens * l.top_k);
-  const bool shared = l.shared_up.panels != nullptr;
-  if (shared)
-    moe_mlp(is_bf16, x, ldx, tokens, hidden, l.shared_down.in, l.shared_up.panels, l.shared_down.panels, hidden,
-            out, hidden, l.shared_up.form, l.shared_down.form);
-  moe_routed(is_bf16, x, ldx, tokens, l.top_k, weights, ids, l.num_experts, hidden, l.width, l.experts,
-             shared ? out : nullptr, hidden, out, l.experts_up, l.experts_down);
+  const SharedExpert shared{l.shared_up.panels, l.shared_down.panels, l.shared_up.form, l.shared_down.form,
+                            l.shared_down.in};
+  moe_mixture(is_bf16, x, ldx, tokens, l.top_k, weights, ids, l.num_experts, hidden, l.width, l.experts, l.experts_up,
+              l.experts_down, shared.up != nullptr ? &shared : nullptr, out);
 }

@@ -61,15 +61,15 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
     from moe_engine.kernels.triton.absent_device import absent_device
     from moe_engine.planning.prepare import prepare
 
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be created as a folder: {error.strerror}") from None
     config = prepare(args, target.machine())
     choices = config.kernels.model.choices
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
     began = time.perf_counter()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be created as a folder: {error.strerror}") from None
     theirs = [choice.family for choice in choices if choice.row.name == "deep_gemm"]
     with absent_device(target.arch, output) as compilations:
         for takes_ends in (True, False) if "experts" in theirs and target.arch < 100 else (True,):  # by its build

@@ -19,7 +19,7 @@ from types import FrameType
 
 from moe_engine.cli.router.fleet import Fleet
 from moe_engine.errors import ConfigError
-from moe_engine.processes.child import describe_exit
+from moe_engine.processes.child import describe_exit, end_with_parent
 from moe_engine.server.listen import bind
 
 POLL_SECONDS = 0.2
@@ -40,7 +40,7 @@ class Worker:
 
     def start(self) -> None:
         # a session of its own: Ctrl+C reaches this program only, which ends the router first
-        self.process = subprocess.Popen(self._command, start_new_session=True)
+        self.process = subprocess.Popen(self._command, start_new_session=True, preexec_fn=end_with_parent)
         self.is_healthy = False
 
     def look(self) -> None:
@@ -82,7 +82,7 @@ def run(fleet: Fleet) -> int:
                 for worker in workers:
                     worker.look()
                 if router is None and any(worker.was_healthy for worker in workers):
-                    router = subprocess.Popen(fleet.router, start_new_session=True)
+                    router = subprocess.Popen(fleet.router, start_new_session=True, preexec_fn=end_with_parent)
                 if router is not None and (code := router.poll()) is not None:
                     raise ChildProcessError(f"the router {describe_exit(code)}")
                 if not shown and all(worker.was_healthy for worker in workers) and _is_healthy(fleet.url):

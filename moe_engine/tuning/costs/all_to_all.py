@@ -1,4 +1,8 @@
-"""Seconds of expert dispatch and combine: latency, and the bytes of the slower of NVLink and network."""
+"""Seconds of expert dispatch and combine: latency, and the bytes of the slower of NVLink and network.
+
+Steps with prompts use the normal mode, which sends a row once to each node and waits for its counts; decodes use low
+latency, which sends a row to each expert (`StepSizes.phase`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ NEAR_SHARE = 0.55
 GB/s)."""
 
 LOW_LATENCY_TOKENS = 512
-"""Tokens above which the normal mode sends a row once to each node (DeepEP README)."""
+"""Tokens of a rank up to which low latency is meant (DeepEP README)."""
 
 NEAR_US, FAR_US, NORMAL_US = 26.0, 22.0, 58.0
 """Latency of dispatch + combine of one token on a node, of more nodes beside it, and of the normal mode beside it."""
@@ -40,11 +44,12 @@ class AllToAll:
         self.normal_latency_s = NORMAL_US * 1e-6
         self.layers = model.moe_layers
 
-    def seconds(self, tokens: int, skew: float) -> float:
-        """tokens: number that this rank sends."""
+    def seconds(self, tokens: int, skew: float, prompts: bool = False) -> float:
+        """tokens: number that this rank sends. prompts: whether the step has prompts."""
         if not self.active:
             return 0.0
-        messages = min(tokens, LOW_LATENCY_TOKENS) * self.low_s
-        if tokens > LOW_LATENCY_TOKENS:  # more tokens take no less time, also where the mode changes
-            messages = max(messages, self.normal_latency_s + tokens * self.normal_s)
+        normal = self.normal_latency_s + tokens * self.normal_s
+        messages = normal if prompts else min(tokens, LOW_LATENCY_TOKENS) * self.low_s
+        if tokens > LOW_LATENCY_TOKENS:  # more decodes take no less time, also where the mode changes
+            messages = max(messages, normal)
         return self.layers * (self.latency_s + messages * skew)

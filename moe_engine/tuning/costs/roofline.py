@@ -67,11 +67,12 @@ class RooflineCost:
                 flops += flops_s
         flops += tokens * self._products.token_s
         # without dispatch a rank sends its share of the attention group's rows
-        dispatched = self._all_to_all.seconds(-(-tokens // form.attn_tp), skew)
+        sent, prompts = -(-tokens // form.attn_tp), shape.prefill_tokens > 0
+        dispatched = self._all_to_all.seconds(sent, skew, prompts)
         reduced = self._collectives.seconds(tokens, everyone)
         launches, host = self._launches.seconds(shape), self._host.seconds(shape)
         if halves == 2:  # each half reads the weights and is launched
-            dispatched -= min(HIDDEN * self._all_to_all.seconds(-(-tokens // form.attn_tp), 1.0), hbm + flops)
+            dispatched -= min(HIDDEN * self._all_to_all.seconds(sent, 1.0, prompts), hbm + flops)
             launches *= 2
         if shape.drafts:  # each draft runs one layer and the head
             more = shape.drafts / self._layers

@@ -74,7 +74,7 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's `new_rows` and `row_writes` must have been applied before."""
-        if not _is_pure_decode(plan):
+        if not plan.is_pure_decode:  # a malformed plan is checked there
             self._same = None
             return self._general(plan)
         if self._same is None or self._same.plan_rows != plan.rows:
@@ -332,10 +332,3 @@ class BatchBuilder:
             raise ValueError(f"plan {plan.number}: a count is not positive, or a decode's is not 1")
         if len(plan.input_ids) != len(plan.slots) - decodes:
             raise ValueError(f"plan {plan.number}: {len(plan.input_ids)} input ids, {len(plan.slots)} slots")
-
-
-def _is_pure_decode(plan: StepPlan) -> bool:
-    """One token per request, all ids on the device, all sampled. A malformed plan takes the general, checked path."""
-    count = plan.num_decodes
-    lists = (plan.rows, plan.starts, plan.counts, plan.samples, plan.slots)
-    return all(len(values) == count for values in lists) and all(plan.samples)

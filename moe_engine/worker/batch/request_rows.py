@@ -113,6 +113,18 @@ class RequestRows:
         if self.windows is not None:
             self.windows.write_from_host(flat, slots)
 
+    def only_sample(self, plan_rows: Sequence[int], rows: np.ndarray) -> bool:
+        """Whether these rows (the same twice) need their sampled tokens only: no log-probabilities, hidden states,
+        logits processors or adapters."""
+        edits = self.edits
+        if self.logprobs and not self.logprobs.keys().isdisjoint(plan_rows):
+            return False
+        if self.returns_hidden and not self.returns_hidden.isdisjoint(plan_rows):
+            return False
+        if self.adapters is not None and self.adapters.any(rows):
+            return False
+        return not (edits.active and edits.wanted[rows].any())
+
     def slots_at(self, flat: Tensor) -> Tensor:
         """slot_table.flat[flat[t]], flat [T] int64 -> [T] int64."""
         return self._slots.take(flat)

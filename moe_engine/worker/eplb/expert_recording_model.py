@@ -80,9 +80,8 @@ class ExpertRecordingModel:
         recorder, counting = self._recorder, self._recorder.counting
         if counting:
             recorder.begin_pass(self.passes + 1)
-        result = run()
+        result = self.model.fused_pass(run)
         if result is not None:
-            self.model.passes += 1
             recorder.end_pass()
             if self._log:
                 self._log_balancedness()

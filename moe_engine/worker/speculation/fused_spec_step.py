@@ -47,12 +47,7 @@ class FusedStep:
         logits processors or adapters."""
         if num_tokens > MAX_FUSED_TOKENS or len(rows) > MAX_FUSED_ROWS or not self._is_available():
             return False
-        logprobs, edits = self._rows.logprobs, self._rows.edits
-        if logprobs and not logprobs.keys().isdisjoint(plan_rows):
-            return False
-        if self._rows.adapters is not None and self._rows.adapters.any(rows):
-            return False
-        return not (edits.active and edits.wanted[rows].any())
+        return self._rows.only_sample(plan_rows, rows)
 
     def run(self, rows: np.ndarray, depth: int) -> VerifiedChains:
         """Draft, verify, accept and draft extend for rows [D] int64; updates the worker's state of these rows. The

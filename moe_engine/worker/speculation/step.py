@@ -243,6 +243,11 @@ class SpeculativeStep:
         self.drafter.skip(sampled.rows)
         self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
 
+    def advance_decodes(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        """The same for a fused step of decodes, see `fused_decode.Advance`."""
+        self.drafter.skip(rows)
+        self._history.append(rows, lengths, tokens)
+
     def update_cache(
         self,
         plan: StepPlan,

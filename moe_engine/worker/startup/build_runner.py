@@ -27,6 +27,7 @@ from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.batch.row_images import RowImages
 from moe_engine.worker.device_stream import DeviceStream, make_weight_stream
 from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.fused_decode import fused_decode
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.kv_cache.make_copies import make_copies
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -88,10 +89,11 @@ def build_runner(
         break_even=options.absorbed_break_even,
         shares=backends.attention.capabilities.expanded_shared is not None,
     )
+    windows = tuple(group.window for group in config.cache_groups)
     make_runner = ModelRunner if config.pooling is None else partial(PoolingRunner, config.pooling)
     runner = make_runner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
-        passes=LogitsPasses(options.logits_rows), windows=tuple(group.window for group in config.cache_groups),
+        passes=LogitsPasses(options.logits_rows), windows=windows,
     )  # fmt: skip
     if options.host_tier_tokens:
         runner.kv_copies = make_copies(options, pool, parallel, stream, rows.states)
@@ -104,6 +106,8 @@ def build_runner(
         drafts = options.kernels.draft
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
         add_speculation(runner, speculation, options, load, draft_backends)
+    advance = None if runner.speculation is None else runner.speculation.advance_decodes
+    runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows, advance)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index

@@ -10,7 +10,9 @@ Legend: T tokens, K experts per token, M max tokens of a rank, R ranks, El exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,13 +57,12 @@ class SymmMemDispatcher(Dispatcher):
 
     Args:
         memory: symmetric memory provider.
-        waits_apart: other streams compute during dispatch and combine.
 
     Raises:
         ValueError: the kernels do not support these sizes, or ranks cannot access each other's memory.
     """
 
-    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory, waits_apart: bool = False) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory) -> None:
         reason = why_not(shape)
         if reason:
             raise ValueError(f"symm_mem does not support this model: {reason}")
@@ -81,29 +82,46 @@ class SymmMemDispatcher(Dispatcher):
         shared = self._shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))  # kept alive for the addresses
         lost = memory.words_for_host(group.size)
         self._exchange = SymmMemExchange(
-            regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype,
-            waits_apart,
-        )  # fmt: skip
+            regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype
+        )
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, PeerHandle]:
+        return self.start_dispatch(x, topk_ids, topk_weights, format)()
+
+    def start_dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
+    ) -> Callable[[], tuple[ExpertBatch, PeerHandle]]:
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
         slot = self._slots.take()
-        arrival = self._exchange.dispatch(x, topk_ids.to(torch.int32), topk_weights, slot, format)
+        self._exchange.send(x, topk_ids.to(torch.int32), topk_weights, slot, format.power_of_two)
+        return partial(self._receive, PeerHandle(slot, len(x)), format)
+
+    def _receive(self, handle: PeerHandle, format: ActivationFormat) -> tuple[ExpertBatch, PeerHandle]:
+        arrival = self._exchange.receive(
+            handle.slot, widen=not format.rows, columns=format.rows and format.column_scales
+        )
         self.check_peers()
         batch = ExpertBatch(
             "padded", arrival.rows, counts=arrival.counts, scales=arrival.scales, dtype=self._shape.dtype,
-            mean_rows=self._shape.mean_rows(len(x)),
+            mean_rows=self._shape.mean_rows(handle.num_tokens),
         )  # fmt: skip
-        return batch, PeerHandle(slot, len(x))
+        return batch, handle
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Tensor:
+        return self.start_combine(rows, topk_weights, handle)()
+
+    def start_combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Callable[[], Tensor]:
         if len(topk_weights) != handle.num_tokens:
             raise ValueError(f"{handle.num_tokens} tokens were dispatched; there are weights for {len(topk_weights)}")
+        self._exchange.combine_send(rows, handle.slot)
+        return partial(self._sum, handle, rows.dtype)
+
+    def _sum(self, handle: PeerHandle, dtype: torch.dtype) -> Tensor:
         self._slots.release(handle.slot)
-        out = self._exchange.combine(rows, handle.num_tokens, handle.slot)
+        out = self._exchange.sum(handle.num_tokens, dtype, handle.slot)
         self.check_peers()
         return out
 

@@ -35,6 +35,8 @@ def run(rank: int, fp8: bool, steps: int) -> list[float]:
     from moe_engine.parallel.dispatch.build import Groups, build
     from moe_engine.parallel.dispatch.protocol import DispatchShape
     from moe_engine.parallel.dispatch.tables import DispatchChoice
+    from moe_engine.parallel.overlap import Started
+    from moe_engine.worker.device_stream import make_comm_stream
     from tests.distributed.dispatch.worlds import row_of
 
     torch.cuda.set_device(0)
@@ -44,6 +46,7 @@ def run(rank: int, fp8: bool, steps: int) -> list[float]:
     shape = DispatchShape(num_experts, size, TOP_K, HIDDEN, TOKENS, torch.bfloat16, fp8)
     choice = DispatchChoice(row_of("symm_mem"), {"decode": "low_latency"}, "a test's")
     dispatcher: Any = build(choice, shape, TOKENS, Groups(group, process_group=dist.group.WORLD))
+    stream = make_comm_stream(torch.device("cuda", torch.cuda.current_device()))
     own = 1 + torch.arange(rank * LOCAL, (rank + 1) * LOCAL, device="cuda").view(-1, 1, 1) / num_experts
     x, ids, weights, _ = brought(rank, 0, num_experts)
 
@@ -51,19 +54,25 @@ def run(rank: int, fp8: bool, steps: int) -> list[float]:
         batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
         return dispatcher.combine((batch.x * own).bfloat16(), weights, handle)
 
+    def halves() -> Tensor:
+        """Sends on another stream, waits on this one."""
+        batch, handle = Started(stream.run(dispatcher.start_dispatch, x, ids, weights, "decode")).wait()
+        rows = (batch.x * own).bfloat16()
+        return Started(stream.run(dispatcher.start_combine, rows, weights, handle)).wait()
+
     layer()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = layer()
-        replayed = layer()  # both slots
+        layer()
+        replayed = halves()
     errors = []
     for step in range(2 * steps):
         new_x, new_ids, new_weights, expected = brought(rank, step, num_experts)
         for old, new in ((x, new_x), (ids, new_ids), (weights, new_weights)):
             old.copy_(new)
         if step < steps:
-            out = layer()
+            out = halves() if step % 2 else layer()
         else:
             graph.replay()
             out = replayed

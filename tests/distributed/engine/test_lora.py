@@ -30,6 +30,11 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "tokens that travel": {"tp_size": 2, "moe_a2a_backend": "allgather"},
     "drafts": {"speculative_algorithm": "NEXTN"},
+    "drafts, tp": {"speculative_algorithm": "NEXTN", "tp_size": 2},
+    "trees, tp": {
+        "tp_size": 2, "speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 5,
+    },
 }  # fmt: skip
 
 

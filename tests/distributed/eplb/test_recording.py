@@ -69,7 +69,7 @@ def run(worker: Worker, steps: list[StepPlan]) -> list[list[list[int]]]:
 
 def spy_on_routers(worker: Worker, seen: Choices) -> None:
     """Records each layer's router output in its own call, independent of the recorder."""
-    worker.runner.model.stack = None  # type: ignore[attr-defined]
+    worker.runner.fused = worker.runner.model.stack = None  # type: ignore[attr-defined]
     layers = moe_layers(worker.runner.model)
     first = min(layers)
     for index, layer in layers.items():

@@ -1,5 +1,5 @@
-"""Random checkpoints of all families in all quantized formats: whole and sharded, their logits are those of a plain
-checkpoint with the values that the format defines."""
+"""Random checkpoints of all families in all quantized formats, and GGUF files of drawn block types: whole and sharded,
+their logits are those of a plain checkpoint with the values that the format defines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from tests.distributed.models.test_shards import imagine
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import write_pair
 from tests.models.fp8 import is_quantised
+from tests.models.gguf import BLOCK
 from tests.models.quantised import quantise, section
 from tests.models.quantised_floats import FLOATS, quantise_floats
 from tests.models.stepper import Chunk, Stepper, make_backends
+from tests.models.test_gguf import FAMILIES, WIDE, write_both
 from tests.models.test_integer_formats import LAYOUTS
 
 KINDS = (
@@ -87,9 +89,33 @@ def test_logits_are_those_of_the_values(tmp_path: Path, number: int) -> None:
     for topology, rank in (WHOLE, *random.sample(SHARDS, 2)):
         # The C++ row rounds the scales of NVFP4 to bfloat16, which may change choices of routers and indexers.
         for row in ("torch",) if "nvfp4" in format else ("torch", "cpu"):
-            try:
-                want = logits(plain, topology, rank, row)
-            except ConfigError:
-                continue  # this family cannot be sharded so
-            error = float((logits(stored, topology, rank, row) - want).norm() / want.norm())
-            assert error < 3e-4, (kind, format, topology, rank, row, error)
+            check_near(stored, plain, topology, rank, row, f"{kind} {format}")
+
+
+def check_near(stored: Path, plain: Path, topology: Topology | None, rank: int, row: str, case: str) -> None:
+    try:
+        want = logits(plain, topology, rank, row)
+    except ConfigError:
+        return  # this family cannot be sharded so
+    error = float((logits(stored, topology, rank, row) - want).norm() / want.norm())
+    assert error < 3e-4, (case, topology, rank, row, error)
+
+
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(2, 24))])
+def test_logits_of_gguf_files(tmp_path: Path, number: int) -> None:
+    """A type for all matrices, with another for some of them."""
+    kind, main = random.choice(FAMILIES), random.choice([*BLOCK])
+    others = random.choices([main, *BLOCK, "F16"], k=3)
+    share = random.choice([0.0, 0.3])
+    types: dict[str, str] = {}
+
+    def type_of(name: str) -> str:
+        return types.setdefault(name, random.choice(others) if random.random() < share else main)
+
+    widths: dict[str, Any] = WIDE if random.random() < 0.8 else {"hidden_size": 128, "intermediate_size": 128}
+    if kind == "qwen3_moe" or kind in MLA:
+        widths = widths | {"moe_intermediate_size": random.choice([128, 256, 512])}
+    stored, plain = write_both(tmp_path, kind, type_of, split=random.random() < 0.5, **widths)
+    for topology, rank in (WHOLE, *random.sample(SHARDS, 2)):
+        for row in ("torch", "cpu"):
+            check_near(stored, plain, topology, rank, row, f"{kind} {main} {types}")

@@ -10,13 +10,16 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.linear.cpu import CpuLinear
-from moe_engine.kernels.quantization.codes import FP4, CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import FP4, IQ4, CodedWeight, GroupCodes
 
 FORMATS = [
     GroupCodes(4, 32),
     GroupCodes(4, 128, scales="float16"),
     GroupCodes(4, 64, zeros=True, scales="float16"),
     GroupCodes(4, 32, values=FP4),
+    GroupCodes(4, 32, values=IQ4, scales="float16"),
+    GroupCodes(4, 32, values=IQ4, scales="float32"),
+    GroupCodes(4, 16, scales="float16", factors=16),
     GroupCodes(8, 0, scales="float32"),
     GroupCodes(8, 32, zeros=True),
     GroupCodes(4, 32, scales="float16", factors=4),
@@ -68,7 +71,7 @@ def test_products(any_library: Library, format: GroupCodes, dtype: torch.dtype) 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
     """Routed tokens, and rows in groups, with the numbers of the plain kernel on dequantized weights."""
-    experts, hidden, width = 5, 128, 256
+    experts, hidden, width = 5, 256, 512
     kernel = CpuExperts(any_library)
     stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
     plain = kernel.allocate(experts, hidden, width, dtype, "cpu")

@@ -11,6 +11,7 @@ import pytest
 from moe_engine.kernels.cpu import library as module
 from moe_engine.kernels.cpu.library import Library, LibraryError, load
 from moe_engine.kernels.device import Device
+from tests.waiting import is_running, until
 
 ONE_POOL = """
 import torch
@@ -56,6 +57,33 @@ def test_an_error_of_the_compiler_is_the_reason(
         load(march)
     kept = [file.name for file in (tmp_path / "moe_engine").iterdir() if file.suffix != ".lock"]
     assert kept == []
+
+
+FULL = """#!/bin/sh
+case "$*" in *--version*) exit 0 ;; esac
+sleep 3600 > /dev/null 2>&1 &
+echo $! >> {pids}
+echo x > "$TMPDIR/cc1234.s"
+case "$*" in *{unit}.cpp*) echo "error: {unit}.o: No space left on device" >&2; kill $!; exit 1 ;; esac
+wait
+"""
+"""A compiler, with a process of its own as g++ has one, on a full disk."""
+
+
+def test_a_full_disk_is_named_with_the_fix(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, pids = tmp_path / "c++", tmp_path / "pids"
+    compiler.write_text(FULL.format(pids=pids, unit=module.UNITS[1]))
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(module, "cpu_device", lambda: Device("cpu", "a machine", compiler=str(compiler)))
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    with pytest.raises(LibraryError, match=f"{cache}/moe_engine is full: free space there, or set XDG_CACHE_HOME"):
+        module._built([])
+    assert [file.suffix for file in (cache / "moe_engine").iterdir()] == [".lock"]  # no temporary files
+    started = pids.read_text().split()
+    assert len(started) == 2
+    until(lambda: not any(is_running(int(pid)) for pid in started), "processes of the compiler are left")
 
 
 def test_amx_can_be_refused(library: Library) -> None:

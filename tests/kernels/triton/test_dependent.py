@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3] / "kernels"
 WAITS_FOR_OTHERS = {
-    "send_kernel", "wait_kernel", "receive_kernel", "combine_send_kernel", "sum_kernel", "one_shot_kernel",
+    "send_kernel", "receive_kernel", "combine_send_kernel", "sum_kernel", "one_shot_kernel",
     "two_shot_kernel", "route_kernel", "norm_route_kernel",
 }  # fmt: skip
 """Of peers, or of programs of the same launch."""

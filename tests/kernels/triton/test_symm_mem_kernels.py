@@ -42,18 +42,16 @@ def test_what_the_gpu_suite_runs(load, bound):
 def kernels() -> list[Any]:
     from moe_engine.kernels.symm_mem import triton_combine, triton_dispatch
 
-    dispatch = [triton_dispatch.send_kernel, triton_dispatch.wait_kernel, triton_dispatch.receive_kernel]
+    dispatch = [triton_dispatch.send_kernel, triton_dispatch.receive_kernel]
     return [*dispatch, triton_combine.combine_send_kernel, triton_combine.sum_kernel]
 
 
-@pytest.mark.parametrize(
-    ("load", "apart"), [(SMALL, True), (replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256), False)]
-)
-def test_programs_of_all_ranks_wait_for_each_other(load, apart, monkeypatch):
+@pytest.mark.parametrize("load", [SMALL, replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256)])
+def test_programs_of_all_ranks_wait_for_each_other(load, monkeypatch):
     """Three waiting programs, ranks in any order, one rank without tokens; a token takes one row per rank for any
     choices there."""
     monkeypatch.setattr(exchange, "resident_programs", lambda device: 3)
-    ranks = RanksHere(load, "cpu", apart)
+    ranks = RanksHere(load, "cpu")
     for own in ranks.memory:
         own[2 * ALIGNMENT :] = 0xFF  # all except flags
     idle = 1

@@ -1,0 +1,92 @@
+"""When the launches of a section begin and end, by a device's constants.
+
+Launches of a stream are sequential, streams overlap between the events that they wait for. Concurrent launches do not
+slow each other down. Graphs and eager launches run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.recorder import Line
+
+ATTENTION = {
+    "latent_kernel",
+    "expanded_kernel",
+    "flash_attn_with_kvcache",
+    "flash_attn_varlen",
+    "flash_mla_fp8",
+    "paged_kernel",
+    "tree_kernel",
+    "trtllm_mla",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A launch in microseconds of its graph, or of all eager launches. waits: microseconds of it before the messages
+    that it needs have arrived."""
+
+    line: Line
+    begin: float
+    end: float
+    waits: float = 0.0
+
+    @property
+    def microseconds(self) -> float:
+        return self.end - self.begin
+
+
+def kind_of(line: Line) -> str:
+    """The device's rate that applies to a launch."""
+    if line.name in ATTENTION:
+        return "attention"
+    return "product" if line.cost.total_flops else "stream"
+
+
+def us_of(line: Line, hardware: Hardware) -> float:
+    """Time of a launch whose messages have arrived."""
+    return hardware.microseconds(kind_of(line), line.cost, line.graph, line.early)
+
+
+def message_us(span: Span, hardware: Hardware) -> float:
+    """Microseconds of a launch that its messages take: all of its link time, or of a fused exchange what its products
+    do not hide."""
+    cost = span.line.cost
+    if not cost.nvlink and not cost.network:
+        return span.waits
+    products = hardware.microseconds("product", replace(cost, link_us=0.0), True) if cost.flops else 0.0
+    return span.waits + max(0.0, cost.link_us - products)
+
+
+def schedule(lines: Iterable[Line], hardware: Hardware) -> list[Span]:
+    """The launches in their order. Messages arrive some time after the launch that sends them; a launch that awaits
+    them starts before, and works from then on."""
+    streams: dict[tuple[bool, int], list[tuple[int, float]]] = defaultdict(list)  # ticks and ends, in order
+    arrival = {True: 0.0, False: 0.0}
+    spans = []
+    for line in lines:
+        own, cost = streams[line.graph, line.stream], line.cost
+        begin = own[-1][1] if own else 0.0
+        for stream, tick in line.behind.items():
+            before = (end for number, end in reversed(streams[line.graph, stream]) if number <= tick)
+            begin = max(begin, next(before, 0.0))
+        started = begin + hardware.gap_us(cost, line.graph, line.early)
+        waits = max(0.0, arrival[line.graph] - started) if cost.awaits else 0.0
+        end = begin + waits + us_of(line, hardware)
+        if cost.travel_us:
+            arrival[line.graph] = end + cost.travel_us
+        own.append((line.tick, end))
+        spans.append(Span(line, begin, end, waits))
+    return spans
+
+
+def length_of(spans: Iterable[Span]) -> float:
+    """The longest chain of launches that wait for each other."""
+    ends = {True: 0.0, False: 0.0}
+    for span in spans:
+        ends[span.line.graph] = max(ends[span.line.graph], span.end)
+    return sum(ends.values())

@@ -1,0 +1,121 @@
+"""A response of /v1/responses while its output is generated: the response object and its items."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, cast
+
+from moe_engine.frontend.generation import Generation, Piece
+from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
+from moe_engine.server.output_parts import Change, OutputParts, Part
+from moe_engine.server.responses_logprobs import TextLogprobs
+from moe_engine.server.responses_types import OutputContent, OutputItem, ResponseObject, ResponsesPlan, ResponseUsage
+
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PENDING = ("queued", "in_progress")
+"""Statuses of a response that has not ended."""
+
+
+class Answer:
+    def __init__(self, g: Generation, asked: ResponsesPlan, model: str, parsers: ParserOptions) -> None:
+        self.asked = asked
+        self.id = g.rid if g.rid.startswith("resp_") else f"resp_{g.rid}"
+        self._generation, self._parsers, self._model = g, parsers, model
+        self._created = int(time.time())
+        self._parser = ChoiceParser(parsers)
+        self._parts = OutputParts()
+        self._logprobs: TextLogprobs | None = None
+        if g.logprob_format is not None and g.tokenizer is not None:
+            end = parsers.reasoning.end if parsers.reasoning else ""
+            self._logprobs = TextLogprobs(g.tokenizer.exact_bytes, end)
+
+    def push(self, piece: Piece) -> Iterator[tuple[Change, Part, str, list[Any]]]:
+        """The changes of the parts, with the log-probabilities of added text."""
+        if self._logprobs is not None:
+            self._logprobs.add(piece.token_ids, piece.logprobs)
+        ends = piece.finish is not None
+        deltas = self._parser.push(piece.text) + (self._parser.finish() if ends else [])
+        for change, part, text in chain(self._parts.push(deltas), self._parts.close() if ends else ()):
+            entries = []
+            if change == "add" and self._logprobs is not None:
+                entries = self._logprobs.of(part.kind, text)
+                part.logprobs += entries
+            yield change, part, text, entries
+
+    def whole(self) -> ResponseObject:
+        """The response of an output that was not streamed and has ended."""
+        g = self._generation
+        for _ in self.push(Piece(g, g.text, g.output_ids, g.output_logprobs, g.finish)):
+            pass
+        return self.ended()
+
+    def begun(self) -> ResponseObject:
+        """The response of an output that has not ended, without its items."""
+        return self.response("queued" if self._generation.first_token_at is None else "in_progress", [])
+
+    def ended(self) -> ResponseObject:
+        finish, output = self._generation.finish or {}, self._items()
+        if finish.get("type") == "abort":
+            return self.failed(finish.get("message") or "the request was aborted")
+        if finish.get("type") != "length":
+            return self.response("completed", output)
+        if output:
+            output[-1]["status"] = "incomplete"
+        return {**self.response("incomplete", output), "incomplete_details": {"reason": "max_output_tokens"}}
+
+    def failed(self, message: str) -> ResponseObject:
+        return {**self.response("failed", self._items()), "error": {"code": "server_error", "message": message}}
+
+    def response(self, status: Any, output: list[OutputItem]) -> ResponseObject:
+        answer: Any = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._model,
+            "output": output,
+            "usage": None if status in PENDING else self._usage(),
+            **self.asked.fields,
+        }
+        return cast(ResponseObject, answer)
+
+    def _items(self) -> list[OutputItem]:
+        return [item_of(self.id, part) for part in self._parts.parts]
+
+    def _usage(self) -> ResponseUsage:
+        g = self._generation
+        return {
+            "input_tokens": len(g.prompt_ids),
+            "input_tokens_details": {"cached_tokens": g.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": len(g.output_ids),
+            "output_tokens_details": {"reasoning_tokens": self._parsers.count_reasoning(g.output_ids)},
+            "total_tokens": len(g.prompt_ids) + len(g.output_ids),
+        }
+
+
+def id_of(response_id: str, part: Part) -> str:
+    return f"{PREFIXES[part.kind]}_{response_id.removeprefix('resp_')}_{part.index}"
+
+
+def content_of(part: Part) -> OutputContent:
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": part.logprobs}
+
+
+def item_of(response_id: str, part: Part, status: Any = "completed") -> OutputItem:
+    """The item of a part; in progress: its form at the start of a stream, without content."""
+    content = [] if status == "in_progress" else [content_of(part)]
+    name = id_of(response_id, part)
+    if part.kind == "text":
+        return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
+    if part.kind == "reasoning":
+        return {"type": "reasoning", "id": name, "status": status, "summary": [], "content": content}
+    return {
+        "type": "function_call", "id": name, "status": status, "call_id": part.id, "name": part.name,
+        "arguments": part.text,
+    }  # fmt: skip

@@ -1,0 +1,97 @@
+"""Fused decode step: a decode-only step without drafts, in one kernel call if available.
+
+Short steps are dominated by host overhead: the torch calls around the model run with cold caches behind its weights,
+and each releases the interpreter lock to the scheduler's thread, which keeps it until its own work is done. The fused
+step makes no torch calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_engine.kernels.decoder.decode_step import DecodeRows, DecodeTables, FusedDecodeStep
+from moe_engine.kernels.decoder.layers import MAX_TOKENS
+from moe_engine.models.batch import Model
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.types import StepPlan
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.sampling.sampler import Sampler
+
+MAX_LOGITS = 1 << 20
+"""Max logits of a fused step: the kernel keeps their memory between steps."""
+
+Advance = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+"""Gets rows [R] that were advanced to lengths [R], and their next tokens [R] >= 0; all int64."""
+
+
+class FusedDecode:
+    """Runs decodes of rows whose tokens are only sampled.
+
+    Args:
+        kv: the KV caches of the layers.
+        advance: called after each step.
+    """
+
+    def __init__(
+        self,
+        step: FusedDecodeStep,
+        rows: RequestRows,
+        sampler: Sampler,
+        kv: Sequence[Any],
+        advance: Advance | None = None,
+    ) -> None:
+        self._advance = advance
+        self._step = step
+        self._rows = rows
+        self._sampler = sampler
+        self._kv = kv
+        self._most = min(MAX_TOKENS, sampler.passes.rows_at_once, MAX_LOGITS // rows.vocab_size)
+        self._same = DecodeRows([])
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a step can be fused."""
+        if not plan.is_pure_decode or plan.num_decodes > self._most:
+            return False
+        if self._same.listed != plan.rows:
+            self._same = DecodeRows(list(plan.rows))
+        return self._rows.only_sample(plan.rows, self._same.rows)
+
+    def run(self, plan: StepPlan) -> np.ndarray:
+        """The sampled tokens [R] int64 of a step that is taken; updates slots and last tokens of its rows.
+        The result is valid until the next step.
+
+        Raises:
+            ValueError: a row has no space for its token.
+        """
+        same = self._same
+        same.place(plan.starts, plan.slots)
+        parameters, uniform = self._sampler.parameters(same.rows), None
+        if parameters is not None:
+            uniform = self._sampler.numbers(same.rows, same.positions + 1)
+        tokens = self._step.run(same, self._kv, parameters, uniform)
+        if self._advance is not None:
+            self._advance(same.rows, same.positions + 1, np.maximum(tokens, 0))
+        return tokens
+
+
+def fused_decode(
+    model: Model,
+    rows: RequestRows,
+    sampler: Sampler,
+    kv: Sequence[Any],
+    windows: Sequence[int | None],
+    advance: Advance | None = None,
+) -> FusedDecode | None:
+    """None if a part of the model, of its cache or of sampling has no kernel in the call.
+
+    Args:
+        windows: of the model's cache groups.
+    """
+    special = rows.windows is not None or rows.images is not None or len(windows) != 1
+    if special or not isinstance(model, Decoder) or sampler.kernel.name != "cpu":
+        return None
+    step = model.decode_step(DecodeTables(rows.slot_table, rows.last_token, windows[0]))
+    return None if step is None else FusedDecode(step, rows, sampler, kv, advance)
