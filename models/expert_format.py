@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.tensors import expert_names
@@ -27,9 +28,12 @@ def experts_format(config: ModelConfig) -> GroupCodes | None:
     return form
 
 
-def width_group(config: ModelConfig) -> int:
-    """Columns of experts that ranks of tensor parallelism do not split; 1: any."""
-    form = experts_format(config)
+def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
+    """Columns of experts that ranks of tensor parallelism do not split; 1: any. keeps_blocks: the kernels multiply
+    block FP8 as stored."""
+    form, format = experts_format(config), config.weight_format
+    if form is None and keeps_blocks and isinstance(format, BlockFP8Format) and format.has_kernel_formats:
+        return format.block[1]
     if form is None:
         return 1
     return 2 * form.group if form.nvfp4 else form.group * (form.factors or 1) or 1

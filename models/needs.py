@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.expert_format import experts_format
+from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
 from moe_engine.models.tensors import Kind, model_tensors
+from moe_engine.parallel.share import Share
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
@@ -32,7 +33,7 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
 def expert_widths(
     model: ModelConfig, parts: int = 1, dispatched: bool = False, fused: bool = False
 ) -> ExpertWidths | None:
-    """Widths of its routed experts, each of which `parts` ranks share."""
+    """Widths of its routed experts on the first of `parts` ranks that share each."""
     moe = model.moe
     if moe is None:
         return None
@@ -40,7 +41,10 @@ def expert_widths(
     blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
     form = experts_format(model)
     few = form is not None and form.four_bits
-    return ExpertWidths(model.hidden_size, moe.width // parts, moe.top_k, blocks, dispatched, fused, few)
+    group = width_group(model, keeps_blocks=blocks)
+    cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)
+    width = moe.width // parts if cut is None else cut.stop  # the first rank has the most
+    return ExpertWidths(model.hidden_size, width, moe.top_k, blocks, dispatched, fused, few)
 
 
 def has_linears_in_four_bits(model: ModelConfig) -> bool:

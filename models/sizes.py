@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -189,7 +190,7 @@ def _sum_of(
     kept, derived = Fraction(0), derived_codes(format, 1) is not None
     head = derived_codes(format, config.hidden_size, is_head=True)
     for spec, each, count in tensors:
-        held = count * _held_elements(config, spec, topology, redundant_experts)
+        held = count * _held_elements(config, spec, topology, redundant_experts, format)
         if spec.kind is Kind.WIDE:
             sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name
             wide += held if sharded else count * spec.num_elements
@@ -230,32 +231,39 @@ def _local_shape(config: ModelConfig, spec: TensorSpec, topology: Topology) -> t
     return spec.shape[0], spec.shape[1] // _parts(config, spec.name, topology)
 
 
-def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
+def _held_elements(
+    config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int, format: WeightFormat
+) -> int:
     """Elements, on one rank, of a tensor or of all experts' tensors of one name."""
     name, count = spec.name, spec.num_elements
     if name.endswith(BIASES):
         slots, experts = spec.shape[0] + redundant_experts, spec.shape[0]
         part = count // experts
         if name.endswith(GATE_UP_BIAS):
-            part = _largest_part(config, part, topology)
+            part = _largest_part(config, part, topology, format)
         return slots // topology.ep_size * part
     if spec.copies > 1:
-        return (spec.copies + redundant_experts) // topology.ep_size * _largest_part(config, count, topology)
+        slots = (spec.copies + redundant_experts) // topology.ep_size
+        return slots * _largest_part(config, count, topology, format)
     return -(-count // _parts(config, name, topology))
 
 
 def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topology) -> WeightFormat:
     """The format with experts dequantized if a rank's part of them splits groups of columns with a common scale."""
-    if config.moe is None or not isinstance(format, SchemeFormat) or "experts" not in format.kept:
+    if config.moe is None or not isinstance(format, SchemeFormat | BlockFP8Format) or "experts" not in format.kept:
         return format
-    splits = _largest_part(config, config.moe.width, topology) % width_group(config)
+    splits = _largest_part(config, config.moe.width, topology, format) % _width_group(config, format)
     return format.held_by(format.kept - {"experts"}) if splits else format
 
 
-def _largest_part(config: ModelConfig, count: int, topology: Topology) -> int:
+def _width_group(config: ModelConfig, format: WeightFormat) -> int:
+    return width_group(config, isinstance(format, BlockFP8Format) and "experts" in format.kept)
+
+
+def _largest_part(config: ModelConfig, count: int, topology: Topology, format: WeightFormat) -> int:
     """The most of `count` elements of an expert on a rank: the first one's."""
     assert config.moe is not None
-    width, ranks, group = config.moe.width, topology.moe_tp_size, width_group(config)
+    width, ranks, group = config.moe.width, topology.moe_tp_size, _width_group(config, format)
     cut = Share(0, ranks).cut_in_groups(width, group) if group > 1 and width % ranks == 0 else None
     return count // ranks if cut is None else count // width * cut.stop
 

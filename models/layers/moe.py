@@ -22,6 +22,7 @@ from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
+    BlockFP8,
     as_format,
     common_format,
     unquantized,
@@ -114,7 +115,7 @@ class MoE:
         self._tables = parallel.experts
         shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
-        group = width_group(config)
+        group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
         self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
         num_shared = self._num_fused(backends, parallel, reader)
         self._spec = router_spec(moe, num_shared)

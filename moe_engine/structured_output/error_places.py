@@ -15,7 +15,14 @@ _ONE = ("items", "additionalProperties")
 _INDENT = "    "
 _CARET = re.compile(r"( *)(\^+)\s*")
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_QUOTED = re.compile(r"\d+ \| .*|\^+|")
+_QUOTED = re.compile(r"\d+ \|.*|\^+|")
+_PLAINER = (
+    (re.compile(r"^Unimplemented keys: \[(.*)\]$"), r"not enforced, and therefore refused: \1"),
+    (re.compile(r"^Expected f64\b"), "Expected a number"),
+    (re.compile(r"^NoExtensionBias\b.*"), "no text matches it"),
+    (re.compile(r" *<non-verbose/>"), ""),
+)
+"""llguidance's words, and those that a client understands."""
 
 
 def readable(message: str) -> str:
@@ -29,6 +36,8 @@ def readable(message: str) -> str:
             return f"{reason} at character {at} of the regular expression {lines[i - 1][4:]!r:.160}"[:MAX_MESSAGE]
     kept = [line.strip() for line in lines if not _QUOTED.fullmatch(line.strip())]
     text = _LARK_PLACE.sub(r"line \1, column \2: ", " ".join(kept))
+    for theirs, plain in _PLAINER:
+        text = theirs.sub(plain, text)
     return text[:MAX_MESSAGE] or "unknown reason"
 
 
@@ -37,28 +46,37 @@ def without_line(reason: str) -> str:
     return re.sub(r"^line \d+, column \d+: ", "", reason)
 
 
-def wrong_part(schema: Any, problem: Callable[[Any], str | None]) -> tuple[str, str] | None:
-    """JSON pointer and reason of the innermost part of a schema that is invalid by itself; None if only the whole
-    schema is invalid.
+def wrong_part(schema: Any, reason: str, problem: Callable[[Any], str | None]) -> str:
+    """JSON pointer of the keyword, in the innermost part of a schema, that is invalid for this reason; "" if none is
+    found.
 
     Args:
         problem: the reason against a schema, or None.
     """
-    found, pointer, trials = None, "", 0
     shared = {word: schema[word] for word in ("$defs", "definitions") if isinstance(schema, dict) and word in schema}
-    going = True
-    while going:
-        going = False
-        for key, part in _parts(schema):
-            trials += 1
-            if trials > MAX_TRIALS:
-                return found
-            reason = problem({**shared, **part} if isinstance(part, dict) and not key.startswith("/$defs") else part)
-            if reason is not None:
-                schema, pointer, going = part, pointer + key, True
-                found = pointer, reason
-                break
-    return found
+    anything = {word: dict.fromkeys(part, True) for word, part in shared.items() if isinstance(part, dict)}
+    trials = 0
+
+    def fails(part: Any, definitions: dict[str, Any]) -> bool:
+        nonlocal trials
+        if not isinstance(part, (dict, bool)):
+            return True  # no schema
+        trials += 1
+        return trials <= MAX_TRIALS and problem({**definitions, **part} if isinstance(part, dict) else part) == reason
+
+    pointer, part = "", schema
+    while True:
+        parts = list(_parts(part))
+        # first with definitions that allow anything: a part is not blamed for one that it refers to
+        tries = ((key, one) for known in (anything, shared) for key, one in parts if fails(one, known))
+        inner = next(tries, None)
+        if inner is None:
+            break
+        pointer, part = pointer + inner[0], inner[1]
+    for word in sorted(part, key="type".__eq__) if isinstance(part, dict) else ():
+        if not fails({key: value for key, value in part.items() if key != word}, shared) and trials <= MAX_TRIALS:
+            return f"{pointer}/{_escaped(word)}"
+    return pointer
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -67,7 +85,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     for word in _OF_SCHEMAS:
         if isinstance(schema.get(word), dict):
             for name, part in schema[word].items():
-                yield f"/{word}/{name.replace('~', '~0').replace('/', '~1')}", part
+                yield f"/{word}/{_escaped(name)}", part
     for word in _LISTS:
         if isinstance(schema.get(word), list):
             for i, part in enumerate(schema[word]):
@@ -75,3 +93,8 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     for word in _ONE:
         if isinstance(schema.get(word), dict):
             yield f"/{word}", schema[word]
+
+
+def _escaped(name: str) -> str:
+    """A name as a step of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -17,7 +17,7 @@ import numpy as np
 from moe_engine.structured_output.backend import PREPARED, GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.error_places import readable, without_line, wrong_part
-from moe_engine.structured_output.gbnf import to_lark
+from moe_engine.structured_output.gbnf import is_lark_syntax, to_lark
 from moe_engine.structured_output.llguidance_gaps import enforceable
 from moe_engine.structured_output.mask_batch import Entries, MaskBatch
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
@@ -89,6 +89,8 @@ class LLGuidance:
         try:
             matcher, first = self._matcher(self._grammar(constraint))
             reason = readable(matcher.get_error()) if matcher.is_error() else None
+            if reason is not None and not is_client_text(constraint):
+                reason = without_line(reason)
         except GrammarError as error:
             reason = str(error)
         if reason is not None:
@@ -113,13 +115,13 @@ class LLGuidance:
             wrong = self._in_schema(call["schema"])
             if wrong is not None:
                 return f"parameters of function {call['name']!r:.80}: {wrong}"
-        return reason if constraint.kind in ("grammar", "regex") else without_line(reason)
+        return reason
 
     def _in_schema(self, schema: Any) -> str | None:
         """The reason against a schema, after the JSON pointer of its invalid part."""
         reason = self._problem(schema)
-        found = None if reason is None else wrong_part(schema, self._problem)
-        return reason if found is None else f"at {found[0]}: {found[1]}"
+        pointer = "" if reason is None else wrong_part(schema, reason, self._problem)
+        return f"at {pointer}: {reason}" if pointer else reason
 
     def _problem(self, schema: Any) -> str | None:
         try:
@@ -148,10 +150,7 @@ class LLGuidance:
             return lark_of_tags(source, self._json_options)
         if kind == "tool_calls":
             return lark_of_calls(json.loads(source), self._json_options, self._special_ids)
-        try:
-            return to_lark(source)
-        except Exception as error:  # also plain Exceptions, for names that no rule defines
-            raise GrammarError(readable(str(error))) from None
+        return to_lark(source)
 
 
 class _Masks:
@@ -271,6 +270,11 @@ class LLState:
             self._accepted -= count - ended
             if not self._matcher.rollback(count - ended):
                 raise GrammarError(readable(self._matcher.get_error()))
+
+
+def is_client_text(constraint: Constraint) -> bool:
+    """Whether llguidance reads the client's own text, so that its lines and columns are those of the client."""
+    return constraint.kind == "regex" or (constraint.kind == "grammar" and is_lark_syntax(constraint.source))
 
 
 def _json_options(settings: GrammarSettings) -> JsonOptions:

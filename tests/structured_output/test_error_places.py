@@ -19,9 +19,29 @@ TEXTS = [
     ("regex", "  12[a-", "unclosed character class at character 5 of"),
     ("regex", "a\nb{3,1}", "invalid repetition count range"),
     ("grammar", "start: x\nx: y\n", 'line 2, column 4: unknown name: "y"'),
-    ("grammar", 'root ::= "a" b\n', "Rule 'b' not found"),
+    ("grammar", 'root ::= "a" b\n', "line 1, column 14: Rule 'b' not found"),
+    ("grammar", 'root ::= "b"\n  | a-b "b" b # b\na-b ::= "c"', "line 2, column 13: Rule 'b' not found"),
+    ("grammar", 'root ::= ("a"\nx ::= "b"', "line 2, column 3: Expected ')'"),
+    ("grammar", 'root ::= "ab\\q"', "column 14: Invalid escape sequence"),
     ("grammar", "root ::= (", "line 1"),
+    ("grammar", 'root ::= x\n\n\nx ::= "a"{3,1}', "range end must be >= start, got (3, 1)"),
+    ("grammar", 'root ::= root "a"', "no text matches it"),
+    ("json_schema", '{"type": "number", "minimum": "x"}', "at /minimum: Expected a number"),
+    ("json_schema", '{"not": {"type": "null"}}', 'at /not: not enforced, and therefore refused: "not"'),
+    ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}', "minimum (5) is greater than maximum (2)"),
+    (
+        "json_schema",
+        '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "x"}}, "$ref": "#/$defs/a"}',
+        "at /$defs/b/type: ",
+    ),
+    (
+        "json_schema",
+        '{"properties": {"a": {"items": {"$ref": "#/properties/b"}}, "b": {"type": "x"}}}',
+        "at /properties/b/type: ",
+    ),
+    ("json_schema", '{"properties": {"a": true, "b": 5}}', "at /properties/b: "),
 ]
+"""Kind, source and words of the reason; a line is that of the client's text, or it is not named."""
 
 
 def reason(backend: GrammarBackend, kind: str, source: str) -> str:
@@ -37,14 +57,20 @@ def test_places_in_texts(backend: GrammarBackend, kind: str, source: str, words:
     assert words in reason(backend, kind, source)
 
 
-WRONG: list[Any] = [{"not": {}}, {"type": "text"}, {"type": "string", "pattern": "ab(c"}, {"uniqueItems": True}]
+WRONG: list[tuple[Any, str]] = [
+    ({"not": {}}, "not"),
+    ({"type": "text"}, "type"),
+    ({"type": "string", "pattern": "ab(c"}, "pattern"),
+    ({"uniqueItems": True}, "uniqueItems"),
+]
+"""Schemas with the keyword at fault."""
 
 
 def test_places_in_schemas(backend: GrammarBackend) -> None:
     """An invalid part inside random properties, lists and definitions."""
     for _ in range(20):
-        part: Any = random.choice(WRONG)
-        pointer = ""
+        part, word = random.choice(WRONG)
+        pointer = f"/{word}"
         for _ in range(random.randint(1, 5)):
             form = random.randrange(4)
             name = random.choice(["a", "b/c", "d~e", "é"])

@@ -14,7 +14,7 @@ from typing import Any
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, reasoning_parser
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, ToolDelta
 from moe_engine.tokenizer.tool_calls.named import CALLS_BEGIN, CALLS_END
-from tests.tokenizer.test_tool_call_formats import FUNCTIONS, GOOD, KIMI, NO_CALLS, PIECES
+from tests.tokenizer.test_tool_call_formats import FUNCTIONS, GOOD, NO_CALLS, PIECES
 
 OUTPUTS = [(form, text) for form, text, *_ in GOOD] + NO_CALLS
 ODD = ["\\", '"', "'", "{", "}", "[", "]", "<", ">", "|", "｜", "▁", "\n", " ", "\x00", "é", "😀", "​", "e+9", "-"]
@@ -65,7 +65,7 @@ MARKERS = (
     "<|python_end|>",
     CALLS_BEGIN,
     CALLS_END,
-    *KIMI.split("{}"),
+    *TOOL_FORMATS["kimi_k2"].markers,
     "<|tool_calls|>",
     "<|calls|>",
 )

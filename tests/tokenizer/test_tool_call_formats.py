@@ -217,7 +217,6 @@ NO_CALLS = [
     ("deepseekv31", "a <｜tool"),
     ("deepseekv31", f"a {CALLS_BEGIN}text{CALLS_END}"),
     ("deepseekv3", f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}f{CALL_END}"),
-    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
     ("deepseekv32", "a\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke nam"),
     ("qwen3_coder", "<tool_call>\n<functio=f>\n</tool_call>"),
     ("qwen25", '<tool_call>{"nam": "f", "arguments": "a": 1}</tool_call>'),
@@ -280,6 +279,40 @@ def test_text_and_calls_keep_their_order(size: int) -> None:
     for part in parts + parser.last_parts():
         order += part if isinstance(part, str) else f"<{part.name}>" if part.name else ""
     assert "".join(order.split()) == "A<f>B<g>C"
+
+
+KIMI_STRAY = [
+    ("a<|tool_calls_section_end|> b<|tool_call_end|>", "a b", []),
+    ("<|tool_calls_section_begin|><|tool_calls_section_end|>a", "a", []),
+    ("<|tool_calls_section_begin|>a<|tool_calls_section_end|>", "a", []),
+    ("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0", "functions.f:0", []),
+    ("<|tool_call_begin|>functions.f:0<|tool_call_end|>a", "functions.f:0a", []),
+    ("<|tool_call_argument_begin|>{}", "{}", []),
+    ("a" + kimi("functions.f:0", "{}") + "\n" + kimi("g:1", "{}") + "<|tool_calls_section_end|>b", "ab",
+     [("f", "{}"), ("g", "{}")]),
+    (KIMI.format(kimi("functions.f:0", "{}") + "<|tool_call_end|>" + kimi("functions.g:1", "{}")), "",
+     [("f", "{}"), ("g", "{}")]),
+    (KIMI.format("<|tool_call_begin|>" + kimi("functions.f:0", "{}")), "", [("f", "{}")]),
+    (KIMI.format(kimi("functions.f:0", "{}").removesuffix("<|tool_call_end|>")) + "a", "a", [("f", "{}")]),
+    (KIMI.format(kimi("functions.f:0", "{}").removesuffix("<|tool_call_end|>") + kimi("functions.g:1", "{}")), "",
+     [("f", "{}"), ("g", "{}")]),
+    (kimi("functions.f:0", "{}<|tool_call_argument_begin|>a"), "a", [("f", "{}")]),
+    (KIMI.format(KIMI.format(kimi("functions.f:0", "{}"))), "", [("f", "{}")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "shown", "calls"), KIMI_STRAY)
+def test_stray_markers_of_kimi_are_not_shown(text: str, shown: str, calls: list[tuple[str, str]]) -> None:
+    for size in range(1, len(text) + 1):
+        assert parse("kimi_k2", text, size)[:2] == (shown, calls), size
+
+
+@settings(max_examples=examples(150))
+@given(st.lists(st.sampled_from([*TOOL_FORMATS["kimi_k2"].markers, "functions.f:0", '{"s": 1}', "a", " "]), max_size=9))
+def test_no_marker_of_kimi_is_ever_shown(pieces: list[str]) -> None:
+    shown, calls, _ = parse("kimi_k2", "".join(pieces), 5)
+    for text in (shown, *(arguments for _, arguments in calls)):
+        assert not any(marker in text for marker in TOOL_FORMATS["kimi_k2"].markers)
 
 
 def test_kimi_calls_with_one_number_have_different_ids() -> None:

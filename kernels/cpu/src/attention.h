@@ -133,29 +133,34 @@ struct Attention {
     return heads.q + (queries.starts[u.request] + c / heads.group_heads) * heads.q_token + head * heads.q_head;
   }
 
-  // Query panels (of few columns: rows) and each column's last visible position. Padding lanes of a panel repeat the
-  // last column's position. In a tree, where that position is the end of the context, `last` is followed by the lower
-  // halves of each column's mask bits, then the upper halves.
-  void begin(const Unit& u, uint32_t* panels, int32_t* last) const {
-    const int64_t padded = panels_of(u.columns) * LANES;
+  // Query panels; of few columns: rows.
+  void pack_queries(const Unit& u, uint32_t* panels) const {
     if (u.columns <= FEW) {
       std::memset(panels, 0, size_t(u.columns * key_steps * 4));
       for (int64_t c = 0; c < u.columns; c++)
         std::memcpy(panels + c * key_steps, query(u, c), size_t(heads.key_width) * sizeof(T));
+      return;
     }
-    for (int64_t p = 0; p < padded; p += LANES) {
+    for (int64_t p = 0; p < u.columns; p += LANES) {
       const T* rows[LANES];
       const int64_t count = std::min<int64_t>(LANES, u.columns - p);
       for (int64_t i = 0; i < count; i++) rows[i] = query(u, p + i);
-      if (u.columns > FEW) pack_rows(rows, count, heads.key_width, key_steps, panels + p * key_steps);
-      for (int64_t i = 0; i < LANES; i++) {
-        const int64_t column = p + std::min(i, count - 1);
-        last[p + i] = int32_t(last_position(u, column));
-        if (!queries.visible) continue;
-        const uint64_t bits = queries.visible[queries.starts[u.request] + (u.first + column) / heads.group_heads];
-        last[padded + p + i] = int32_t(bits);
-        last[2 * padded + p + i] = int32_t(bits >> 32);
-      }
+      pack_rows(rows, count, heads.key_width, key_steps, panels + p * key_steps);
+    }
+  }
+
+  // Each column's last visible position; padding lanes of a panel repeat the last column's. In a tree, where that
+  // position is the end of the context, they are followed by the lower halves of each column's mask bits, then the
+  // upper halves.
+  void find_last(const Unit& u, int32_t* last) const {
+    const int64_t padded = panels_of(u.columns) * LANES;
+    for (int64_t i = 0; i < padded; i++) {
+      const int64_t column = std::min(i, u.columns - 1);
+      last[i] = int32_t(last_position(u, column));
+      if (!queries.visible) continue;
+      const uint64_t bits = queries.visible[queries.starts[u.request] + (u.first + column) / heads.group_heads];
+      last[padded + i] = int32_t(bits);
+      last[2 * padded + i] = int32_t(bits >> 32);
     }
   }
 
@@ -393,20 +398,25 @@ struct Attention {
       store_some(out + v, load(run.out + c * value + v) * factor, heads.value_width - v);
   }
 
-  // Query panels and last positions in this thread's memory.
-  void prepare(const Unit& u, uint32_t** panels, int32_t** last) const {
-    const int64_t padded = panels_of(u.columns) * LANES;
-    *panels = scratch<uint32_t>(QUERIES, padded * key_steps);
-    *last = scratch<int32_t>(STATS, 3 * padded);
-    begin(u, *panels, *last);
+  // Query panels in this thread's memory.
+  const uint32_t* packed_queries(const Unit& u) const {
+    uint32_t* panels = scratch<uint32_t>(QUERIES, panels_of(u.columns) * LANES * key_steps);
+    pack_queries(u, panels);
+    return panels;
+  }
+
+  // The last positions in this thread's memory.
+  const int32_t* last_positions(const Unit& u) const {
+    int32_t* last = scratch<int32_t>(STATS, 3 * panels_of(u.columns) * LANES);
+    find_last(u, last);
+    return last;
   }
 
   // All splits of a unit, in order.
   void whole(const Unit& u, const Unit* next = nullptr, const float* ready = nullptr) const {
     const int64_t padded = panels_of(u.columns) * LANES;
-    uint32_t* panels;
-    int32_t* last;
-    prepare(u, &panels, &last);
+    const uint32_t* panels = ready ? nullptr : packed_queries(u);
+    const int32_t* last = last_positions(u);
     Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
     Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
     split(u, 0, panels, last, total, next, ready);
@@ -452,10 +462,8 @@ struct Attention {
       std::fill(unit_of + units[i].partial, unit_of + units[i].partial + units[i].splits, i);
     parallel(partial, [&](int64_t task) {
       const Unit& u = units[unit_of[task]];
-      uint32_t* panels;
-      int32_t* last;
-      prepare(u, &panels, &last);
-      split(u, task - u.partial, panels, last, running_at(partials + task * floats, panels_of(u.columns) * LANES));
+      split(u, task - u.partial, packed_queries(u), last_positions(u),
+            running_at(partials + task * floats, panels_of(u.columns) * LANES));
     });
     parallel(count, [&](int64_t task) {
       const Unit& u = units[task];

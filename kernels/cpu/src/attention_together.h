@@ -42,7 +42,8 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     queries += at.padded * whole.key_steps;
     lasts += 3 * at.padded;
     task += ceil_div(at.context, rows);
-    whole.begin(units[i], at.panels, at.last);
+    whole.pack_queries(units[i], at.panels);
+    whole.find_last(units[i], at.last);
   }
   parallel(tasks, [&](int64_t task) {
     int64_t i = count - 1;
@@ -55,9 +56,12 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     while (at.last[seeing + LANES - 1] < block) seeing += LANES;
     const Keys keys = whole.source.keys(u, first, here);
     float* to = at.scores + block * at.padded;
-    Ahead none;
-    if (u.columns <= FEW) whole.score_few(keys, here, at.panels, u.columns, to + within, &none, 0);
-    else whole.score(keys, here, at.panels, seeing, at.padded, to + within * at.padded, &none, 0);
+    Ahead ahead;  // of the task that this thread will probably run next
+    const int64_t later = first + threads * rows;
+    if (later < at.context) whole.source.ahead(u, later, std::min(rows, at.context - later), &ahead);
+    const int64_t share = ceil_div(ahead.total(), ceil_div(here, row_multiple(T{})));
+    if (u.columns <= FEW) whole.score_few(keys, here, at.panels, u.columns, to + within, &ahead, share);
+    else whole.score(keys, here, at.panels, seeing, at.padded, to + within * at.padded, &ahead, share);
   });
   const int64_t wide = ceil_div(ceil_div(whole.value, parts), 4 * LANES) * 4 * LANES;
   parallel(count * ceil_div(whole.value, wide), [&](int64_t task) {

@@ -12,7 +12,8 @@
 namespace moe {
 
 constexpr int64_t MOST_BLOCK = 128;
-constexpr int64_t AHEAD = 1024;  // prefetch distance of a single panel in bytes
+constexpr int64_t AHEAD = 1024;      // prefetch distance of a single panel in bytes
+constexpr int64_t FAR_AHEAD = 4096;  // the same where streams are short: the processor's own prefetching starts late
 constexpr float LARGEST = 32639.f;  // 127 * 256 + 127
 
 // Elements with a common scale: the largest power of two that divides the group, at most 128.
@@ -185,7 +186,7 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
 // panels at once save broadcasts, but each is a stream of its own, and reading them takes longer than the products.
 template <int BITS, int BLOCK>
 __attribute__((noinline)) static void integer_panel(const Coding& form, const char* x, int64_t k, const char* panel,
-                                                    int64_t left, const char* next, float* c) {
+                                                    int64_t left, const char* next, int64_t far, float* c) {
   constexpr int64_t STEP = OCTET * LANES * BITS / 8;
   const IntegerTable table(form);
   const int64_t in_group = form.group / BLOCK, codes = form.code_bytes(), group_bytes = form.group_bytes();
@@ -197,8 +198,8 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
     F16 part = zero();
     float sum = 0;
     for (int64_t b = g * in_group; b < (g + 1) * in_group; b++, p += BLOCK / OCTET * STEP) {
-      const int64_t over = p - panel + AHEAD - left;
-      const char *row = x + b * BLOCK, *ahead = over < 0 ? p + AHEAD : next + over;
+      const int64_t over = p - panel + far - left;
+      const char *row = x + b * BLOCK, *ahead = over < 0 ? p + far : next + over;
       __m512i high = _mm512_setzero_si512(), low = high;
 #pragma GCC unroll 16
       for (int64_t j = 0; j < BLOCK / OCTET; j++) {
@@ -228,8 +229,10 @@ static void integer_columns(const Coding& form, const char* x, int64_t ldx, int6
   int64_t n = 0;
   if (m == 1 && (block == 32 || block == 64 || block == 128)) {
     const auto run = block == 32 ? integer_panel<BITS, 32> : block == 64 ? integer_panel<BITS, 64> : integer_panel<BITS, 128>;
+    // Of 8 bits the memory's rate is the limit either way.
+    const int64_t far = BITS == 8 || next == panels + count * panel ? AHEAD : FAR_AHEAD;
     for (; n < count; n++)
-      run(form, x, k, panels + n * panel, (count - n) * panel, next, c + n * LANES);
+      run(form, x, k, panels + n * panel, (count - n) * panel, next, far, c + n * LANES);
     return;
   }
   auto run = [&](auto rows, auto width, int64_t i) {

@@ -171,7 +171,7 @@ static void logits_block(const float* x, int64_t ldx, const G* gate, int64_t dim
 #pragma GCC unroll 4
     for (int e = 0; e < EXPERTS; e++) {
       F16 b = load(column + e * apart);
-      if (TOKENS == 1) __builtin_prefetch(column + (EXPERTS + e) * apart, 0, 2);  // of the next block: rows are too short
+      if (TOKENS == 1) __builtin_prefetch(column + (EXPERTS + e) * apart, 0, 2);  // the next block: rows are short
 #if defined(MOE_AVX512)
       asm("" : "+v"(b.v[0]));  // one load, not one per multiply-add: this loop is load-bound
 #endif

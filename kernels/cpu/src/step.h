@@ -40,7 +40,8 @@ struct Forward {
   T *states, *out;  // [T, D] after the final norm, [T, V]
   float* logits;
 
-  Forward(Arrays& arrays, int64_t count, int64_t width, int64_t entries) : tokens(count), hidden(width), vocab(entries) {
+  Forward(Arrays& arrays, int64_t count, int64_t width, int64_t entries)
+      : tokens(count), hidden(width), vocab(entries) {
     states = static_cast<T*>(arrays.take(count * width * int64_t(sizeof(T))));
     out = static_cast<T*>(arrays.take(count * entries * int64_t(sizeof(T))));
     logits = static_cast<float*>(arrays.take(count * entries * 4));

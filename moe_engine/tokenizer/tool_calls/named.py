@@ -22,7 +22,8 @@ _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 @dataclass(frozen=True)
 class NamedFormat:
     """Text around calls, names and arguments. `call_end` ends the call even if `after_arguments` is incomplete. The id
-    of a call is its name with a number (`name_is_id`), or stands before `after_id`."""
+    of a call is its name with a number (`name_is_id`), or stands before `after_id`. `hides_markers`: stray markers are
+    no text, and a call needs no block around it."""
 
     begin: str
     end: str
@@ -33,12 +34,28 @@ class NamedFormat:
     before_name: str = ""
     name_is_id: bool = False
     after_id: str = ""
+    hides_markers: bool = False
+
+    @property
+    def _markers(self) -> tuple[str, ...]:
+        return (self.begin, self.call_begin, self.end, self.after_name, self.call_end)
+
+    def _shown(self, text: str) -> str:
+        for marker in self._markers if self.hides_markers else ():
+            text = text.replace(marker, "")
+        return text
 
     def parse(self, reader: CallReader) -> Wait[None]:
         if reader.content_is_json and not (yield from reader.at(self.begin)):
             yield from reader.rest()
-        while (yield from reader.until((self.begin,), reader.plain)):
-            yield from self._calls(reader)
+        markers = self._markers if self.hides_markers else (self.begin,)
+        while marker := (yield from reader.until(markers, reader.plain)):
+            if marker == self.begin:
+                yield from self._calls(reader)
+            elif marker == self.call_begin:
+                yield from self._call(reader, "")
+            else:
+                continue
             yield from reader.space()
 
     def _calls(self, reader: CallReader) -> Wait[None]:
@@ -46,12 +63,12 @@ class NamedFormat:
         while True:
             between: list[str] = []
             marker = yield from reader.until((self.call_begin, self.end), between.append)
-            text = "".join(between)
+            text = self._shown("".join(between))
             if block and (marker != self.call_begin or text.strip()):
-                reader.plain(block + text)
+                reader.plain(self._shown(block) + text)
                 block, text = "", ""
                 if marker != self.call_begin:
-                    reader.plain(marker)
+                    reader.plain(self._shown(marker))
             reader.plain_unless_space(text)
             if marker != self.call_begin:
                 return
@@ -61,10 +78,13 @@ class NamedFormat:
     def _call(self, reader: CallReader, before: str) -> Wait[None]:
         """`before` is shown if there is no call."""
         head: list[str] = []
-        marker = yield from reader.until((self.after_name, self.call_end), head.append)
+        others = self._markers[:-1] if self.hides_markers else ()  # also end a call that is not complete
+        marker = yield from reader.until((self.after_name, self.call_end, *others), head.append)
         written = "".join(head)
         if marker != self.after_name:
-            reader.plain(before + self.call_begin + written + marker)
+            reader.plain(self._shown(before + self.call_begin + written + marker))
+            if marker in others:
+                reader.unread(marker)
             return
         written = written.strip() if self.name_is_id else written.removeprefix(self.before_name).strip()
         match = _KIMI_NAME.fullmatch(written) if self.name_is_id else None
@@ -76,8 +96,11 @@ class NamedFormat:
         reader.open(name, call_id)
         if reader.is_json:
             yield from json_text.value(reader, reader.arguments)
-        if (yield from reader.until((self.after_arguments, self.call_end), reader.arguments)):
+        marker = yield from reader.until((self.after_arguments, self.call_end, *others), reader.arguments)
+        if marker:
             reader.close()
+        if marker in others:
+            reader.unread(marker)
 
     @staticmethod
     def _id(reader: CallReader, name: str, written: str) -> str:
@@ -92,7 +115,7 @@ DEEPSEEK_V3 = NamedFormat(
 DEEPSEEK_V31 = NamedFormat(CALLS_BEGIN, CALLS_END, CALL_BEGIN, SEPARATOR, CALL_END, CALL_END)
 KIMI_K2 = NamedFormat(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_end|>", name_is_id=True,
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_end|>", name_is_id=True, hides_markers=True,
 )  # fmt: skip
 SOLAR_OPEN = NamedFormat(
     "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:args|>", "<|tool_call:end|>",

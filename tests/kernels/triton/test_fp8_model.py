@@ -31,14 +31,22 @@ from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BLOCK_FP8, FP8, BlockFP8, BlockWeight
 from moe_engine.kernels.registry import select
+from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
+from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.table import kept_format
 from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
+from moe_engine.models.tensors import Kind, expert_names, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.share import Share
+from moe_engine.parallel.topology import Topology
 from tests.kernels.cpu.formulas import gated
 from tests.models.checkpoints import make_checkpoint
 from tests.models.fp8 import dequantise_fp8, quantise_fp8
@@ -147,6 +155,41 @@ def test_dummy_weights_stay_fp8(tmp_path: Path) -> None:
     kept = stepper(path, TritonLinear(), TritonExperts(), load_format="dummy")
     logits = logits_of(kept)
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_ranks_of_an_expert_hold_whole_blocks(tmp_path: Path) -> None:
+    """Three blocks of 128 columns on two ranks: results add up, memory is that of the ledger. Four ranks split them:
+    the weights are dequantized, also in the ledger."""
+    path = make_checkpoint("deepseek_v3", tmp_path, seed=3, fp8=True, **SIZES | {"moe_intermediate_size": 384})
+    config, kernel = load_model_config(path), TritonExperts()
+    moe, format = config.moe, kept_format(config.weight_format, "cuda")
+    assert moe is not None and format.name == "fp8"
+    reader = WeightReader(path, torch.bfloat16, format=config.weight_format)
+    x, ids = torch.randn(3, 256).bfloat16(), torch.tensor([[0, 1], [3, 2], [2, 0]], dtype=torch.int32)
+    experts = [spec for spec in model_tensors(config) if spec.copies > 1 and spec.kind is Kind.LINEAR]
+
+    def loaded(rank: int, ranks: int) -> ExpertWeights:
+        stored = StoredExperts(
+            kernel, "model.layers.1.mlp.experts", moe, 256, expert_names(config), Share(rank, ranks),
+            group=width_group(config, keeps_blocks=True),
+        )  # fmt: skip
+        return stored.load(reader, range(4))
+
+    def counted(ranks: int, of: WeightFormat = format) -> int:
+        specs = [spec for spec in experts if spec.name.startswith("model.layers.1.")]
+        none, some = (sizes.tensor_bytes(config, specs[:n], 2, Topology(ranks), format=of) for n in (0, len(specs)))
+        return some - none
+
+    def run(weights: ExpertWeights) -> Tensor:
+        router = torch.rand(3, 2, generator=torch.Generator().manual_seed(1))
+        return kernel.run_routed(x, router, ids, weights).float()
+
+    whole, *parts = loaded(0, 1), loaded(0, 2), loaded(1, 2)
+    assert [(part.width, part.data.gate_up.dtype) for part in parts] == [(256, FP8), (128, FP8)]
+    want = run(whole)
+    torch.testing.assert_close(sum(map(run, parts)), want, rtol=0.05, atol=0.05 * float(want.abs().max()))
+    assert counted(1) == whole.num_bytes and counted(2) == parts[0].num_bytes
+    assert counted(4) == counted(4, PLAIN) == loaded(0, 4).num_bytes
 
 
 def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
