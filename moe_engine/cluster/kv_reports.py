@@ -20,7 +20,8 @@ class KVReports:
     def planned(self, plan: StepPlan) -> None:
         """Notes the operations of a plan. The thread of the steps begins them later, and may end them at once."""
         if plan.kv_ops is not None:
-            self._open.update(op.id for op in (*plan.kv_ops.fetches, *plan.kv_ops.backups))
+            self._open.update(fetch.id for fetch in plan.kv_ops.fetches)
+            self._open.update(backup.id for backup in plan.kv_ops.backups)
 
     def add(self, report: KVReport) -> None:
         """Thread-safe."""
