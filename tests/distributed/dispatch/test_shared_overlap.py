@@ -12,7 +12,6 @@ import torch
 from moe_engine.executor.sharded_worker import _overlaps_by_default
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED
 from moe_engine.parallel.dispatch.build import PhasedDispatcher
-from moe_engine.parallel.dispatch.symm_mem import dispatcher
 from moe_engine.parallel.experts import DispatchedExperts
 from moe_engine.parallel.overlap import InlineStream
 
@@ -40,6 +39,8 @@ def test_where_it_is_the_default(row: str | None, width: int, disabled: bool, ex
 
 def test_symmetric_memory_waits_as_late_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends, other work, then the launches that wait: programs that wait would keep the device from the other work."""
+    from moe_engine.parallel.dispatch.symm_mem import dispatcher  # imports Triton
+
     calls: list[str] = []
 
     class Exchange:
