@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.errors import ConfigError
 from moe_engine.parallel import host_support
 from moe_engine.parallel.collectives import DistributedGroup, exchange_ints
 from moe_engine.parallel.shared_segment import SharedSegment
@@ -31,7 +32,7 @@ class HostGroup:
     Sums of 16-bit floats are computed in float32 and rounded once; bit-identical on all ranks.
 
     Raises:
-        OSError: the ranks cannot share memory.
+        ConfigError: the ranks cannot share memory.
     """
 
     alive: Tensor | None = None
@@ -135,7 +136,7 @@ def through_shared_memory(inner: DistributedGroup) -> HostGroup | DistributedGro
         return inner
     try:
         return HostGroup(inner)
-    except OSError:  # raised by all ranks: different hosts, or too little memory
+    except ConfigError:  # raised by all ranks: different hosts, or too little memory
         return inner
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.errors import ConfigError
 from moe_engine.parallel import host_support
 from moe_engine.parallel.collectives import Group, PeerLost
 
@@ -39,7 +40,7 @@ class SharedSegment:
             then, the kernel kills the rank (SIGBUS). The folder must have room for all of it in both cases.
 
     Raises:
-        OSError: too little shared memory, or ranks on different hosts; raised on every rank.
+        ConfigError: too little shared memory, or ranks on different hosts; raised on every rank.
     """
 
     def __init__(self, group: Group, num_bytes: int, num_flags: int, reserve: bool = False) -> None:
@@ -107,17 +108,20 @@ class SharedSegment:
 
 def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
     """The same unnamed file on every rank of the group."""
-    name = torch.zeros(256, dtype=torch.uint8, device=group.device)
-    file, path, failure = -1, "", ""
+    sent = torch.zeros(512, dtype=torch.uint8, device=group.device)  # the path, or the reason why there is none
+    file, path, text = -1, "", ""
     first = 0 if group.alive is None else int(group.alive.nonzero()[0])
     if group.rank == first:
         try:
             file, path = _new_file(num_bytes, reserve)
-            name[: len(path)] = torch.tensor(list(path.encode()), dtype=torch.uint8)
+            text = path
         except OSError as error:
-            failure = f": {error.strerror}"
-    group.broadcast(name, source=first)
-    path = bytes(name.tolist()).rstrip(b"\0").decode()
+            text = f"!{error.strerror}"
+        encoded = text.encode()[: len(sent)]
+        sent[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    group.broadcast(sent, source=first)
+    text = bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace")
+    path = "" if text.startswith("!") else text
     try:
         if file < 0 and path:
             with suppress(OSError):  # reported below, on all ranks
@@ -129,9 +133,8 @@ def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
     if missing:
         if file >= 0:
             os.close(file)
-        refused = f"{num_bytes} bytes in {host_support.FOLDER} unavailable{failure}"
-        what = f"{missing} ranks cannot open it" if path else refused
-        raise OSError(f"{what}; shared memory needs ranks of one host")
+        reason = f"{missing} ranks cannot open the file; shared memory needs ranks of one host" if path else text[1:]
+        raise ConfigError(f"{num_bytes} bytes in {host_support.FOLDER} unavailable: {reason}")
     return file
 
 

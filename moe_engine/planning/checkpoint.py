@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import struct
@@ -19,6 +20,8 @@ from moe_engine.models.tensors import LATENT_SCALES, ROUTERS, layer_index
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+"""Reasons why nothing can be written into the folder of downloads."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,12 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, flag:
 
         return Path(snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
     except Exception as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason, fix = (str(error).strip() or repr(error)).splitlines()[0], "or log in with `hf auth login`"
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            fix = "or another folder for downloads with --download-dir"
         raise ConfigError(
             f"{flag} {hub_id}: no such folder here, and the download from the hub failed ({reason}); "
-            "give a local folder, or log in with `hf auth login`"
+            f"give a local folder, {fix}"
         ) from None
 
 

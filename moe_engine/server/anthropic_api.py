@@ -18,7 +18,7 @@ from moe_engine.server.event_stream import EventStream
 from moe_engine.server.field_names import named
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_chat import ChatApi
-from moe_engine.server.openai_choice import ChoiceParser
+from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
 from moe_engine.server.openai_common import matched_stop
 from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState
@@ -43,13 +43,12 @@ class AnthropicApi:
         req, model, parsers = plan.options
         with named(NAMES):
             job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
-        parser = ChoiceParser(parsers)
         if req.stream:
-            return EventStream(self._state.frontend, job, _Events(model, parser), anthropic_body)
+            return EventStream(self._state.frontend, job, _Events(model, parsers), anthropic_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
-        g = job.generations[0]
+        g, parser = job.generations[0], ChoiceParser(parsers)
         content = [_block(part) for part in parts_of(parser, g.text)]
-        return json_response(_message(g, model, content, _stop(parser.finish_reason(g.finish), g), _usage(g)))
+        return json_response(_message(g, model, content, _stop(parser.finish_reason(g.finish), g), _usage(g, parsers)))
 
     def read(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: as of `ChatApi.read`."""
@@ -81,9 +80,10 @@ def limits_thinking(state: ServerState) -> bool:
 class _Events:
     """Events of a stream."""
 
-    def __init__(self, model: str, parser: ChoiceParser) -> None:
+    def __init__(self, model: str, parsers: ParserOptions) -> None:
         self._model = model
-        self._parser = parser
+        self._parsers = parsers
+        self._parser = ChoiceParser(parsers)
         self._parts = OutputParts()
         self._started = False
 
@@ -94,7 +94,7 @@ class _Events:
         g, parser = piece.generation, self._parser
         if not self._started:
             self._started = True
-            empty = _message(g, self._model, [], (None, None), {**_usage(g), "output_tokens": 0})
+            empty = _message(g, self._model, [], (None, None), _usage(g, self._parsers, begins=True))
             yield _event("message_start", message=empty)
         deltas = parser.push(piece.text) + (parser.finish() if piece.finish is not None else [])
         for change in self._parts.push(deltas):
@@ -104,7 +104,7 @@ class _Events:
                 yield _change(*change)
             reason, sequence = _stop(parser.finish_reason(piece.finish), g)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
-            yield _event("message_delta", delta=delta, usage=_usage(g))
+            yield _event("message_delta", delta=delta, usage=_usage(g, self._parsers))
             yield _event("message_stop")
 
     def end(self) -> bytes:
@@ -156,12 +156,15 @@ def _stop(reason: str | None, g: Generation) -> tuple[str | None, str | None]:
     return STOP_REASONS.get(reason or "", reason), None
 
 
-def _usage(g: Generation) -> AnthropicUsage:
+def _usage(g: Generation, parsers: ParserOptions, begins: bool = False) -> AnthropicUsage:
+    """`begins`: before the first token."""
+    ids = [] if begins else g.output_ids
     return {
         "input_tokens": len(g.prompt_ids) - g.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": g.cached_tokens,
-        "output_tokens": len(g.output_ids),
+        "output_tokens": len(ids),
+        "output_tokens_details": {"thinking_tokens": parsers.count_reasoning(ids)},
     }
 
 

@@ -107,6 +107,10 @@ class MessagesRequest(CountRequest, kw_only=True):
     metadata: Any = None
 
 
+class AnthropicOutputDetails(TypedDict):
+    thinking_tokens: int
+
+
 class AnthropicUsage(TypedDict):
     """`input_tokens` is without `cache_read_input_tokens`."""
 
@@ -114,6 +118,7 @@ class AnthropicUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: AnthropicOutputDetails
 
 
 class OutputBlock(TypedDict):
@@ -152,7 +157,7 @@ class StreamEvent(TypedDict):
     index: NotRequired[int]
     content_block: NotRequired[OutputBlock]
     delta: NotRequired[dict[str, Any]]
-    usage: NotRequired[dict[str, int]]
+    usage: NotRequired[AnthropicUsage]
 
 
 class TokenCount(TypedDict):

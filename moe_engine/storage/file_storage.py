@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,12 +51,12 @@ class FileStorage:
         self._root = Path(directory)
         try:
             self._root.mkdir(0o700, parents=True, exist_ok=True)
-            probe = self._root / f".probe-{os.getpid()}-{threading.get_ident()}"
-            probe.write_bytes(b"x")
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=self._root) as probe:
+                probe.write(b"x")
         except OSError as error:
+            fix = "free space there, or give" if error.errno in _FULL else "give"
             raise ConfigError(
-                f"--hicache-storage-dir {directory}: cannot be written: {error.strerror or error}; give a folder that "
+                f"--hicache-storage-dir {directory}: cannot be written: {error.strerror or error}; {fix} a folder that "
                 "this user may write to"
             ) from error
         self._used, self._unseen = sum(size for _, size, _ in self._files()), 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -75,3 +77,17 @@ def test_named_backend_that_cannot_run_is_refused(model_dir):
     )
     with pytest.raises(ConfigError, match=r"--attention-backend cpu: .*float16"):
         prepare(args, machine())
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.ENOSPC, "--download-dir"), (errno.EACCES, "--download-dir"), (None, "hf auth login")],
+    ids=["full disk", "no permission", "no connection"],
+)
+def test_a_failed_download_names_the_fix(number, fix, monkeypatch):
+    def fails(*arguments, **options):
+        raise OSError(number, os.strerror(number)) if number else OSError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    with pytest.raises(ConfigError, match=rf"owner/name: .* the download from the hub failed \(.*\); .*{fix}"):
+        locate("owner/name")

@@ -98,6 +98,10 @@ def test_blocks_of_an_answer():
     assert len({weather["id"], time["id"]}) == 2
 
 
+def usage_of_chat(text: str, chat: dict[str, Any]) -> dict[str, Any]:
+    return post(fake(text), "/v1/chat/completions", {**chat, "max_tokens": 200}, **PARSERS).json()["usage"]
+
+
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("per_step", [1, 3])
 def test_a_stream_has_the_blocks_of_the_whole_answer(text: str, per_step: int):
@@ -110,6 +114,11 @@ def test_a_stream_has_the_blocks_of_the_whole_answer(text: str, per_step: int):
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     assert events[-2]["usage"] == whole["usage"]
+    details = whole["usage"]["output_tokens_details"]
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert details["thinking_tokens"] == usage_of_chat(text, chat)["reasoning_tokens"]
+    start = events[0]["message"]["usage"]
+    assert (start["output_tokens"], start["output_tokens_details"]) == (0, {"thinking_tokens": 0})
     assert without_ids(content_of(events)) == without_ids(whole["content"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import shutil
 import stat
 from pathlib import Path
@@ -165,6 +166,20 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="Permission denied"):
             FileStorage(str(tmp_path))
         tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_a_full_disk_at_the_start_is_named_and_leaves_no_file(tmp_path: Path) -> None:
+    """A limit of the file size stands for the full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"--hicache-storage-dir .*: cannot be written: File too large; give a folder"
+        ):
+            FileStorage(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_limit_beyond_the_disk_is_refused_with_the_sum(tmp_path: Path) -> None:

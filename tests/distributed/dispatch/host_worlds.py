@@ -76,14 +76,27 @@ def _all_to_all(group: HostGroup, rng: random.Random, seed: int, length: int, dt
 
 def fall_back(rank: int) -> tuple[str, float]:
     """The group that ranks use if one of them has no shared memory, and a sum through this group."""
+    _refuse_memory(rank)
+    group = through_shared_memory(DistributedGroup(dist.group.WORLD, TIMEOUT_S))
+    return type(group).__name__, float(group.all_reduce(torch.ones(1))[0])
 
+
+def refusal(rank: int) -> tuple[str, str]:
+    """The error of a segment that a dispatcher needs, if there is no shared memory."""
+    _refuse_memory(rank)
+    try:
+        shared_segment.SharedSegment(DistributedGroup(dist.group.WORLD, TIMEOUT_S), 4096, num_flags=1)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+def _refuse_memory(rank: int) -> None:
     def refuse(num_bytes: int, reserve: bool) -> tuple[int, str]:
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "0 are free; enlarge it")
 
     if rank == 0:  # the rank that creates the file
         shared_segment._new_file = refuse
-    group = through_shared_memory(DistributedGroup(dist.group.WORLD, TIMEOUT_S))
-    return type(group).__name__, float(group.all_reduce(torch.ones(1))[0])
 
 
 def sum_until_alone(rank: int, victim: int) -> str:

@@ -13,7 +13,7 @@ import torch
 from moe_engine.parallel import host_support, shared_segment
 from moe_engine.parallel.context import join
 from moe_engine.parallel.topology import Topology
-from tests.distributed.dispatch.host_worlds import fall_back, run_at_random, sum_until_alone
+from tests.distributed.dispatch.host_worlds import fall_back, refusal, run_at_random, sum_until_alone
 from tests.distributed.dispatch.ranks import Ranks, run_ranks
 
 
@@ -28,6 +28,13 @@ def test_operations_of_any_size_equal_the_formula(size: int) -> None:
 
 def test_without_memory_to_share_ranks_use_the_plain_group() -> None:
     assert run_ranks(3, fall_back) == [("DistributedGroup", 3.0)] * 3
+
+
+def test_without_memory_to_share_a_dispatcher_refuses_the_launch_on_every_rank() -> None:
+    """A ConfigError: exit code 2 and one line."""
+    ((name, text),) = set(run_ranks(3, refusal))
+    assert name == "ConfigError"
+    assert text.endswith(f" bytes in {host_support.FOLDER} unavailable: 0 are free; enlarge it")
 
 
 def test_a_folder_without_room_is_refused_with_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ import pytest
 from moe_engine import Engine
 from moe_engine.errors import ConfigError, InputError
 from tests.engine.harness import Answer, Scripted
-from tests.engine.test_lora import NUM_TOKENS, Served
+from tests.engine.test_lora import DENSE, MLA, NUM_TOKENS, Served
+from tests.models.lora import make_adapter
+from tests.speculation.agreeing import agreeing_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -63,6 +65,31 @@ def test_forms(served: Served, form: str) -> None:
         compare(served, engine, names * 3, [0, 1, 2, 3] * 3)
         if form == "tp":
             change_while_requests_run(served, engine)
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("deepseek_v3", MLA), ("glm4_moe", DENSE)])
+def test_accepted_drafts(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Tokens of a batch of the base model and two adapters, greedy and sampled, are those without drafts."""
+    path = agreeing_checkpoint(kind, tmp_path / "base", random.randrange(1 << 20), num_mtp_layers=1)
+    adapters = [make_adapter(tmp_path / name, path, targets, 4, seed) for seed, name in enumerate("ab", 1)]
+    names, asked = [None, "a", "b"] * 4, prompts(1) * 12
+    sampling = [
+        {"temperature": 0.7 * (i % 2), "sampling_seed": i // 6, "ignore_eos": True, "max_new_tokens": 24}
+        for i in range(12)
+    ]
+    flags = FLAGS | {"lora_paths": [f"{a.name}={a}" for a in adapters], "max_loras_per_batch": 2}
+    wanted: list[list[int]] = []
+    for form in ({}, FORMS["drafts, tp"], FORMS["trees, tp"] | {"tp_size": 1}):
+        with Engine(str(path), **flags, **form) as engine:
+            outputs: Any = engine.generate(input_ids=asked, sampling_params=sampling, lora_path=names)
+        found = [output["output_ids"] for output in outputs]
+        if not form:
+            wanted = found
+            assert len({tuple(tokens) for tokens in wanted[:3]}) == 3, "adapters change the answers"
+            continue
+        assert found == wanted
+        lengths = [output["meta_info"]["spec_accept_length"] for output, name in zip(outputs, names) if name]
+        assert max(lengths) > 1, "drafts of the base model are accepted with adapters"
 
 
 def change_while_requests_run(served: Served, engine: Engine) -> None:
