@@ -8,7 +8,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
@@ -40,12 +40,13 @@ class BlockFP8Format:
     Attributes:
         block: rows and columns per scale; blocks at the edges are smaller.
         scale_format: ``ue8m0``: scales are powers of two, also those of activations.
-        kept: kernel families whose rows multiply the weights as stored, for the memory ledger.
+        kept: kernel families whose rows multiply the weights as stored, for the memory ledger. Not in the `repr`, which
+            names pages in the storage: the order of a set differs between processes.
     """
 
     block: tuple[int, int] = _KERNEL_BLOCK
     scale_format: str | None = None
-    kept: frozenset[str] = FAMILIES
+    kept: frozenset[str] = field(default=FAMILIES, repr=False)
 
     checkpoint: ClassVar[str] = "block-FP8"
 

@@ -6,7 +6,7 @@ A scheme knows how one matrix is stored; `SchemeFormat` is the `WeightFormat` th
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -88,14 +88,15 @@ class SchemeFormat:
         method: the name of the format in messages and in --quantization.
         rules: modules and their scheme; the first that contains a matrix applies.
         skipped: modules that are not quantized.
-        kept: kernel families whose rows multiply the weights as stored, for the memory ledger.
+        kept: kernel families whose rows multiply the weights as stored, for the memory ledger. Not in the `repr`, which
+            names pages in the storage: the order of a set differs between processes.
         on_gpu: of these weights, only those of `GroupCodes.four_bits`, in the memory of kernels of a GPU.
     """
 
     method: str
     rules: tuple[tuple[Modules, Scheme], ...]
     skipped: Modules = NONE
-    kept: frozenset[str] = FAMILIES
+    kept: frozenset[str] = field(default=FAMILIES, repr=False)
     on_gpu: bool = False
 
     stores_head: ClassVar[bool] = False

@@ -67,7 +67,11 @@ def plan_measured(
     chunk = room.chunk if room.chunk > 0 else WHOLE
     base = Candidate(form, replicas, config.kv_cache_dtype, chunk, 1, 0, config.args.model.model_path or "MODEL")
     points = [
-        _best_depth(file, base.with_rows(count, concurrency), room, load, acceptance) for count in rows if count <= most
+        _best_depth(
+            file, base.with_rows(count, concurrency), room, load, acceptance, config.scheduling.enable_mixed_chunk
+        )
+        for count in rows
+        if count <= most
     ]
     met = [(c, p) for c, p in points if slo.missed(p.ttft_s, p.itl_s, p.tpot_s) <= 1]
     if not met:
@@ -80,12 +84,14 @@ def plan_measured(
     return Found(tuple(Plan(c, p, (room,)) for c, p in best), tuple(pareto(points)), {}, len(points))
 
 
-def _best_depth(file: CostFile, candidate: Candidate, room: Room, load: Load, acceptance: float | None) -> Point:
-    found = [_point(file, candidate.with_drafts(depth), load, acceptance) for depth in room.depths]
+def _best_depth(
+    file: CostFile, candidate: Candidate, room: Room, load: Load, acceptance: float | None, mixed: bool
+) -> Point:
+    found = [_point(file, candidate.with_drafts(depth), load, acceptance, mixed) for depth in room.depths]
     return max(found, key=lambda point: point[1].output_per_s)
 
 
-def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float | None) -> Point:
+def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float | None, mixed: bool) -> Point:
     drafts = candidate.drafts
     # beyond the measured positions drafts are accepted like the last one
     known = file.acceptance or (0.0,)
@@ -94,9 +100,9 @@ def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float |
     # the measured steps contain what the constants of a GPU stand for
     alone = candidate.concurrency <= candidate.form.attn_dp * candidate.replicas
     answer_s = file.answer_seconds + (file.idle_seconds if alone else file.busy_seconds)
-    share = replace(load_efficiency(OURS), prompt_weight=1.0, request_ms=answer_s * 1e3)
+    share = replace(load_efficiency(OURS), request_ms=answer_s * 1e3)
     prediction = predicted(
-        MeasuredCosts(file), candidate, load, share, accepted, beside_s=file.arrival_seconds + file.end_seconds,
+        MeasuredCosts(file), candidate, load, share, accepted, mixed, beside_s=file.arrival_seconds + file.end_seconds,
         front_end_s=file.request_seconds + load.output * file.token_seconds,
     )  # fmt: skip
     return candidate, prediction

@@ -51,7 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, **options: Any) -> None:
         group.add_argument(name, help=text, default=argparse.SUPPRESS, **options)
 
-    add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
+    lengths = "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4,equal=1]; starts the search"
+    add("--workload", lengths, metavar="TEXT")
     add("--cost-file", "instead of --hardware: step costs of this machine, of `moe-engine calibrate`", metavar="FILE")
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
@@ -159,7 +160,8 @@ def _predictor(
         memory = EstimatedMemory(facts, cluster, dtype)
         print(f"note: {OURS} does not serve this model; memory is estimated as for {like}", file=sys.stderr)
     held = memory.held if like == OURS else None
-    return Predictor(facts, cluster, share, dtype, _acceptance(own), host_bytes(args), held), memory
+    mixed = args.scheduling.enable_mixed_chunk
+    return Predictor(facts, cluster, share, dtype, _acceptance(own), host_bytes(args), held, mixed), memory
 
 
 class _TooLongError(ConfigError):

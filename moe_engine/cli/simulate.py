@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
-from moe_engine.cli.simulate_checks import check, check_launch, parsed_goodput
+from moe_engine.cli.simulate_checks import check, check_launch, left_out, parsed_goodput
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
@@ -74,6 +74,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     check_launch(args)
     goodput = parsed_goodput(own)
     config, source = source_of(own, args)
+    for line in left_out(own, config):
+        print(f"note: not simulated: {line}", file=sys.stderr)
     spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
     with simulated_log(own.log_file, config) as log:
@@ -205,6 +207,8 @@ class _Source:
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
+    load_seconds: float = 0.0
+    """Of a token from the host-RAM tier."""
 
     @classmethod
     def measured(cls, file: CostFile) -> _Source:
@@ -244,7 +248,8 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     predictor = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args), held=held)
     costs = predictor.cost(form, kv)[0]
     drafts = config.speculation.num_steps if config.speculation is not None else 0
-    return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
+    load_s = config.ledger.bytes_per_token / cluster.gpu.bus_bytes_per_s
+    return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts, load_seconds=load_s)
 
 
 def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> FleetSpec:
@@ -273,6 +278,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         arrival_seconds=source.arrival_seconds,
         end_seconds=source.end_seconds,
         idle_seconds=source.idle_seconds,
+        load_seconds=source.load_seconds,
     )
     return FleetSpec(
         replica,

@@ -11,6 +11,7 @@ from moe_engine.cli.output_file import check_writable
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning import serving_report
 
 MOST_TOKENS = 1 << 24
@@ -60,6 +61,29 @@ def check_launch(args: EngineArgs) -> None:
             f"--disaggregation-mode {mode}: a simulation has no transfers between servers; leave it out, or use "
             "`moe-engine plan --workload`, which compares prefill and decode servers"
         )
+    for flag, given, reason in (
+        ("--hicache-storage-backend", args.memory.hicache_storage_backend, "has no storage below the host-RAM tier"),
+        ("--is-embedding", args.model.is_embedding, "generates answers"),
+        ("--kv-connector", args.memory.kv_connector not in ("", "host") and args.memory.kv_connector, "has no copies"),
+    ):
+        if given:
+            raise ConfigError(f"{flag}: a simulation {reason}; leave it out")
+
+
+def left_out(own: argparse.Namespace, config: ResolvedConfig) -> list[str]:
+    """Flags of the launch, and what the simulation leaves out of their effect."""
+    args, found = config.args, []
+    if config.host_tier_tokens and own.hardware is None:
+        found.append("--enable-hierarchical-cache: copies from host memory take no time with --cost-file")
+    if config.speculation is not None and config.speculation.topk > 1:
+        found.append("--speculative-eagle-topk: drafts are a chain of the tree's depth; give its --acceptance")
+    if args.experts.enable_eplb and own.expert_load is None and own.expert_zipf is None:
+        found.append("--enable-eplb: experts move only with --expert-load or --expert-zipf")
+    if config.scheduling.stream_interval > 1:
+        found.append("--stream-interval: clients get every token at once")
+    if config.lora is not None:
+        found.append("--enable-lora: no request has an adapter")
+    return found
 
 
 def _check_numbers(own: argparse.Namespace) -> None:

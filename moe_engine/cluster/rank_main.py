@@ -12,13 +12,12 @@ import os
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from moe_engine import logs
 from moe_engine.cluster.heartbeat_client import LEAVE_SECONDS, HeartbeatClient, leave
+from moe_engine.cluster.kv_reports import KVReports
 from moe_engine.cluster.peers import identity_of_process
 from moe_engine.cluster.rank_process import RankSpec
 from moe_engine.core.kv_transfer.open import follow_transfers
@@ -32,17 +31,13 @@ from moe_engine.executor.process_groups import RankWorld, quieten_torch
 from moe_engine.executor.progress import Progress
 from moe_engine.models import registry
 from moe_engine.processes.child import read_spec
-from moe_engine.types import KVReport, StepPlan, StepResult
+from moe_engine.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from moe_engine.cluster.dp_rank import SchedulingRank
     from moe_engine.worker.worker import Worker
 
 logger = logging.getLogger("moe_engine")
-
-RECEIVE_SECONDS = 0.5
-STORAGE_SECONDS = 0.005
-"""`RECEIVE_SECONDS` while the storage works, so that its reports leave in time."""
 
 
 def main() -> NoReturn:
@@ -74,9 +69,7 @@ class Follower:
         self._spec = spec
         self._rank = spec.place.rank
         self._reported_idle = False
-        self._kv_reports: deque[KVReport] = deque()
-        self._num_kv_ops: Callable[[], int] = int
-        """Operations of the storage in progress."""
+        self._kv_reports = KVReports()
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         limits = spec.options.limits
@@ -106,15 +99,16 @@ class Follower:
         preparing = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome)
         preparing.add_done_callback(self._prepared)
         while True:
-            while self._kv_reports:
-                receiver.answer(KV_REPORT, RankAnswer(self._rank, list(self._kv_reports.popleft())))
+            for report in self._kv_reports.take():
+                receiver.answer(KV_REPORT, RankAnswer(self._rank, list(report)))
             try:
-                message = receiver.receive(STORAGE_SECONDS if self._num_kv_ops() else RECEIVE_SECONDS)
+                message = receiver.receive(self._kv_reports.poll_seconds)
             except MoeEngineError as error:
                 self._heartbeat.send_failure(self._rank, error)
                 continue
             if isinstance(message, Step):  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
+                self._kv_reports.planned(message.plan)
                 if self._reported_idle:
                     self._heartbeat.beat_now()  # so that the leader knows this rank's position if this step hangs
                 self._execute(preparing.result(), message.plan).add_done_callback(self._stepped)
@@ -141,7 +135,7 @@ class Follower:
         follow_transfers(
             spec.config, cast("Worker", worker), first + spec.place.group, spec.place.rank % spec.options.group_size
         )
-        self._num_kv_ops = worker.report_storage(self._kv_reports.append) or self._num_kv_ops
+        worker.report_storage(self._kv_reports.add)
         self._progress.ready = True
         self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))
         return worker

@@ -24,6 +24,9 @@ POLL_MS = 50
 MAX_EARLY = 2
 """Max distance of a peer from the last complete step: it cannot pass a step before this group has sent its facts."""
 
+PATIENCE = 4
+"""Steps for which prompts are held back at most, until other groups have some too."""
+
 
 class StepFactsMessage(msgspec.Struct, array_like=True):
     """Facts of group `group` for step `number`, counted from 1."""
@@ -132,7 +135,7 @@ class PrefillTurns:
         delays: of this group's scheduler.
     """
 
-    def __init__(self, patience: int = 4, delays: PrefillDelays | None = None) -> None:
+    def __init__(self, patience: int = PATIENCE, delays: PrefillDelays | None = None) -> None:
         self._patience = patience
         self._delays = delays
         self._held = 0

@@ -112,8 +112,15 @@ class EngineLoop:
                 future.set_exception(EngineDeadError(message))
 
 
+WIND_UP_SECONDS = 1.0
+"""Longest wait for tasks that have been cancelled."""
+
+
 def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels a loop's tasks, then stops it."""
-    for task in asyncio.all_tasks(loop):
+    """Cancels a loop's tasks, and stops it once they have ended. Python cannot close the stream of a task that is
+    destroyed in the middle of it (RuntimeError: aclose(): asynchronous generator is already running)."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
         task.cancel()
-    loop.call_soon(loop.stop)
+    asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: loop.stop())
+    loop.call_later(WIND_UP_SECONDS, loop.stop)

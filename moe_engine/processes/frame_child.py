@@ -13,10 +13,38 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import IO, Generic, TypeVar
 
+import psutil
+
 from moe_engine.processes.pipe_frames import LENGTH_BYTES, frame
 from moe_engine.processes.stopped import HELD_SECONDS, LOOK_SECONDS, StoppedProcessDetector
 
 logger = logging.getLogger("moe_engine")
+
+STARVED_SECONDS = 120.0
+"""Longest wait for a process that gets less processor time than its time limit: others use the processors."""
+
+
+class _Limit:
+    """Time limit of an answer. Only time in which the process computes makes it late, up to `STARVED_SECONDS`."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self._pid, self._seconds = pid, seconds
+        self._began, self._computed = time.monotonic(), self._processor_seconds()
+
+    def left(self) -> float:
+        """Least number of seconds until it is over; 0.0: it is over."""
+        waited = time.monotonic() - self._began
+        if waited < self._seconds:
+            return self._seconds - waited
+        missing = self._seconds - (self._processor_seconds() - self._computed)
+        return max(0.0, min(missing, STARVED_SECONDS - waited))
+
+    def _processor_seconds(self) -> float:
+        try:
+            times = psutil.Process(self._pid).cpu_times()
+        except psutil.Error:  # it has ended, as its pipes show
+            return 0.0
+        return times.user + times.system
 
 
 class FrameChild:
@@ -50,20 +78,20 @@ class FrameChild:
         self._popen.wait()
 
     def exchange(self, data: bytes, seconds: float) -> bytes | None:
-        """The answer to a frame; None if it is late. Raises EOFError: the process has ended, or a signal has stopped it
-        for `HELD_SECONDS` and it is killed."""
+        """The answer to a frame; None if it is late (`_Limit`). Raises EOFError: the process has ended, or a signal has
+        stopped it for `HELD_SECONDS` and it is killed."""
         assert self._popen.stdin is not None and self._popen.stdout is not None
-        deadline = time.monotonic() + seconds
+        limit = _Limit(self.pid, seconds)
         unsent, answer, length = memoryview(frame(data)), bytearray(), LENGTH_BYTES
         while unsent:
-            if not self._is_ready(self._popen.stdin, select.POLLOUT, deadline):
+            if not self._is_ready(self._popen.stdin, select.POLLOUT, limit):
                 return None
             try:
                 unsent = unsent[os.write(self._popen.stdin.fileno(), unsent) :]
             except OSError:
                 raise EOFError from None
         while len(answer) < length:
-            if not self._is_ready(self._popen.stdout, select.POLLIN, deadline):
+            if not self._is_ready(self._popen.stdout, select.POLLIN, limit):
                 return None
             part = os.read(self._popen.stdout.fileno(), length - len(answer))
             if not part:
@@ -73,12 +101,12 @@ class FrameChild:
                 length += int.from_bytes(answer, "little")
         return bytes(memoryview(answer)[LENGTH_BYTES:])
 
-    def _is_ready(self, pipe: IO[bytes], event: int, deadline: float) -> bool:
-        """Whether the process reads or writes its pipe by then; blocking. Raises EOFError as `exchange`."""
+    def _is_ready(self, pipe: IO[bytes], event: int, limit: _Limit) -> bool:
+        """Whether the process reads or writes its pipe in time; blocking. Raises EOFError as `exchange`."""
         stopped = StoppedProcessDetector(self.pid)
         poller = select.poll()  # `select` refuses the descriptors of a process with a thousand connections
         poller.register(pipe, event)
-        while (left := deadline - time.monotonic()) > 0:
+        while (left := limit.left()) > 0:
             if poller.poll(min(left, LOOK_SECONDS) * 1000):
                 return True
             if (held := stopped.seconds()) > HELD_SECONDS:

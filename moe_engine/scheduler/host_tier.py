@@ -103,8 +103,16 @@ class HostTier:
         return len(self._loads) + len(self._abandoned)
 
     @property
-    def has_new_loads(self) -> bool:
-        return bool(self._new_loads) or self.tree.has_due or (self.storage is not None and self.storage.has_new_ops)
+    def has_new_ops(self) -> bool:
+        """As in the protocol. Nodes that are due are stored here: those without room are dropped, so a plan for them
+        would be empty."""
+        if not self._has_ops and self.tree.has_due:
+            self.tree.store_due(WRITE_TOKENS)
+        return self._has_ops
+
+    @property
+    def _has_ops(self) -> bool:
+        return bool(self._new_stores or self._new_loads) or (self.storage is not None and self.storage.has_new_ops)
 
     @property
     def num_stored(self) -> int:

@@ -314,7 +314,7 @@ class KVCacheManager:
     @property
     def has_kv_ops(self) -> bool:
         """Whether the connector has operations for the next plan."""
-        return self.connector is not None and self.connector.has_new_loads
+        return self.connector is not None and self.connector.has_new_ops
 
     def num_fetching(self) -> int:
         """Number of storage reads that waiting requests wait for (`StorageTier.poll`)."""

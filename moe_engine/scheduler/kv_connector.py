@@ -36,8 +36,8 @@ class KVConnector(Protocol):
         """Loads without a report of completion."""
 
     @property
-    def has_new_loads(self) -> bool:
-        """Whether the next plan begins a load."""
+    def has_new_ops(self) -> bool:
+        """Whether there are operations for which an idle engine runs a step."""
 
     @property
     def num_stored(self) -> int:

@@ -61,8 +61,8 @@ class PrefillTier(HostTier):
         return len(self.outgoing)
 
     @property
-    def has_new_loads(self) -> bool:
-        return self._stages or super().has_new_loads
+    def has_new_ops(self) -> bool:
+        return self._stages or super().has_new_ops
 
     def enter(self, request: Request, step: int) -> None:
         """Registers a request whose KV a decode server will request."""

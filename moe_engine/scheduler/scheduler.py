@@ -207,8 +207,8 @@ class Scheduler:
             self.kv_cache.storage.next_step(running=self.table.num_running > 0)
         if not self._suspects:
             plan = self._schedule(hold_prefill)
-            if self._connector is not None and not isinstance(plan, StepPlan):
-                return self.empty_plan() if self._connector.has_new_loads and not self._in_flight else plan
+            if self._connector is not None and not self._in_flight and not isinstance(plan, StepPlan):
+                return self.empty_plan() if self._connector.has_new_ops else plan
             return plan
         turns = (self._schedule_alone, self._schedule) if self._suspect_turn else (self._schedule, self._schedule_alone)
         return turns[0](hold_prefill) or turns[1](hold_prefill)

@@ -153,6 +153,10 @@ class StateHostTier(HostTier):
         own = [load.snapshot for load in self._loads.values() if isinstance(load, StateLoad)]
         return [*own, *self._abandoned_snapshots.values()]
 
+    @property
+    def _has_ops(self) -> bool:
+        return bool(self._new_states) or super()._has_ops
+
     def build_connector_meta(self) -> KVOps | None:
         ops = super().build_connector_meta()
         if self._new_states:

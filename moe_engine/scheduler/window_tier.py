@@ -163,6 +163,10 @@ class WindowHostTier(HostTier):
         """KV pages whose window pages loads have pinned."""
         return [page for load in self._loads.values() if isinstance(load, WindowLoad) for page in load.pinned]
 
+    @property
+    def _has_ops(self) -> bool:
+        return bool(self.host.new_stores) or super()._has_ops
+
     def build_connector_meta(self) -> KVOps | None:
         ops = super().build_connector_meta()
         if self.host.new_stores:

@@ -225,15 +225,9 @@ class Probes:
 
     async def _long_contexts(self) -> None:
         """Steps with long contexts, with as many requests as one of the steps with short ones."""
-        limits, counts = self._limits, self._points.row_counts()
-        groups = limits.num_groups
-        count = max(count for count in counts if count <= max(8 * groups, counts[0]))
-        room = limits.pool * groups // count - 2 * DECODE_TOKENS
-        length = min(limits.max_input - 2 * DECODE_TOKENS, room, self._points.quick_length(), 4096)
-        if self._points.long is not None:
-            length = self._points.long[1]
-        if length >= 2 * self._points.context(count) and (found := await self._decode(LONG, count, length)) is not None:
-            self._points.long = (count, length, found.context)
+        chosen = self._points.long_decode() if self._points.long is None else self._points.long[:2]
+        if chosen is not None and (found := await self._decode(LONG, *chosen)) is not None:
+            self._points.long = (*chosen, found.context)
 
     async def _behind_a_prefix(self) -> None:
         """Tails of several lengths behind a short cached prefix, some also behind a long one."""
@@ -353,12 +347,14 @@ class Probes:
         """A step of `count` concurrent answers, from the chunks that arrived while all of them ran."""
         tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
         room = self._limits.pool * self._limits.num_groups // count
-        tokens = max(min(tokens, self._limits.max_input - length, room - length), 2 * SKIPPED)
+        most = max(min(self._limits.max_input, room) - length, 2 * SKIPPED)
         for _ in range(REPEATS):
+            tokens = min(tokens, most)
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             if common := common_steps(answers):
                 seconds, done = median([step for step, _ in common]), median([done for _, done in common])
                 return Decode(seconds, length + done * tokens, between_tokens(answers))
+            tokens *= 2
         raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
 
     def _prompt(self, length: int) -> list[int]:

@@ -17,8 +17,9 @@ POINT_SECONDS = 4.0
 PREFIX_SECONDS = 1.5
 """Max time of prompts that only fill the cache."""
 DECODE_TOKENS = 96
-STAGGER_TOKENS = 6
-"""Additional tokens for each concurrent request: the first requests are ahead when the last ones begin."""
+STAGGER_TOKENS = 2
+"""Additional tokens for each concurrent request: the first requests are ahead when the last ones begin. Longer answers
+would cost more than ordinary ones: front end and client process each chunk with all tokens so far."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
 """New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""
@@ -145,6 +146,18 @@ class MeasuredPoints:
     def short_prefix(self) -> int:
         """Tokens of the short cached prefix, a part of the long one."""
         return min(SHORT_PREFIX, len(self.prefix) // 2)
+
+    def long_decode(self) -> tuple[int, int] | None:
+        """Concurrent requests and prompt tokens of decodes with long contexts: one of the numbers of requests with
+        short ones, the largest for which the pool has room. None: there is none."""
+        limits, counts = self.limits, self.row_counts()
+        groups = limits.num_groups
+        for count in reversed([count for count in counts if count <= max(8 * groups, counts[0])]):
+            room = limits.pool * groups // count - 2 * DECODE_TOKENS
+            length = min(limits.max_input - 2 * DECODE_TOKENS, room, self.quick_length(), 4096)
+            if length >= 2 * self.context(count):
+                return count, length
+        return None
 
     def quick_length(self) -> int:
         """Prompt tokens computed in `PREFIX_SECONDS`."""

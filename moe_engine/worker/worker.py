@@ -134,13 +134,11 @@ class Worker:
         if reporter is not None:
             self.report_storage(reporter)
 
-    def report_storage(self, reporter: Reporter) -> Callable[[], int] | None:
-        """`on_kv_done` of a follower. Returns the number of operations in progress; None without storage."""
+    def report_storage(self, reporter: Reporter) -> None:
+        """`on_kv_done` of a follower."""
         storage = getattr(self.runner.kv_copies, "storage", None)
-        if storage is None:
-            return None
-        storage.report_to(reporter)
-        return lambda: storage.num_open
+        if storage is not None:
+            storage.report_to(reporter)
 
     def state(self) -> dict[str, Any]:
         """Values that change while serving, for metrics."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,31 @@ def test_a_pending_call_of_another_thread_gets_an_error():
     loop.close(asyncio.sleep(0))
     thread.join(60)
     assert errors == ["this Engine was shut down"]
+
+
+def test_streams_of_an_abandoned_engine_are_closed() -> None:
+    loop, begun, closed = EngineLoop([]), threading.Event(), list[str]()
+
+    async def chunks() -> Any:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+            yield
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            closed.append("chunks")
+
+    async def pump() -> None:
+        async with aclosing(chunks()) as stream:
+            async for _ in stream:
+                pass
+
+    loop.submit(pump())
+    assert begun.wait(60)
+    loop.abandon()
+    loop.thread.join(60)
+    assert closed == ["chunks"]
 
 
 @pytest.mark.parametrize("cause", ["the loop failed", None], ids=["loop failed", "task cancelled"])

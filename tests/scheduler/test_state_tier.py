@@ -141,6 +141,18 @@ def test_a_restarted_engine_finds_states_in_its_storage() -> None:
         sim.check_end()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_no_step_is_run_for_a_state_without_room(mixed: bool) -> None:
+    """A load reads the only entry while a state is due."""
+    config = SchedulerConfig(
+        num_slots=48, context_len=200, max_rows=1, page_size=16, max_prefill_tokens=16, chunked_prefill_size=-1,
+        policy="lpm", max_overtakes=0, enable_mixed_chunk=mixed, vocab_size=50, host_tier_tokens=96, num_snapshots=2,
+        host_snapshots=1, mamba_track_interval=1, hicache_write_policy="write_through_selective",
+    )  # fmt: skip
+    rng = random.Random(18074)
+    play(TierSimulation(config, rng, overlap=True, late=0.5), rng, 30, 0.5, 0.0)
+
+
 def test_a_tier_without_states_of_its_own_is_refused() -> None:
     for changes in ({"host_snapshots": 0}, {"kv_connector": "a:B"}):
         with pytest.raises(ConfigError, match="snapshots of states"):

@@ -32,6 +32,7 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         """The process hangs, or ends, when it gets the grammar."""
         number = next(numbers, None)
         monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.2 if number is not None else 60.0)
+        monkeypatch.setattr(frame_child, "STARVED_SECONDS", 0.2 if number is not None else 60.0)
         if number is not None:
             os.kill(child._popen.pid, number)
             os.waitid(os.P_PID, child._popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -50,6 +50,16 @@ def test_requests_beside_each_other_share_steps(capsys: pytest.CaptureFixture[st
     assert values["output_tokens_per_second"] > 4 * one["output_tokens_per_second"]
 
 
+def test_equal_requests_wait_for_all_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """16 prompts of 50 tokens are four steps of the default chunk of 256 tokens or fewer longer ones."""
+    path = cost_file(tmp_path)
+    values = plan(capsys, path, "--workload", "in=50,out=40,equal=1", "--concurrency", "16")["predicted"]
+    varied = plan(capsys, path, "--concurrency", "16")["predicted"]
+    last = 1e3 * 16 * 50 * TOKEN
+    assert varied["ttft_ms"] < values["ttft_ms"] <= values["ttft_p99_ms"]
+    assert last < values["ttft_p99_ms"] < last + 1e3 * 16 * STEP
+
+
 def test_the_front_end_bounds_the_rate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     slow = cost_file(tmp_path, request_seconds=0.01, token_seconds=1e-3)
     rate = plan(capsys, slow, "--concurrency", "32")["predicted"]["output_tokens_per_second"]

@@ -18,7 +18,8 @@ from moe_engine.tuning.planner.steady import Load, steady_state
 from moe_engine.tuning.planner.workload import Workload
 from tests.tuning.plan_models import V3
 
-SHARE = Efficiency("any", prompt_weight=1.0, request_ms=0.001)
+SHARE = Efficiency("any", prompt_weight=1.0, queue=0.3, request_ms=0.001)
+"""Of an engine whose steps have prompts and decodes; this engine's scheduler: test_plan_closed_loop.py."""
 COST = RooflineCost(model_facts(V3), Form(8), Precision("fp8", "fp8"), parse_cluster("8xh200"), SHARE)
 
 

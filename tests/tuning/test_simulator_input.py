@@ -15,13 +15,13 @@ from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.tuning import calibration
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.answer_steps import Stream, between_tokens, chunks_of, common_steps
+from moe_engine.tuning.answer_steps import Decode, Stream, between_tokens, chunks_of, common_steps
 from moe_engine.tuning.calibration import VARIED_TOKENS, Probes
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
 from moe_engine.tuning.gap_histogram import GapHistogram
-from moe_engine.tuning.measured_points import Limits, MeasuredPoints, ascending
+from moe_engine.tuning.measured_points import DECODE_TOKENS, PREFILL, Limits, MeasuredPoints, ascending
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
@@ -239,6 +239,19 @@ def test_chunks_of_several_tokens():
         moments.append(moments[-1] + gap)
         answer.itl += [gap / count] * count
     assert chunks_of(answer, counts) == pytest.approx(moments)
+
+
+def test_long_contexts_fit_into_a_small_pool():
+    """Contexts cost too where the pool has no room for long ones of eight requests."""
+    for pool in (1500, 2048, 4096, 1 << 20):
+        points = MeasuredPoints(Limits(64, 4000, pool, 512, range(2)))
+        points.rounds.begin()
+        for length in points.prompt_lengths():
+            points.rounds.add((PREFILL, length), 1e-3)
+        points.decodes = {count: [Decode(1e-3, 80.0)] for count in points.row_counts()}
+        found = points.long_decode()
+        assert found is not None and found[1] >= 160 and found[0] * (found[1] + DECODE_TOKENS) < pool
+        assert found[0] == 8 or found[0] * 2 * (160 + 2 * DECODE_TOKENS) > pool  # as many as fit
 
 
 def test_acceptance_that_explains_the_accepted_drafts():

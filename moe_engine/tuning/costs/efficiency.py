@@ -29,7 +29,8 @@ class Efficiency:
         token_ns: time of one prompt token in one layer besides products, per 1,000 channels: norms, routing,
         permutation.
         prompt_weight: seconds that a decode loses for a second of other requests' prompts.
-        queue: share of other requests' prompts for which a new prompt waits in a closed loop.
+        queue: share of other requests' prompts for which a new prompt waits in a closed loop; None: as in this engine's
+        scheduler.
         request_ms: time of a request outside steps.
         kv: dtype of the KV cache unless the launch gives another.
         deviations: factor on the time of a step by `deviation_keys`, if measured.
@@ -50,7 +51,7 @@ class Efficiency:
     link: float = 0.6
     token_ns: float = 3.0
     prompt_weight: float = 1.0
-    queue: float = 0.3
+    queue: float | None = None
     request_ms: float = 10.0
     kv: str = "bf16"
     deviations: Mapping[str, float] = field(default_factory=dict)

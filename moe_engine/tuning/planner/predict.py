@@ -54,13 +54,14 @@ class Predictor:
         dtype: of the experts' weights.
         host_bytes: `Form.host_bytes` of every form.
         held: the kernels of a form, if they are known.
+        mixed: of `steady_state`.
     """
 
     def __init__(
         self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = 0.8,
-        host_bytes: int = 0, held: Callable[[Form], Held | None] | None = None,
+        host_bytes: int = 0, held: Callable[[Form], Held | None] | None = None, mixed: bool = False,
     ) -> None:  # fmt: skip
-        self.host_bytes, self.held = host_bytes, held
+        self.host_bytes, self.held, self._mixed = host_bytes, held, mixed
         self.facts, self.cluster, self.share, self.dtype, self.acceptance = facts, cluster, share, dtype, acceptance
         self._costs: dict[tuple[Form, str], tuple[RooflineCost, float]] = {}
 
@@ -84,16 +85,17 @@ class Predictor:
     def predict(self, candidate: Candidate, load: Load) -> Prediction:
         cost, late = self.cost(candidate.form, candidate.kv)
         accepted = self.accepted(candidate.drafts)
-        return predicted(cost, candidate, load, self.share, accepted, prompt_deviation=late)
+        return predicted(cost, candidate, load, self.share, accepted, self._mixed, prompt_deviation=late)
 
 
 def predicted(
-    cost: StepCostModel, candidate: Candidate, load: Load, share: Efficiency, accepted: float, **times: float
-) -> Prediction:
-    """The prediction by a model of step costs. `accepted`, `times`: of `steady_state`."""
+    cost: StepCostModel, candidate: Candidate, load: Load, share: Efficiency, accepted: float, mixed: bool,
+    **times: float,
+) -> Prediction:  # fmt: skip
+    """The prediction by a model of step costs. `accepted`, `mixed`, `times`: of `steady_state`."""
     state = steady_state(
         cost, candidate.form, load, candidate.concurrency / candidate.replicas, share, candidate.chunk,
-        candidate.drafts, accepted, **times,
+        candidate.drafts, accepted, mixed=mixed, **times,
     )  # fmt: skip
     return _prediction(state, candidate, load, accepted, share)
 
@@ -104,10 +106,12 @@ def _prediction(state: Steady, candidate: Candidate, load: Load, accepted: float
     step_with_prompt = state.step_s + state.prompt_s / chunks
     mixed = state.busy * state.tpot_s * load.output / max(1e-9, step_with_prompt) / max(1.0, load.output)
     waiting = max(0.0, state.ttft_s - share.request_ms * 1e-3 - state.prompt_s)
+    # of requests in step, the last prompt is computed when the first ones have waited for it
+    late = state.busy * state.tpot_s * load.output if load.equal else (TAIL - 1) * waiting
     output = state.output_per_s * candidate.replicas
     return Prediction(
         ttft_s=state.ttft_s,
-        ttft_p99_s=state.ttft_s + (TAIL - 1) * waiting,
+        ttft_p99_s=state.ttft_s + late,
         tpot_s=state.tpot_s,
         itl_s=itl if mixed < 0.5 else step_with_prompt,
         itl_p99_s=step_with_prompt if mixed > RARE else state.step_s,

@@ -1,7 +1,9 @@
 """The steady state of one replica under a fixed number of concurrent requests (closed loop).
 
 A request's tokens wait for the decode steps of its batch and for the prompts of other requests: while one request runs,
-each of the N - 1 others computes one prompt. Legend: N concurrency of a replica, n rows of a group.
+each of the N - 1 others computes one prompt. How long a prompt waits follows from this engine's scheduler
+(`prompt_steps`); for other engines it is a measured share of the others' prompts (`Efficiency.queue`). Legend: N
+concurrency of a replica, n rows of a group.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
+from moe_engine.tuning.planner.prompt_steps import Others, PromptSteps, Waiting, of_equal_requests, of_varied_requests
 
 UNEVEN = 0.5
 """Exponent of the number of attention groups in the delay by other groups' prompts: 0 if all groups prefill in the same
@@ -21,11 +24,12 @@ steps, 1 if never."""
 @dataclass(frozen=True)
 class Load:
     """Requests of a workload: mean computed prompt tokens (prefix hits left out; 0: another engine computes them),
-    prompt tokens and output tokens."""
+    prompt tokens and output tokens. `equal`: all requests have these numbers, else they vary."""
 
     computed: float
     prompt: float
     output: float
+    equal: bool = False
 
     @property
     def held(self) -> float:
@@ -65,6 +69,7 @@ def steady_state(
     prompt_deviation: float = 1.0,
     beside_s: float = 0.0,
     front_end_s: float = 0.0,
+    mixed: bool = False,
 ) -> Steady:
     """Predicts a replica.
 
@@ -74,20 +79,26 @@ def steady_state(
         prompt_deviation: measured factor on the time to the first token.
         beside_s: seconds by which another request lengthens steps beside its prompt.
         front_end_s: seconds of the front end for a request, which it takes one after the other.
+        mixed: steps have prompts and decodes (`--enable-mixed-chunk`).
     """
-    rows = max(1, round(concurrency / form.attn_dp + 0.499))
-    everyone = max(1, round(concurrency))
-    context = round(rows * (load.prompt + load.output / 2))
-    queries = 1 + drafts
-    decode = cost.step(StepShape(rows, context, drafts, 0, 0, everyone * queries))
-    prompt_s, parts = _prompt(cost, form, load, rows, context, drafts, everyone * queries, chunk, decode.seconds)
-    per_token = decode.seconds / (1 + accepted)
-    groups = form.attn_dp
-    prompts = max(0.0, rows - 1) * groups**UNEVEN if groups > 1 else max(0.0, concurrency - 1)
-    others = share.prompt_weight * prompts * (prompt_s + beside_s) / max(1.0, load.output)
-    tpot = per_token + others
-    waiting = share.queue * max(0.0, rows - 1) * prompt_s
-    ttft = share.request_ms * 1e-3 + prompt_deviation * (0.5 * decode.seconds + prompt_s + waiting)
+    groups, outside_s = form.attn_dp, share.request_ms * 1e-3
+    rows = max(1, round(concurrency / groups + 0.499))
+    everyone = max(1, round(concurrency)) * (1 + drafts)
+    shape = StepShape(rows, round(rows * (load.prompt + load.output / 2)), drafts, 0, 0, everyone)
+    decode = cost.step(shape)
+    fitted = share.queue is not None
+    # with attention DP some groups decode while others compute prompts; requests in step all compute them
+    beside = (shape, decode.seconds) if fitted or mixed or (groups > 1 and not load.equal) else None
+    steps = PromptSteps(cost, load.computed, load.prompt - load.computed, chunk, beside)
+    prompt_s, num_steps = steps.added(1.0), load.output / (1 + accepted)
+    others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, beside_s, outside_s)
+    if share.queue is not None:
+        waiting = _of_engine(share.queue, rows, others, prompt_s)
+    else:
+        waiting = (of_equal_requests if load.equal else of_varied_requests)(steps, others)
+    lost = share.prompt_weight * waiting.others / max(1.0, load.output)
+    tpot = decode.seconds / (1 + accepted) + lost
+    ttft = outside_s + prompt_deviation * waiting.first_token
     tpot = max(tpot, (concurrency * front_end_s - ttft) / max(1.0, load.output - 1))
     cycle = ttft + tpot * max(0.0, load.output - 1)
     return Steady(
@@ -96,28 +107,14 @@ def steady_state(
         concurrency * load.output / cycle,
         decode.seconds,
         prompt_s,
-        others / tpot,
+        lost / tpot,
         decode.by_resource,
-        parts,
+        steps.resources(),
     )
 
 
-def _prompt(
-    cost: StepCostModel, form: Form, load: Load, rows: int, context: int, drafts: int, everyone: int, chunk: int,
-    decode_s: float,
-) -> tuple[float, Mapping[str, float]]:  # fmt: skip
-    """Seconds that one prompt adds to the steps in which it is computed beside the decodes, and their resources."""
-    left = max(1, round(load.computed)) if load.computed else 0
-    before, seconds = round(load.prompt - load.computed), 0.0
-    parts: dict[str, float] = {}
-    while left > 0:
-        tokens = min(left, chunk)
-        pairs = tokens * before + tokens * (tokens + 1) // 2
-        fresh = tokens if before < tokens else 0
-        shape = StepShape(rows, context, drafts, tokens, pairs, everyone + tokens, 0.0, before, fresh)
-        step = cost.step(shape)
-        seconds += step.seconds - decode_s
-        for name, value in step.by_resource.items():
-            parts[name] = parts.get(name, 0.0) + value
-        left, before = left - tokens, before + tokens
-    return seconds, parts
+def _of_engine(queue: float, rows: int, others: Others, prompt_s: float) -> Waiting:
+    """Of another engine, by its measured constants."""
+    prompts = (rows - 1) * others.groups**UNEVEN if others.groups > 1 else others.count
+    first = 0.5 * others.decode_s + prompt_s + queue * (rows - 1) * prompt_s
+    return Waiting(first, prompts * (prompt_s + others.beside_s))

@@ -58,6 +58,7 @@ class Group:
         self._contended: Steps | None = None
         """Begin of the steps of its run during which requests waited."""
         self._acceptance = list(acceptance)
+        self._depth = config.speculation.num_steps if config.speculation is not None else 0
         self._rng = random.Random(seed)
         self._plans: list[tuple[StepPlan, list[Request]]] = []
 
@@ -135,13 +136,20 @@ class Group:
         if speculation is None:
             tokens = [self._next_tokens(request, 1) for request in sampled]
         else:
-            accepted = [self._accepted(count - 1) for count in plan.counts[: plan.num_decodes]]
+            depth = self._depth  # of a tree, which has more nodes
+            accepted = [self._accepted(min(count - 1, depth)) for count in plan.counts[: plan.num_decodes]]
             accepted += [0] * (len(sampled) - len(accepted))
             tokens = [self._next_tokens(request, 1 + more) for request, more in zip(sampled, accepted)]
         rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         drafting = cost.by_resource.get("drafts", 0.0)
         result = StepResult(
-            plan.number, rows, tokens, seconds=cost.seconds, draft_seconds=drafting, cuda_graph=is_graph
+            plan.number,
+            rows,
+            tokens,
+            seconds=cost.seconds,
+            draft_seconds=drafting,
+            cuda_graph=is_graph,
+            kv_done=() if plan.kv_ops is None else tuple(load.id for load in plan.kv_ops.loads),
         )
         events = self.scheduler.update(result)
         if self._log is not None:
@@ -241,6 +249,11 @@ class Group:
         decodes = self.scheduler.table.decodes
         context = sum(request.num_computed + 1 for request in decodes)
         return StepShape(len(decodes), context, 0, 0, 0, len(decodes))
+
+
+def loaded_tokens(plan: StepPlan) -> int:
+    """Tokens that a step loads from the host-RAM tier."""
+    return 0 if plan.kv_ops is None else sum(len(load.places) for load in plan.kv_ops.loads)
 
 
 def shape_of(plan: StepPlan) -> StepShape:

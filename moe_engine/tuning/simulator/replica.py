@@ -18,7 +18,7 @@ from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
-from moe_engine.tuning.simulator.group import Group, shape_of
+from moe_engine.tuning.simulator.group import Group, loaded_tokens, shape_of
 from moe_engine.tuning.simulator.rank_log import GroupLogs
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
@@ -168,7 +168,7 @@ class Replica:
             self._held.clear()
         shapes: list[StepShape] = []
         pending: set[int] = set()
-        prefilled = False
+        prefilled, loaded = False, 0
         for index in sorted(self._awake):
             group = self.groups[index]
             if group.is_idle:
@@ -185,6 +185,7 @@ class Replica:
                 plan = group.plan(hold)
             if isinstance(plan, StepPlan):
                 shapes.append(shape_of(plan))
+                loaded = max(loaded, loaded_tokens(plan))
                 pending.add(index)
                 prefilled |= plan.num_decodes < len(plan.rows)
             elif hold and not self._exact and group.scheduler.num_waiting:
@@ -208,6 +209,8 @@ class Replica:
         elif len(self.groups) > 1:
             self._take_turns(prefilled)
         flight = self._launch(shapes, pending, of_runs)
+        if loaded:  # the copies of the ranks, beside the step
+            flight.end = max(flight.end, flight.end - flight.cost.seconds + loaded * self.spec.load_seconds)
         flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, drained
         self._collect(flight)
 
