@@ -63,8 +63,8 @@ BURSTS = 5, 13
 BESIDE_TOKENS = 256
 """Tokens of the answers that decode beside measured prompts."""
 VARIED_TOKENS = 48
-"""First tokens of an answer as long as this, whose drafts count for the acceptance. An answer to random tokens soon repeats itself, and
-nearly all drafts of a repetition are accepted."""
+"""First tokens of an answer of this length or more, whose drafts count for the acceptance. An answer to random tokens
+soon repeats itself, and nearly all drafts of a repetition are accepted."""
 Span = tuple[float, float, float]
 """Unix times, and the seconds of a step as the client saw it."""
 
