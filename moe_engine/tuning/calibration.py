@@ -63,8 +63,8 @@ BURSTS = 5, 13
 BESIDE_TOKENS = 256
 """Tokens of the answers that decode beside measured prompts."""
 VARIED_TOKENS = 48
-"""First tokens of an answer, whose drafts count for the acceptance. An answer to random tokens soon repeats itself, and
-nearly all drafts of a repetition are accepted."""
+"""First tokens of an answer of this length or more, whose drafts count for the acceptance. An answer to random tokens
+soon repeats itself, and nearly all drafts of a repetition are accepted."""
 Span = tuple[float, float, float]
 """Unix times, and the seconds of a step as the client saw it."""
 
@@ -376,8 +376,9 @@ class Probes:
         answer = await ask_native(BenchRequest(ids, len(ids), tokens), self._options, seen)
         if not answer.success:
             raise MoeEngineError(f"a request of the measurement failed: {answer.error}")
-        self._points.steps += varied.get("spec_verify_ct", 0)
-        self._points.accepted += varied.get("spec_num_correct_drafts", 0)
+        if tokens >= VARIED_TOKENS:  # shorter answers would count with their first tokens alone
+            self._points.steps += varied.get("spec_verify_ct", 0)
+            self._points.accepted += varied.get("spec_num_correct_drafts", 0)
         return Stream(
             chunks_of(answer, [count for count in counts if count > 0]),
             answer.started,
