@@ -81,6 +81,9 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     messages, created, local = AnthropicApi(state), ResponsesApi(state, state.responses), OllamaApi(state)
     sessions, operations = SessionsApi(state.frontend.sessions), OperationsApi(state)
     vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
+    # before paths with a parameter, which would take them
+    for path, reason in REFUSED_PATHS.items():
+        yield Endpoint(path, control.refuse(reason), "GET POST PUT", available=False)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
                    body=ChatRequest, event=answers.ChatChunk, aliases=("/invocations",))
@@ -153,8 +156,6 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)
     yield Endpoint("/docs", pages.docs, answer=str, media=HTML)
     # fmt: on
-    for path, reason in REFUSED_PATHS.items():
-        yield Endpoint(path, control.refuse(reason), "GET POST PUT", available=False)
 
 
 def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:

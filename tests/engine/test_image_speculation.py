@@ -132,7 +132,7 @@ class Text:
             seen["positions"] = given["position_ids"]
 
         handle = inner.register_forward_pre_hook(note, with_kwargs=True)
-        states = oracle._run(ids, images, output_hidden_states=True).hidden_states
+        states = oracle.run(ids, images, output_hidden_states=True).hidden_states
         handle.remove()
         self.embedding = states[0][0].double()
         self.states = torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1).double()

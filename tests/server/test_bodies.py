@@ -67,6 +67,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 5}),
     ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 5, "store": False}),
+    ("/v1/responses/input_tokens", {"input": "hi"}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/api/chat", {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 5}}),
     ("/api/generate", {"prompt": "hi", "raw": True, "options": {"num_predict": 5}, "stream": False}),
@@ -101,6 +102,7 @@ CONTROL = {
     "/open_session", "/close_session", "/configure_logging", "/freeze_gc", "/clear_hicache_storage_backend",
     "/hicache/storage-backend/clear", "/api/show",
     "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
+    "/v1/responses/{response_id}/cancel",
 }  # fmt: skip
 
 

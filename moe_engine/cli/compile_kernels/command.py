@@ -61,11 +61,11 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
     from moe_engine.kernels.triton.absent_device import absent_device
     from moe_engine.planning.prepare import prepare
 
+    config = prepare(args, target.machine())
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be created as a folder: {error.strerror}") from None
-    config = prepare(args, target.machine())
     choices = config.kernels.model.choices
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
