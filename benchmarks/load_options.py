@@ -73,7 +73,7 @@ def with_adapters(requests: Sequence[BenchRequest], args: argparse.Namespace) ->
 async def wait_until_ready(client: httpx.AsyncClient, base_url: str, seconds: float) -> None:
     """Returns once the server answers. Raises ValueError after `seconds`; 0: does not wait."""
     deadline = time.monotonic() + seconds
-    told = False
+    is_shown = False
     while seconds > 0:
         try:
             if (await client.get(base_url + "/health", timeout=5)).status_code < 500:
@@ -81,8 +81,8 @@ async def wait_until_ready(client: httpx.AsyncClient, base_url: str, seconds: fl
             reason = "it is not ready"
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-        if not told:
-            told = True
+        if not is_shown:
+            is_shown = True
             print(f"waiting for a server at {base_url} ({reason}), at most {seconds:g} s", file=sys.stderr)
         if time.monotonic() >= deadline:
             raise ValueError(

@@ -106,7 +106,7 @@ class ResponseStore:
             await asyncio.wait([running.task])
 
     async def close(self) -> None:
-        """Cancels the responses in the background: nobody can read them any more."""
+        """Cancels the responses in the background: no client can read them after a stop."""
         for name in list(self._running):
             await self._end(name)
 
