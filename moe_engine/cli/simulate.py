@@ -22,7 +22,6 @@ from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
-from moe_engine.logs import LOGGER
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -42,6 +41,7 @@ from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
 from moe_engine.tuning.simulator.expert_load import ExpertLoad, check_counts, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.rank_log import messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.traces import read_trace
@@ -104,17 +104,11 @@ def main(argv: Sequence[str], prog: str) -> int:
 @contextmanager
 def _shown_changes(clock: Callable[[], float]) -> Iterator[None]:
     """Writes the autopilot's changes to standard error, with the simulated second."""
-    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(lambda record: str(record.msg).startswith("Autopilot"))
     handler.format = lambda record: f"[{clock():.1f} s] {record.getMessage()}"  # type: ignore[method-assign]
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
+    with messages_to(handler):
         yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @contextmanager

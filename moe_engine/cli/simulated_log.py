@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moe_engine import logs
 from moe_engine.planning.explain import start_lines
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.tuning.simulator.rank_log import RankLog
+from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def simulated_log(path: str | None, config: ResolvedConfig) -> Iterator[RankLog 
         log = RankLog(stream, _names(config), config.logging.decode_log_interval)
         for line in [*start_lines(config), _startup_line(config), logs.READY_LINE]:
             log.write(line)
-        with log.taking():
+        with messages_to(log):
             yield log
 
 

@@ -13,7 +13,7 @@ from moe_engine.cli.main import main
 from moe_engine.step_settings import GraphSettings
 from moe_engine.tuning.doctor.log_lines import parse
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
-from moe_engine.tuning.simulator.rank_log import RankLog
+from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from tests.tuning.plan_models import V3
@@ -26,7 +26,7 @@ def simulated(spec, arrivals, names=("",)):
     """The outcome and the events of its log."""
     stream = io.StringIO()
     log = RankLog(stream, names, INTERVAL)
-    with log.taking():
+    with messages_to(log):
         outcome = Fleet(spec, Fixed(arrivals, len(arrivals)), log=log).run()
     events = [parse(line) for line in stream.getvalue().splitlines()]
     assert None not in events and {event.kind for event in events} <= {"prefill", "decode", "retraction"}

@@ -37,19 +37,6 @@ class RankLog(logging.Handler):
         """The log of a group among those of all replicas; `clock`: its simulated seconds."""
         return GroupLog(self, self._names[index], clock, self._interval)
 
-    @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Within it the engine's messages go to the stream."""
-        logger = logging.getLogger(LOGGER)
-        level = logger.level
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(self)
-            logger.setLevel(level)
-
     def write(self, message: str) -> None:
         """Writes a line of the start."""
         self.emit(logging.makeLogRecord({"msg": message}))
@@ -72,6 +59,20 @@ class GroupLog:
     def runs(self) -> None:
         """The next messages are those of this group's scheduler."""
         self._log.group = self
+
+
+@contextmanager
+def messages_to(handler: logging.Handler) -> Iterator[None]:
+    """Within it the engine's messages go to the handler, also those of the level INFO."""
+    logger = logging.getLogger(LOGGER)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _formatter(tag: str) -> Formatter:
