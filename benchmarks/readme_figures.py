@@ -6,8 +6,8 @@ A block of README.md has its table's name and its results, files of benchmarks/r
     <!-- end of figures -->
 
 `--write` fills in every block; `--check` (the default) exits with 1 if a block differs. A figure is the median over the
-rounds of all results, with the slowest and the fastest round. Caveats are printed with it: a gain
-within the noise, a busy machine, a peer whose fastest mode was not searched.
+rounds of all results, with the slowest and the fastest round. Caveats are printed with it: a gain within
+the noise, a busy machine, a peer whose fastest mode was not searched.
 """
 
 from __future__ import annotations
@@ -67,16 +67,21 @@ def speed(results: Sequence[Result]) -> str:
         fractions = [share for one in found for share in _fractions(one)]
         best = PEERS.get(results[0]["shape"], {}).get(name)
         peer = f"{best.fraction:.0%} ({best.name})" if best else "not measured"
-        rows.append([label, interval(rates, "{:.0f}".format), interval(fractions, "{:.0%}".format), peer, _ratio(name, results)])
+        rows.append(
+            [label, interval(rates, "{:.0f}".format), interval(fractions, "{:.0%}".format), peer, _ratio(name, results)]
+        )
     notes = [
         "Medians of all rounds, and in brackets the slowest and the quickest one. "
-        f"The engine's target is {TARGET:.0%} of the limit on each workload. The other engines were measured on two cores of a Xeon with AMX.",
+        f"The engine's target is {TARGET:.0%} of the limit on each workload. "
+        "The other engines were measured on two cores of a Xeon with AMX.",
         *_machine(results),
         *_limits(results),
     ]
     if any(_compared(result) and not result["transformers_probes_seconds"] for result in results):
         notes.append("\\* transformers as it comes: its quickest way was not looked for.")
-    table = markdown(["workload", "tokens/s", "of the machine's limit", "best other engine", "against transformers"], rows)
+    table = markdown(
+        ["workload", "tokens/s", "of the machine's limit", "best other engine", "against transformers"], rows
+    )
     return f"{table}\n\n{' '.join(notes)}"
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from benchmarks.step_work import MachineLimits, ModelWork
 
-
 TARGET = 0.85
 """Of the machine's limit, on every workload."""
 

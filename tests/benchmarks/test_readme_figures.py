@@ -50,7 +50,12 @@ def side_by_side(engine: list[float], fractions: list[float], peer: list[float],
     one = {"engine": {"seconds": engine, "fractions_of_limit": fractions}}
     if peer:
         one |= {"ratio": 0.0, "transformers": {"seconds": peer}}
-    return {"about": ABOUT, "shape": "moe-390m", "transformers_probes_seconds": {"W1": {"eager": 1.0}}, "results": {"W1": one}} | values
+    return {
+        "about": ABOUT,
+        "shape": "moe-390m",
+        "transformers_probes_seconds": {"W1": {"eager": 1.0}},
+        "results": {"W1": one},
+    } | values
 
 
 def test_speed_says_what_was_not_looked_for() -> None:
