@@ -56,7 +56,5 @@ def test_the_kernels_multiply_experts_as_stored(both: tuple[Path, Path]) -> None
 def test_biases_without_their_other_half_are_refused(both: tuple[Path, Path]) -> None:
     path, _ = both
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_xx_exps.bias"))
-    with pytest.raises(
-        CheckpointError, match=r"ffn_gate_exps\.bias comes without a matching ffn_up_exps\.bias"
-    ):
+    with pytest.raises(CheckpointError, match=r"ffn_gate_exps\.bias comes without a matching ffn_up_exps\.bias"):
         load_model_config(path)
