@@ -105,12 +105,11 @@ class ResponsesApi:
             try:
                 return plan, await self._state.frontend.begin(plan.read, self._state.token_json.chat)
             except TooLongError:
-                asked = plan.options[0]
-                req, messages = asked.cut or (None, [])
-                ends = shorter_ends(messages)
-                if not ends:
+                asked: ResponsesPlan = plan.options[0]
+                ends = shorter_ends(asked.cut[1]) if asked.cut is not None else []
+                if not (asked.cut and ends):
                     raise
-                plan = await asyncio.to_thread(self._plan, req, ends[0], asked)
+                plan = await asyncio.to_thread(self._plan, asked.cut[0], ends[0], asked)
 
     async def input_tokens(self, request: Request) -> Response:
         """Tokens of the prompt of a response."""
