@@ -6,7 +6,8 @@ NVFP4: `prefix.weight` (ModelOpt) or `prefix.weight_packed` (compressed-tensors)
 [N, K / 16]; a scale of the matrix: `weight_scale_2`, a factor, or `weight_global_scale`, a divisor. MXFP4:
 `weight_packed`, `weight_scale` uint8 [N, K / 32], e8m0. Kernels take scales in bfloat16: exact for MXFP4, and as
 exact as weights dequantized to bfloat16 for NVFP4, whose scales are float32 in a float32 model; with the scale of the
-matrix kernels of a GPU get the stored e4m3 back. Sources: OCP Microscaling specification 1.0; ModelOpt; compressed-tensors.
+matrix kernels of a GPU get the stored e4m3 back. Sources: OCP Microscaling specification 1.0; ModelOpt;
+compressed-tensors.
 """
 
 from __future__ import annotations
