@@ -75,7 +75,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
     with absent_device(_arch(machine)) as compilations:
         before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_other_share
         try:
-            for name, launch in of_suite(own, machine, setting.dry):
+            for name, launch in of_suite(own, machine, setting):
                 try:
                     launch()
                 except Exception as error:
