@@ -13,7 +13,7 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
-from tests.models.format_checks import check_slices, logits_of, write_pair
+from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, step_logits, write_pair
 from tests.models.quantised_floats import FLOATS, fused_fp8, quantise_floats
 
 WIDE = {"kv_lora_rank": 32, "v_head_dim": 16, "q_lora_rank": 32}
@@ -38,11 +38,14 @@ def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_kernels_multiply_fp4_codes(tmp_path: Path, name: str) -> None:
-    """Exact for MXFP4; scales of NVFP4 are rounded to bfloat16."""
+    """Exact for MXFP4 and in a float32 model; in others scales of NVFP4 are rounded to bfloat16."""
     path, plain = write_both(tmp_path, "deepseek_v3", name)
-    want = logits_of(plain, "cpu")
-    error = (logits_of(path, "cpu") - want).norm() / want.norm()
-    assert error < (1e-4 if "mxfp4" in name else 0.05)
+    want, config = logits_of(plain, "cpu"), json.loads((path / "config.json").read_text())
+    for dtype, most in (("float32", 1e-4), ("bfloat16", 1e-4 if "mxfp4" in name else 0.05)):
+        (path / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
+        served = loaded(path, "cpu")
+        assert (step_logits(served) - want).norm() / want.norm() < most, dtype
+        assert ledger_fits(served) < 0.7, dtype
 
 
 @pytest.mark.parametrize("name", FLOATS)
