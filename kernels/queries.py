@@ -2,7 +2,7 @@
 
 Legend: T query tokens, R requests.
 
-A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
+A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighboring
 slots. Query tokens of a request are its last `query_lens[i]` positions; attention is causal unless
 `PagedQueries.visible` defines a draft tree, and limited to the last positions by `PagedQueries.window`.
 """

@@ -81,7 +81,7 @@ class CompiledRegions:
 
 
 def _leave_open(tensors: Sequence[Tensor]) -> None:
-    """Marks the number of tokens as dynamic, unless it is 1, which torch specialises anyway."""
+    """Marks the number of tokens as dynamic, unless it is 1, which torch specializes anyway."""
     for tensor in tensors:
         if tensor.shape[0] > 1:
             torch._dynamo.mark_dynamic(tensor, 0)

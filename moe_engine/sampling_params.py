@@ -50,7 +50,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences of `bad_words`: the last token of each is forbidden after the others."""
     custom_logit_processor: str | None = None
-    """Serialised `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
+    """Serialized `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
     custom_params: dict[str, Any] | None = None
     constraint: Constraint | None = None
     max_thinking_tokens: int | None = None

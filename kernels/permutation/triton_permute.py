@@ -1,7 +1,7 @@
 """Permute and unpermute in Triton: sort tokens by expert, gather, weighted sum.
 
 Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts, D hidden, M rows.
-No host synchronisation, no dependence on program order: equal inputs give equal bits, and all shapes depend
+No host synchronization, no dependence on program order: equal inputs give equal bits, and all shapes depend
 on T, K and E alone, so that a captured graph can replay it.
 """
 

@@ -19,7 +19,7 @@ from moe_engine.sampling_checks import TokenId
 from moe_engine.types import SamplingParams
 from moe_engine.validation import OffOnly
 
-Dimensions = Annotated[int, Meta(ge=1, le=2**20, description="the first numbers of the vector, normalised again")]
+Dimensions = Annotated[int, Meta(ge=1, le=2**20, description="the first numbers of the vector, normalized again")]
 _NOTHING_SAMPLED = SamplingParams(max_new_tokens=0)
 
 
@@ -81,7 +81,7 @@ def check_dimensions(info: EngineInfo, dimensions: int | None) -> None:
 
 
 class Encoding(Generation):
-    """The vector of one prompt. `dimensions`: its first numbers, normalised again if `normalizes`; None: all."""
+    """The vector of one prompt. `dimensions`: its first numbers, normalized again if `normalizes`; None: all."""
 
     dimensions: int | None = None
     normalizes = False

@@ -150,7 +150,7 @@ class Engine:
         """The vector of a prompt, or of each of a list; the scores with a classification or reward model.
 
         Args:
-            dimensions: the first numbers of each vector, normalised again.
+            dimensions: the first numbers of each vector, normalized again.
             fields: the other fields of SGLang's ``/encode``: rid, priority, extra_key, ...
 
         Returns:

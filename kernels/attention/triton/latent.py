@@ -232,7 +232,7 @@ def latent_attention(
     q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
     form: int,
 ) -> Tensor:  # fmt: skip
-    """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronisation.
+    """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronization.
 
     Args:
         schedule: schedule of these queries, H rows per token, with the tile's block size.

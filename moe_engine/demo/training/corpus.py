@@ -86,7 +86,7 @@ _MAKERS = (
 FACTS_FIRST = Mixture(0.13, 0.05, 0.02, 0.08, 0.25, 0.5, (48, 13, 9, 4, 5, 2, 3, 8, 5))
 EVERYTHING = Mixture(0.05, 0.09, 0.02, 0.16, 0.25, 0.7, (32, 24, 12, 3, 5, 2, 3, 7, 7))
 FINISH = Mixture(0.05, 0.05, 0.01, 0.21, 0.3, 0.75, (30, 26, 13, 3, 5, 2, 3, 7, 7))
-"""Mixtures of a run, in order: facts, more sums and tools, and skills learnt late (steps on paper, copying)."""
+"""Mixtures of a run, in order: facts, more sums and tools, and skills learned late (steps on paper, copying)."""
 
 
 def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:

@@ -1,4 +1,4 @@
-"""Invented words and the names of tools and arguments: too many to memorise, so they have to be copied.
+"""Invented words and the names of tools and arguments: too many to memorize, so they have to be copied.
 
 One in ten invented words, chosen by its checksum, and the held-out verbs, subjects and arguments are kept for
 evaluation.

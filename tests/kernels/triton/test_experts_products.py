@@ -59,7 +59,7 @@ class Experts:
         return torch.randn(*shape).to(self.dtype)
 
     def apply(self, x: Tensor, expert: int) -> Tensor:
-        """x [M, D] through one expert in float64, quantised as in the kernel's contract."""
+        """x [M, D] through one expert in float64, quantized as in the kernel's contract."""
         parts = self.parts[expert]
         if not self.kind.startswith("fp8"):
             return gated(x, *parts)

@@ -1,4 +1,4 @@
-"""Products with block-FP8 weights, against float64 products of the same quantised numbers."""
+"""Products with block-FP8 weights, against float64 products of the same quantized numbers."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     assert normed.unquantized is None and len(normed) == rows
     got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype
-    _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
-    want = block_product(quantised, weight) + prepared.bias.double()
+    _, quantized = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
+    want = block_product(quantized, weight) + prepared.bias.double()
     if rows:
         assert (got - want).abs().max() < 0.01 * want.abs().max()  # ties of the cast
         exact = rms_norm(x, norm, 1e-5) @ reference.dequantize_weight(weight, torch.float64).T + prepared.bias.double()
