@@ -108,7 +108,7 @@ class AttentionBatch:
         queries = self.decode if self.decode is not None else self.prefill
         return None if queries is None else queries.window
 
-    def with_window(self, window: int | None, slot_table: Tensor | None = None) -> AttentionBatch:
+    def with_window(self, window: int | None, slot_table: Tensor | None) -> AttentionBatch:
         """These queries with another window, and another slot table unless it is None."""
         change: dict[str, Any] = (
             {"window": window} if slot_table is None else {"window": window, "slot_table": slot_table}

@@ -87,7 +87,7 @@ def _leave_open(tensors: Sequence[Tensor]) -> None:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def keep_compiled_code(folder: str = "") -> Path:
+def keep_compiled_code(folder: str) -> Path:
     """Sets torch's compile cache folder for this process: the given folder, else torch's environment variable, else a
     folder in this engine's cache. Returns it."""
     chosen = Path(folder or os.environ.get(CACHE_VARIABLE) or cache_folder() / "torch_compile")

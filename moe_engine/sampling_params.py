@@ -77,7 +77,7 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
-    def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
+    def check_vocab(self, vocab_size: int, *, prefix: str) -> None:
         """Raises InputError if a token id of the parameters is outside the vocabulary."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),

@@ -117,7 +117,7 @@ def logits_plan(
     return constants, grid, 4, 2 if block_t == 16 else 3
 
 
-def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = False) -> dict:
+def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool) -> dict:
     """Constants of the selection kernel."""
     if spec.score not in ("sigmoid", "softmax") or spec.group_score not in _GROUP_SCORES:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")

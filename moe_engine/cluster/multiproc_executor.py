@@ -58,7 +58,7 @@ class MultiprocExecutor:
         spec: of this core; its folder holds the sockets of a single node.
     """
 
-    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
+    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str) -> None:
         quieten_torch()
         self._config, self._spec = config, spec
         self._options = options

@@ -66,7 +66,7 @@ class LatentTile:
     num_stages: int
 
 
-def latent_tile(num_rows: int, dtype: torch.dtype, form: int = PLAIN) -> LatentTile:
+def latent_tile(num_rows: int, dtype: torch.dtype, form: int) -> LatentTile:
     """The tile for requests of at most `num_rows` rows, for q of `dtype`; chosen to fit registers and shared
     memory (227 KiB) of sm_90 and sm_100, not by measurement."""
     if dtype == torch.float32:

@@ -153,7 +153,7 @@ def paged_kernel(
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronization.
 

@@ -78,7 +78,7 @@ def function_name(rng: random.Random, topic: str, held_out: bool = False) -> str
     return words[0] + "".join(w.capitalize() for w in words[1:]) if style < 0.9 else "-".join(words)
 
 
-def argument_name(rng: random.Random, held_out: bool = False) -> str:
+def argument_name(rng: random.Random, held_out: bool) -> str:
     """A name for an argument."""
     if rng.random() < 0.4:
         return invented(rng, held_out)
