@@ -2,7 +2,7 @@
 
 The client of the arriving request is in another process than the reader of the streams, and its body is made before:
 the 120 KB of a schema otherwise occupy the thread that takes the times. Until 2026-11-27 both were one process, which
-also was the front end of an offline engine, and all gaps of the streams counted: most of the largest ones were pauses
+also was the frontend of an offline engine, and all gaps of the streams counted: most of the largest ones were pauses
 of the machine, long after the arrival.
 """
 

@@ -43,7 +43,7 @@ LEAVE_SECONDS = 0.6
 
 
 class Serving(NamedTuple):
-    """A ready core. `run` serves until shutdown; `ready`: the message for the front end."""
+    """A ready core. `run` serves until shutdown; `ready`: the message for the frontend."""
 
     run: Callable[[], None]
     transport: ZmqTransport

@@ -43,7 +43,7 @@ class EncodeRequest(Struct, kw_only=True):
 
 
 def encode_input(fields: EncodeRequest | Mapping[str, Any], **more: Any) -> GenerateInput:
-    """The front end's request for vectors. `fields`: of `EncodeRequest`; `more`: of `GenerateInput`."""
+    """The frontend's request for vectors. `fields`: of `EncodeRequest`; `more`: of `GenerateInput`."""
     given = dict(asdict(fields) if isinstance(fields, EncodeRequest) else fields)
     given["sampling_params"] = _NOTHING_SAMPLED
     return GenerateInput(**given, pooled=True, **more)

@@ -1,6 +1,6 @@
 """Offline API: an engine inside a Python program, without a server.
 
-The core runs in its own process, as under the server; requests pass through the same front end. A daemon thread runs
+The core runs in its own process, as under the server; requests pass through the same frontend. A daemon thread runs
 the event loop, so that synchronous callers need none.
 """
 

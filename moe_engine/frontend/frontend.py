@@ -1,4 +1,4 @@
-"""Text front end: checks and tokenizes requests, runs their sequences on the engine, collects the outputs.
+"""Text frontend: checks and tokenizes requests, runs their sequences on the engine, collects the outputs.
 
 Shared by the server and the offline engine.
 """

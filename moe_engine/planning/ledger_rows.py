@@ -70,7 +70,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *_expert_rows(given),
     ]
     if given.machine.device == "cpu":
-        rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
+        rows.append(LedgerRow("processes", PROCESS_BYTES, "frontend and engine core with their libraries"))
     return tuple(rows)
 
 

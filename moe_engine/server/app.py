@@ -150,7 +150,7 @@ def _open_tracing(state: ServerState) -> Tracing | None:
 
 
 def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
-    """Adds the observers of the settings to the front end."""
+    """Adds the observers of the settings to the frontend."""
     observers: list[Observer] = []
     flags = state.settings.args.logging
     if flags.log_requests:

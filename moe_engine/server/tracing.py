@@ -54,7 +54,7 @@ def otlp_exporter(endpoint: str) -> OTLPSpanExporter:
 
 
 class Tracing:
-    """Makes and exports the spans: an `Observer` of the front end, and the tracer of `TraceRequests`.
+    """Makes and exports the spans: an `Observer` of the frontend, and the tracer of `TraceRequests`.
 
     Args:
         processor: the SDK's span processor with its exporter.

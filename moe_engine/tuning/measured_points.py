@@ -19,7 +19,7 @@ PREFIX_SECONDS = 1.5
 DECODE_TOKENS = 96
 STAGGER_TOKENS = 2
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin. Longer answers
-would cost more than ordinary ones: front end and client process each chunk with all tokens so far."""
+would cost more than ordinary ones: frontend and client process each chunk with all tokens so far."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
 """New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""

@@ -1,7 +1,7 @@
 """What requests cost beside each other: a measurement of `moe-engine calibrate`.
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
-end meanwhile: to their work in the front end and the client, where these share cores with the steps, and to planning.
+end meanwhile: to their work in the frontend and the client, where these share cores with the steps, and to planning.
 The server records its steps (`--record-step-times`). A regression over them separates three factors: the slowness of
 the machine in this part of the measurement, for decodes and for prompts, and the seconds of an arrival and of an end.
 The slowness is measured by the steps in which no request arrives or ends, so no other measurement is needed, and a
@@ -47,7 +47,7 @@ class Part:
     """Requests that were sent beside each other, in order of the calls, and the steps meanwhile. Unix times.
 
     Attributes:
-        arrivals: of each request, the client's call, and when the front end had read it.
+        arrivals: of each request, the client's call, and when the frontend had read it.
         ends: when the client had the last token.
         lengths: of each request, tokens of its prompt and its answer.
         ttfts: seconds from the client's call to the first token.
