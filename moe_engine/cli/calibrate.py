@@ -127,7 +127,8 @@ def _limits(config: ResolvedConfig) -> Limits:
         vocab: Sequence[int] = Vocabulary.from_path(config.tokenizer_path).plain_ids
     except FileNotFoundError:
         vocab = range(1, config.model.vocab_size)
-    chunk, groups = config.chunked_prefill_size, config.parallel.topology.attn_dp_size * config.args.parallel.dp_size
+    chunk, replicas = config.chunked_prefill_size, config.args.parallel.dp_size
+    groups = config.parallel.topology.attn_dp_size * replicas
     # a step with prompts and decodes, or of several schedulers, is not that of the prompts
     beside = 0 if groups > 1 or config.scheduling.enable_mixed_chunk else min(BESIDE, config.max_running_requests - 1)
     return Limits(
@@ -139,6 +140,7 @@ def _limits(config: ResolvedConfig) -> Limits:
         drafts=speculation.num_steps if speculation is not None else 0,
         num_groups=groups,
         beside=beside,
+        num_replicas=replicas,
     )
 
 

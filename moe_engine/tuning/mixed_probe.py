@@ -2,10 +2,11 @@
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the frontend and the client, where these share cores with the steps, and to planning.
-The server records its steps (`--record-step-times`). A regression over them separates three factors: the slowness of
-the machine in this part of the measurement, for decodes and for prompts, and the seconds of an arrival and of an end.
-The slowness is measured by the steps in which no request arrives or ends, so no other measurement is needed, and a
-clock that drifts changes the result by no more than it drifts within a part.
+The server records its steps (`--record-step-times`). A regression over them separates four factors: the slowness of
+decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The slowness
+is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no more than
+it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load: requests come
+and go between them, and frontend and client do other work than beside equal answers.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
+from moe_engine.tuning.stats import median
 
 PROMPT, ANSWER = (0.25, 1.75), (0.25, 1.75)
 """Least and most tokens, as shares of `MEAN_PROMPT` and `MEAN_ANSWER`."""
 MEAN_PROMPT, MEAN_ANSWER = 64, 32
 BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
-LOAD = 0.6
+LOAD = 0.8
 """Rate of the requests as a share of the estimate."""
 SECONDS, MOST_SECONDS = 2.0, 10.0
-LEAST, MOST = 8, 130
+LEAST, MOST = 8, 200
 """Requests of a part, of a server that answers as many within `MOST_SECONDS`."""
 BEYOND, BEYOND_EVENTS, SWEEPS = 2.5, 3.2, 12
 """Huber's regression: residuals beyond this number of standard deviations count less: of steps without
@@ -63,12 +65,29 @@ class Part:
 @dataclass(frozen=True)
 class Effects:
     """Seconds that an arrival and an end add to the steps beside them; for each part, the slowness of steps that
-    decode and of steps with prompts, against their costs."""
+    decode and of steps with prompts, against their costs. 0: unknown."""
 
     arrival: float
     end: float
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+
+    def slowness(self, of_machine: Sequence[float]) -> tuple[float, float]:
+        """How much longer decodes and prompts take under load than as measured alone.
+
+        Args:
+            of_machine: for each part, the slowness of the machine in it.
+        """
+        decode, prefill = (
+            [found / machine for found, machine in zip(values, of_machine) if found]
+            for values in (self.decode, self.prefill)
+        )
+        return median(decode) if decode else 1.0, median(prefill) if prefill else 1.0
+
+    def against(self, decode: float, prefill: float) -> Effects:
+        """Of costs that are these times as large."""
+        parts = tuple(found / decode for found in self.decode), tuple(found / prefill for found in self.prefill)
+        return replace(self, decode=parts[0], prefill=parts[1])
 
 
 def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
@@ -77,11 +96,16 @@ def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
     return max(min(prompt, most_prompt), 1), max(round(MEAN_ANSWER * rng.uniform(*ANSWER)), 2)
 
 
-def rate_of(costs: StepCostModel, drafts: int) -> float:
-    """Requests a second for the measurement."""
+def rate_of(costs: StepCostModel, drafts: int, tokens_a_step: float = 1.0, groups: int = 1) -> float:
+    """Requests a second for the measurement.
+
+    Args:
+        tokens_a_step: of a request that decodes.
+        groups: schedulers that step together.
+    """
     decode = costs.step(StepShape(BESIDE, BESIDE * MEAN_PROMPT, drafts, 0, 0, BESIDE)).seconds
     prefill = costs.step(StepShape(0, 0, 0, MEAN_PROMPT, pairs_of(MEAN_PROMPT, 1), MEAN_PROMPT)).seconds
-    return LOAD / (prefill + MEAN_ANSWER * decode / BESIDE)
+    return LOAD * groups / (prefill + MEAN_ANSWER / tokens_a_step * decode / BESIDE)
 
 
 def pairs_of(tokens: int, prompts: int) -> int:

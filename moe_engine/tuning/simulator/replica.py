@@ -262,10 +262,8 @@ class Replica:
             rows += run_rows - shape.decode_rows
             tokens += run_tokens - shape.prefill_tokens
             chunks |= self._runs.chunking if run_tokens else chunks
-        if self._recorder.keeps_details:
-            self._recorder.steps.append((rows, tokens, cost.seconds))
         is_graph = not tokens and self.spec.graphs.size_for(max(shape.decode_rows for shape in shapes)) is not None
-        return Flight(cost, begin + cost.seconds, pending, rows, chunks=chunks, is_graph=is_graph)
+        return Flight(cost, begin + cost.seconds, pending, rows, tokens, begin, chunks=chunks, is_graph=is_graph)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
         """The shape that determines the step: the maximum over the groups, with the tokens of all."""
@@ -288,6 +286,7 @@ class Replica:
         """Applies the step in flight; then `behind` is in flight."""
         if self._flight is not None:
             self.now = max(self.now, self._flight.end)
+            self._record(self._flight)
             previous, self._collected = self._collected, self.now
             for index in sorted(self._flight.pending):
                 self._apply(index)
@@ -303,6 +302,10 @@ class Replica:
         elif not self._exact:
             for index in sorted(behind.pending):
                 self._begin_run(index, behind)
+
+    def _record(self, flight: Flight) -> None:
+        if self._recorder.keeps_details:
+            self._recorder.steps.append((flight.rows, flight.tokens, flight.end - flight.began))
 
     def _apply(self, index: int) -> None:
         """Gives a group the result of the step in flight."""
@@ -423,6 +426,7 @@ class Replica:
         if self.balancer is not None:
             self.balancer.passed(steps)
         self.now = begin = flight.end
+        self._record(flight)
         self._counts.count(runs, self.groups, flight, self._collected, self.now)
         self.now = begin + total - last.seconds
         gap = (self.now - begin) / (steps - 1)
@@ -433,10 +437,11 @@ class Replica:
         runs.step += steps - 1
         runs.sums.add(first, last.seconds - (last.seconds - first) / (steps - 1), steps - 1)
         self._collected = self.now
-        self._flight = Flight(last, begin + total, flight.pending, runs.total_rows)
+        began = begin + total - last.seconds
+        self._flight = Flight(last, begin + total, flight.pending, runs.total_rows, began=began)
         self.num_steps += steps
         if self._recorder.keeps_details:
-            self._recorder.steps += [(runs.total_rows, 0, total / steps)] * steps
+            self._recorder.steps += [(runs.total_rows, 0, gap)] * (steps - 1)
         self.busy_seconds += total
         return True
 
