@@ -17,20 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.vendors.contract import must
+
 PRESETS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 NVLINK_RANKS = 8
 """Normal mode with more ranks uses the RDMA part of the buffer."""
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 FP8 = torch.float8_e4m3fn
-
-
-class ContractBroken(Exception):
-    """The caller violated the real library's contract."""
-
-
-def must(condition: bool, text: str) -> None:
-    if not condition:
-        raise ContractBroken(text)
 
 
 def check_x(x: Any) -> tuple[Tensor, Tensor | None]:

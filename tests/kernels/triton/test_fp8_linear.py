@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,16 +16,11 @@ from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedRows
 from tests.kernels.cpu.formulas import block_product, rms_norm, silu
-from tests.kernels.triton.poison import poisoned_memory
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Error of one result, relative to the sum of the magnitudes of its terms."""
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 def operands(m: int, n: int, k: int) -> tuple[QuantizedRows, BlockWeight]:
