@@ -108,14 +108,15 @@ class Probes:
             self._points.rounds.begin()
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._points.file()
-        found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
+        found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts, self._limits.num_groups)
         most = self._most_beside
         arrival = min(file.arrival_seconds if found is None else found.arrival, most)
         if found is None:
             return replace(file, arrival_seconds=arrival)
         of_rounds = self._points.rounds.slowness()
-        factors = found.slowness([of_rounds[number] for number in self._part_rounds])
-        file, found = file.slower(*factors), found.against(*factors)
+        decode, prefill = found.slowness([of_rounds[number] for number in self._part_rounds])
+        prefill = 1.0 if self._limits.beside else prefill  # the prompts were measured beside answers, as under load
+        file, found = file.slower(decode, prefill), found.against(decode, prefill)
         file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
         if self._scheduler is None:
             return file

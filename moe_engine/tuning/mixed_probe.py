@@ -130,12 +130,14 @@ async def run(
     return list(await asyncio.gather(*tasks))
 
 
-def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int) -> Effects | None:
-    """The regression over all parts; None: too few steps, or none in which a request arrived."""
+def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int, num_groups: int = 1) -> Effects | None:
+    """The regression over all parts; None: too few steps, or none in which a request arrived. `num_groups`: schedulers
+    that step together."""
     parts = [part for part in parts if len(part.steps) >= LEAST_STEPS]
     if not parts:
         return None
-    alone = [_costs_of(part.steps, costs, drafts) for part in parts]
+    costs_of = _costs_of if num_groups == 1 else _joint_costs_of
+    alone = [costs_of(part.steps, costs, drafts) for part in parts]
     # columns: decode seconds of each part, prefill seconds of each part, arrivals, ends
     height, width = sum(map(len, alone)), 2 * len(parts) + 2
     matrix = np.zeros((height, width))
@@ -153,14 +155,30 @@ def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int) -> Effects
     return Effects(found[-2], found[-1], tuple(found[:-2:2]), tuple(found[1:-2:2]))
 
 
+def _joint_costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
+    """As `_costs_of` for steps of several schedulers: some decode while others compute prompts, and the slower ones
+    determine the step."""
+    found = np.zeros((len(steps), 2))
+    for place, (decodes, tokens, prompts, *_) in enumerate(steps):
+        for column, shape in enumerate((_shape(decodes, 0, 0, drafts), _shape(0, tokens, prompts, drafts))):
+            if shape.global_tokens:
+                found[place, column] = costs.step(shape).seconds
+        found[place, found[place].argmin()] = 0
+    return found
+
+
+def _shape(decodes: float, tokens: float, prompts: float, drafts: int) -> StepShape:
+    """Of a recorded step with answers of mean length."""
+    rows, new = int(decodes), int(tokens)
+    context = rows * (MEAN_PROMPT + MEAN_ANSWER // 2)
+    return StepShape(rows, context, drafts if rows else 0, new, pairs_of(new, int(prompts)), rows + new)
+
+
 def _costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
     """Costs of each step as measured alone: seconds of its decodes, and of its prompts beside them."""
     found = np.zeros((len(steps), 2))
-    for place, (decodes, tokens, prompts, *_) in enumerate(steps):
-        rows, new = int(decodes), int(tokens)
-        context = rows * (MEAN_PROMPT + MEAN_ANSWER // 2)
-        shape = StepShape(rows, context, drafts if rows else 0, new, pairs_of(new, int(prompts)), rows + new)
-        whole = costs.step(shape)
+    for place, (rows, tokens, prompts, *_) in enumerate(steps):
+        whole = costs.step(_shape(rows, tokens, prompts, drafts))
         decode = min(whole.by_resource.get("decode", 0.0), whole.seconds) if rows else 0.0
         found[place] = decode, whole.seconds - decode
     return found

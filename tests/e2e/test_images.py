@@ -137,6 +137,25 @@ def test_the_other_forms_of_chats(served: Served) -> None:
     assert used == response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"] > 10
 
 
+def test_truncation_counts_the_tokens_of_images(served: Served) -> None:
+    """A conversation that is too long with the tokens of its images: whole turns are dropped."""
+    part = {"type": "input_image", "image_url": data_address(random_picture(100, 100, 1))}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "ok"}] * 3
+
+    def respond(turns: list[Any], room: int, truncation: str) -> httpx.Response:
+        asked = {"input": [*turns, {"role": "user", "content": "why"}], "max_output_tokens": room}
+        url = f"{served.server.url}/v1/responses"
+        return httpx.post(url, json={**asked, "truncation": truncation, "temperature": 0}, timeout=180)
+
+    lengths = [respond(turns[i:], 1, "disabled").json()["usage"]["input_tokens"] for i in (0, 2, 4)]
+    longest = httpx.get(f"{served.server.url}/v1/models").json()["data"][0]["max_model_len"]
+    room = longest - lengths[1]  # the last two images fit
+    assert respond(turns, room, "disabled").status_code == 400 and lengths[0] > lengths[1] + 10
+    cut, whole = respond(turns, room, "auto").json(), respond(turns[2:], room, "disabled").json()
+    assert cut["usage"]["input_tokens"] == whole["usage"]["input_tokens"] == lengths[1]
+    assert cut["output"][0]["content"] == whole["output"][0]["content"]
+
+
 def test_chat(served: Served) -> None:
     pictures = [random_picture(random.randint(40, 120), random.randint(40, 120), seed) for seed in range(2)]
     content: list[Any] = [{"type": "text", "text": "first "}]

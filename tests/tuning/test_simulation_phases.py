@@ -20,10 +20,11 @@ from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.measured_points import CACHED, LONG_TAILS, PREFILL, Limits, MeasuredPoints
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.joint_step import joint_cost
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed
 from moe_engine.tuning.stats import median
-from moe_engine.tuning.step_records import StepRecords, joint_steps
+from moe_engine.tuning.step_records import StepRecords, busiest, joint_steps
 from moe_engine.types import Request, SamplingParams, StepResult
 
 COSTS = MeasuredCosts(CostFile({0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), pair_second=1e-7))
@@ -214,6 +215,24 @@ def test_steps_of_schedulers_that_step_together():
         one for one in expected if one[0] or one[1]
     ]
     assert all(step[-1] == pytest.approx(0.01) for step in found)
+
+
+def test_a_joint_step_costs_as_much_in_the_calibration_as_in_the_simulator():
+    """Groups with a prompt and groups that decode compute at the same time: the slower one counts, not the sum."""
+    rng = random.Random(random.getrandbits(32))
+    for _ in range(50):
+        shapes, parts = [], []
+        for _ in range(rng.randint(2, 4)):
+            rows, tokens = rng.choice([(rng.randint(1, 60), 0), (0, rng.randint(1, 99)), (0, 0)])
+            parts.append((rows, tokens, int(tokens > 0), 0, 1.0, 0.01))
+            shapes.append(StepShape(rows, rows * 80, 0, tokens, tokens * (tokens + 1) // 2, rows + tokens))
+        shapes = [shape for shape in shapes if shape.global_tokens]
+        if not shapes:
+            continue
+        whole = joint_cost(COSTS, shapes).seconds
+        assert whole == pytest.approx(max(COSTS.step(shape).seconds for shape in shapes))
+        (found,) = mixed_probe._joint_costs_of([busiest(parts)], COSTS, 0)
+        assert found.min() == 0 and found.max() == pytest.approx(whole)
 
 
 def test_steps_are_slower_beside_requests_than_alone():

@@ -16,6 +16,9 @@ from moe_engine.scheduler.step_sums import StepSums
 from moe_engine.tuning.costs.step_cost import StepShape
 
 NEVER = 1 << 62
+RunStep = tuple[list[StepShape], int, int]
+"""A step of the groups in runs: the shapes of the busiest with a chunk and of the busiest that decodes, the requests
+that decode and the prompt tokens of all."""
 
 
 class Runs:
@@ -126,25 +129,26 @@ class Runs:
         context = self._context + self._rows * (self.step + ahead)
         return StepShape(self._most_rows, int(context.max()), 0, 0, 0, self.total_rows)
 
-    def planned(self, hold: bool) -> tuple[StepShape, int, int] | None:
-        """Plans the next step of all members: its shape, as of `shape`, with the requests that decode and the prompt
-        tokens of all; None if no member has a part in it. `hold`: it has no prompts."""
+    def planned(self, hold: bool) -> RunStep | None:
+        """Plans the next step of all members; None if no member has a part in it. `hold`: it has no prompts."""
         chunks = self._chunks
         if hold or not self.chunking:
             if chunks.some_in_a_row:
                 chunks.decoded(self._rows)
-            return (self.shape(), self.total_rows, 0) if self.total_rows else None
+            return ([self.shape()], self.total_rows, 0) if self.total_rows else None
         rows = self._rows * ~chunks.mask
         context = self._context + self._rows * self.step
         context *= ~chunks.mask
         decodes, tokens = self.total_rows - chunks.num_rows, chunks.num_tokens
-        counts = int(rows.max()), int(context.max()), 0, *chunks.shape(), decodes + tokens
-        shape = StepShape(*counts, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)
+        most = chunks.shape()
+        shapes = [StepShape(0, 0, 0, *most, tokens, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)]
+        if decodes:
+            shapes.append(StepShape(int(rows.max()), int(context.max()), 0, 0, 0, decodes))
         chunks.computed()
         self._context -= self._rows - rows
         self._ends += chunks.mask
         self._is_stale = True
-        return shape, decodes, tokens
+        return shapes, decodes, tokens
 
     def _refresh(self) -> None:
         if self._is_stale:
