@@ -29,7 +29,7 @@ def corrected(
     file: CostFile, parts: Sequence[Part], effects: Effects, scheduler: SchedulerConfig, num_groups: int = 1
 ) -> CostFile:
     """The file with another `answer_seconds`, and with an `idle_seconds` that leaves the answers of lone requests as
-    measured. The work of the frontend for a request and a token is its least answer. Requests that find the engine
+    measured. The work of the front end for a request and a token is its least answer. Requests that find the engine
     idle are left out: the corrections of both times cancel there.
 
     Args:
