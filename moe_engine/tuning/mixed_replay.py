@@ -14,7 +14,7 @@ from itertools import accumulate, compress
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.mixed_probe import Effects, Part
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
@@ -56,7 +56,8 @@ def corrected(
 
 def _slower(file: CostFile, decode: float, prefill: float) -> CostFile:
     """With steps that take these times as long; 0: unknown, as measured."""
-    return replace(file.slower(decode or 1.0, prefill or 1.0), idle_seconds=file.idle_seconds)
+    slower = file.slower(Curve((1.0,), (decode or 1.0,)), prefill or 1.0)
+    return replace(slower, idle_seconds=file.idle_seconds)
 
 
 def middle_mean(values: Sequence[float]) -> float:

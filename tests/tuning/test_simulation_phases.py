@@ -20,10 +20,11 @@ from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.measured_points import CACHED, LONG_TAILS, PREFILL, Limits, MeasuredPoints
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.joint_step import joint_cost
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed
 from moe_engine.tuning.stats import median
-from moe_engine.tuning.step_records import StepRecords, joint_steps
+from moe_engine.tuning.step_records import StepRecords, busiest, joint_steps
 from moe_engine.types import Request, SamplingParams, StepResult
 
 COSTS = MeasuredCosts(CostFile({0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), pair_second=1e-7))
@@ -98,7 +99,8 @@ def recorded_parts(rng, arrival, end, prefill_factor):
     parts, now = [], 1e9
     for _ in range(4):
         slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
-        calls = [due := due + rng.expovariate(mixed_probe.rate_of(COSTS, 0)) for _ in range(90)]
+        rate = 0.8 * mixed_probe.rate_of(COSTS, 0)
+        calls = [due := due + rng.expovariate(rate) for _ in range(90)]
         waiting, running, steps, arrivals, ends, ended = [], [], [], [], [], 0
         while calls or running or waiting:
             if not running and not waiting:
@@ -155,7 +157,7 @@ def test_load_of_the_measurement_beside_each_other():
     assert min(lengths)[0] >= 1 and max(lengths)[0] <= 70
     assert sum(answer for _, answer in lengths) / 2000 == pytest.approx(mixed_probe.MEAN_ANSWER, rel=0.1)
     for tokens, groups in ((1.0, 1), (1.6, 1), (1.0, 2)):
-        expected = mixed_probe.LOAD * groups / (0.002 + 63e-4 + 32 / tokens * 0.004 / 8)
+        expected = groups / (0.002 + 63e-4 + 32 / tokens * 0.004 / 8)
         assert mixed_probe.rate_of(COSTS, 0, tokens, groups) == pytest.approx(expected, rel=0.01)
 
 
@@ -216,6 +218,24 @@ def test_steps_of_schedulers_that_step_together():
     assert all(step[-1] == pytest.approx(0.01) for step in found)
 
 
+def test_a_joint_step_costs_as_much_in_the_calibration_as_in_the_simulator():
+    """Groups with a prompt and groups that decode compute at the same time: the slower one counts, not the sum."""
+    rng = random.Random(random.getrandbits(32))
+    for _ in range(50):
+        shapes, parts = [], []
+        for _ in range(rng.randint(2, 4)):
+            rows, tokens = rng.choice([(rng.randint(1, 60), 0), (0, rng.randint(1, 99)), (0, 0)])
+            parts.append((rows, tokens, int(tokens > 0), 0, 1.0, 0.01))
+            shapes.append(StepShape(rows, rows * 80, 0, tokens, tokens * (tokens + 1) // 2, rows + tokens))
+        shapes = [shape for shape in shapes if shape.global_tokens]
+        if not shapes:
+            continue
+        whole = joint_cost(COSTS, shapes).seconds
+        assert whole == pytest.approx(max(COSTS.step(shape).seconds for shape in shapes))
+        (found,) = mixed_probe._joint_costs_of([busiest(parts)], COSTS, 0)
+        assert found.min() == 0 and found.max() == pytest.approx(whole)
+
+
 def test_steps_are_slower_beside_requests_than_alone():
     """The slowness of the parts is that of the steps under load, times that of the machine, and goes into the costs."""
     rng = random.Random(random.getrandbits(32))
@@ -232,7 +252,8 @@ def test_steps_are_slower_beside_requests_than_alone():
         {0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), context_second=1e-6, cached_second=1e-6,
         pair_second=1e-7, behind=Curve((1, 64), (0.001, 0.003)), idle_seconds=0.02,
     )  # fmt: skip
-    before, after = MeasuredCosts(file), MeasuredCosts(slower := file.slower(decode, prefill))
+    slower = file.slower(Curve((1.0,), (decode,)), prefill)
+    before, after = MeasuredCosts(file), MeasuredCosts(slower)
     for shape, factor in (
         (StepShape(5, 500, 0, 0, 0, 5), decode),
         (StepShape(0, 0, 0, 64, 64 * 65 // 2, 64), prefill),
@@ -241,6 +262,29 @@ def test_steps_are_slower_beside_requests_than_alone():
         assert after.step(shape).seconds == pytest.approx(before.step(shape).seconds * factor)
     lone = file.prefill.at(64) + file.idle_seconds
     assert slower.prefill.at(64) + slower.idle_seconds == pytest.approx(lone)
+
+
+def test_many_decodes_are_slower_by_another_factor_than_few():
+    """The factor is that of each load at its mean number of requests, a line between, constant beyond."""
+    rng = random.Random(random.getrandbits(32))
+    few, many, machine = rng.uniform(1, 1.3), rng.uniform(0.8, 1.2), [rng.uniform(0.8, 1.2) for _ in range(4)]
+    parts = []
+    for place, slow in enumerate(machine):
+        rows = (8, 40)[place % 2]
+        steps = [(rows - 2, 0, 0, 0, 1.0, 0.01), (0, 50, 1, 0, 2.0, 0.01), (rows + 2, 0, 0, 0, 3.0, 0.01)]
+        parts.append(mixed_probe.Part(steps, [], [], load=mixed_probe.LOADS[place % 2], machine=slow))
+    decode = tuple((few, many)[place % 2] * slow for place, slow in enumerate(machine))
+    effects = mixed_probe.Effects(0.0, 0.0, decode, (1.0,) * 4)
+    found = mixed_probe.slowness_by_rows(parts, effects)
+    assert found.counts == (8, 40) and found.seconds == pytest.approx((few, many))
+    alone = mixed_probe.slowness_by_rows(parts[::2], effects.of([0, 2]))
+    assert alone.counts == (8,) and alone.seconds == pytest.approx((few,))
+
+    counts = (1, 8, 24, 40, 64)
+    before = CostFile({0: Curve(counts, (0.001, 0.002, 0.004, 0.008, 0.016))}, Curve((1,), (0.002,)))
+    curve = before.slower(found, 1.0).decode[0]
+    factors = [after / seconds for after, seconds in zip(curve.seconds, before.decode[0].seconds)]
+    assert factors == pytest.approx([few, few, (few + many) / 2, many, many])
 
 
 def test_steps_with_several_prompts_and_with_cached_prefixes():
