@@ -15,7 +15,7 @@ from moe_engine.scheduler.step_sums import Steps
 from moe_engine.types import Request
 
 
-def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool = False) -> int:
+def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool) -> int:
     """Decode steps that `run_decodes` may take now; 0 if the next plan may be of another kind.
 
     Args:

@@ -1,4 +1,4 @@
-"""Front-end errors are reported while the cores load, not after minutes, and no process remains."""
+"""Frontend errors are reported while the cores load, not after minutes, and no process remains."""
 
 from __future__ import annotations
 

@@ -468,7 +468,7 @@ def test_the_front_end_is_a_queue_in_front_of_the_scheduler_and_behind_it():
 
 
 def test_a_busy_front_end_delays_first_tokens_and_not_the_engine():
-    """Ten requests decode; their tokens take the front end longer than a step of the engine."""
+    """Ten requests decode; their tokens take the frontend longer than a step of the engine."""
     first = [Arrival(0.0, [number], 100) for number in range(1, 11)]
     spec = FleetSpec(ReplicaSpec(config(), Linear(fixed=0.01, row=0, token=0)))
     found = []

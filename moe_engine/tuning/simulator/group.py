@@ -179,7 +179,7 @@ class Group:
 
     # -- runs of decode steps
 
-    def run_limit(self, hold_prefill: bool = False) -> int:
+    def run_limit(self, hold_prefill: bool) -> int:
         """Decode steps that can pass without the scheduler, starting with the step in flight; 0: the scheduler must
         plan.
 
