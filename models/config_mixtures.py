@@ -69,6 +69,11 @@ def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     method = "" if quantization is None else quantization.text("quant_method")
     if method == MXFP4:
         raw.pop("quantization_config")
+    elif quantization is not None and method != GGUF:
+        quantization.fail(
+            "quant_method",
+            f"{method!r} is not served for gpt-oss; use its MXFP4 or bfloat16 checkpoint, or a GGUF file",
+        )
     read = Fields(raw, fields.source)
     config = parse_gqa(read, generation, moe, (True,) * layers, sinks=True)
     if method == GGUF:

@@ -37,7 +37,6 @@ from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, model_tensors
 
-FORMATS = ("fp8", "int8", "int4")
 SETTINGS = "quantize.json"
 _KEPT = (".eh_proj.weight",)
 _SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -49,7 +48,7 @@ _WRITTEN = (INDEX_FILE, TORCH_INDEX_FILE, "config.json", SETTINGS)
 class Target:
     """
     Attributes:
-        format: one of `FORMATS`.
+        format: `fp8`, `int8` or `int4`.
         group: columns with a common scale; int4 only.
     """
 
@@ -163,10 +162,21 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
             raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
     else:
         output.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps(settings))
+        _write(marker, json.dumps(settings))
     for file in source.iterdir():  # also after an interruption: it may have come before the last copy
         if file.is_file() and file.suffix not in _SKIPPED and file.name not in _WRITTEN:
             shutil.copy2(file, output / file.name)
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes the whole file, or none. Raises OSError."""
+    part = file.with_suffix(".part")
+    try:
+        part.write_text(text)
+        part.rename(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _save(part: Path, tensors: dict[str, Tensor]) -> None:

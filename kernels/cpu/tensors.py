@@ -61,7 +61,7 @@ def head_form(cache: Tensor, dtype: torch.dtype, width: int) -> int:
 
 
 def reserve(library: Library, *shape: int) -> Tensor:
-    """Uninitialised bytes for packed weights, on huge pages if large."""
+    """Uninitialized bytes for packed weights, on huge pages if large."""
     storage = torch.empty(shape, dtype=torch.uint8)
     if storage.numel() >= 4 << 20:
         library.moe_large_pages(storage.data_ptr(), storage.numel())

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.gguf_blocks import values_of
 from moe_engine.models.gguf.names import GGUFWeights
-from moe_engine.models.read_parts import SERIAL, PartReads
+from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import PART_BYTES, SafetensorsFile
 from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader, WeightFile
 
@@ -25,7 +25,7 @@ _PARTS = (".first", ".second")
 class GGUFFile:
     """An open file. Several threads may read at once. Raises: as `SafetensorsFile`."""
 
-    def __init__(self, file: GGUFWeights, reads: PartReads = SERIAL) -> None:
+    def __init__(self, file: GGUFWeights, reads: PartReads) -> None:
         self.path, self.entries = file.path, file.tensors
         self._heads, self._joined = file.heads, file.joined
         stored = {name: _bytes(header) for name, header in file.tensors.items() if name not in file.joined}

@@ -19,7 +19,8 @@ class RankMessage(msgspec.Struct, tag_field="kind", omit_defaults=True):
 
 
 class Hello(RankMessage, tag="hello"):
-    """A rank has started. `fingerprint` identifies the flags it was started with; they must equal the leader's.
+    """A rank has started. `fingerprint` identifies the flags it was started with, `checkpoint` its files. Both must
+    equal the leader's.
 
     `plan_address`: the address at which a rank that schedules publishes its group's plans.
     """
@@ -29,6 +30,7 @@ class Hello(RankMessage, tag="hello"):
     pid: int
     fingerprint: str = ""
     plan_address: str = ""
+    checkpoint: str = ""
 
 
 class Beat(RankMessage, tag="beat"):
@@ -45,7 +47,7 @@ class Beat(RankMessage, tag="beat"):
 class Loaded(RankMessage, tag="loaded"):
     """A rank has loaded its weights and accepts plans. `kernels`: chosen backend by family; must be equal on all ranks.
 
-    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers.
+    From a rank that schedules: `core_address` for the frontend, `step_address` for the other schedulers.
     """
 
     rank: int
@@ -98,7 +100,7 @@ class NodeRefused(RankMessage, tag="refused"):
 class Welcome(RankMessage, tag="welcome"):
     """Addresses for joining the group. `leader` names rank 0's process, for a follower's error messages.
 
-    `plan_address`: plan channel of the rank's own group; `front_address`: where the front end listens for cores of
+    `plan_address`: plan channel of the rank's own group; `front_address`: where the frontend listens for cores of
     other nodes.
     """
 

@@ -1,4 +1,4 @@
-"""Profiling of all ranks from the front end."""
+"""Profiling of all ranks from the frontend."""
 
 from __future__ import annotations
 

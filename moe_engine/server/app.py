@@ -154,8 +154,8 @@ def _open_tracing(state: ServerState) -> Tracing | None:
 
 
 def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
-    """Adds the observers of the settings to the front end."""
-    observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
+    """Adds the observers of the settings to the frontend."""
+    observers: list[Observer] = []
     flags = state.settings.args.logging
     if flags.log_requests:
         observers.append(RequestLog(RequestLogSettings.of(flags)))

@@ -250,7 +250,7 @@ class Tokenizer:
         ids = self._encode_group([text for pair in pairs for text in pair], True)  # each text has its own
         return [first + second for first, second in zip(ids[::2], ids[1::2])]
 
-    def encode_parts(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[tuple[int, list[int]]]:
+    def encode_parts(self, texts: list[str], add_special_tokens: bool) -> Iterator[tuple[int, list[int]]]:
         """`encode_batch` in parts: the index of a text and its next ids; at least one part per text."""
         first = 0
         for group in slices.groups(texts):

@@ -114,13 +114,19 @@ class Probes:
         if found is None:
             return replace(file, arrival_seconds=arrival)
         of_rounds = self._points.rounds.slowness()
-        decode, prefill = found.slowness([of_rounds[number] for number in self._part_rounds])
+        parts = [replace(part, machine=of_rounds[number]) for part, number in zip(self._parts, self._part_rounds)]
+        decode, prefill = (
+            mixed_probe.slowness_by_rows(parts, found),
+            found.slowness([part.machine for part in parts])[1],
+        )
         prefill = 1.0 if self._limits.beside else prefill  # the prompts were measured beside answers, as under load
-        file, found = file.slower(decode, prefill), found.against(decode, prefill)
+        file = file.slower(decode, prefill)
         file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
         if self._scheduler is None:
             return file
-        return mixed_replay.corrected(file, self._parts, found, self._scheduler, self._limits.num_groups)
+        light = [place for place, part in enumerate(parts) if part.load == mixed_probe.LOADS[0]]
+        found, parts = found.of(light).against(decode.seconds[0], prefill), [parts[place] for place in light]
+        return mixed_replay.corrected(file, parts, found, self._scheduler, self._limits.num_groups)
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -150,7 +156,8 @@ class Probes:
         await self._entry_beside_decodes(short)
         await self._read_steps()
         progress(f"{name}requests beside each other")
-        await self._beside_each_other()
+        for load in mixed_probe.LOADS:
+            await self._beside_each_other(load)
 
     @asynccontextmanager
     async def _decodes(self) -> AsyncIterator[None]:
@@ -170,7 +177,7 @@ class Probes:
             goes_on = False
             await asyncio.gather(*tasks)
 
-    async def _beside_each_other(self) -> None:
+    async def _beside_each_other(self, load: float) -> None:
         """A part of the measurement by `mixed_probe`. Not with several replicas, whose steps are independent: these
         have the delay of decodes."""
         limits = self._limits
@@ -182,7 +189,8 @@ class Probes:
 
         most = min(limits.max_input // 2, limits.pool // 8)
         costs, accepted = MeasuredCosts(self._points.file()), accumulate(self._points.acceptance(), mul)
-        rate = mixed_probe.rate_of(costs, limits.drafts, 1 + sum(accepted), limits.num_groups)
+        tokens = 1 + sum(accepted)
+        rate = load * mixed_probe.rate_of(costs, limits.drafts, tokens, limits.num_groups, limits.max_running)
         began = time.time()
         answered = await mixed_probe.run(ask, rate, most, self._rng)
         lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))
@@ -194,6 +202,7 @@ class Probes:
             [unix + stream.started + stream.chunks[-1] for stream in streams],
             lengths,
             [stream.chunks[0] for stream in streams],
+            load,
         )
         if len(steps) >= mixed_probe.LEAST_STEPS:
             self._parts.append(part)

@@ -24,7 +24,7 @@ PREFIX_SECONDS = 1.5
 DECODE_TOKENS = 96
 STAGGER_TOKENS = 2
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin. Longer answers
-would cost more than ordinary ones: front end and client process each chunk with all tokens so far."""
+would cost more than ordinary ones: frontend and client process each chunk with all tokens so far."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
 """New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""
@@ -141,7 +141,7 @@ class MeasuredPoints:
 
     def halve_jump(self) -> int | None:
         """Adds a number of requests in the middle of two between which the seconds of a decode jump, by the rounds so
-        far: they rise by more than at the rate of the steeper neighbouring range (a kernel that takes only so many
+        far: they rise by more than at the rate of the steeper neighboring range (a kernel that takes only so many
         tokens). None: there is no such jump between numbers that are not adjacent."""
         points = [(count, self.rounds.value((DECODE, count))) for count in self.row_counts()]
         ranges = list(pairwise(points))

@@ -6,7 +6,8 @@ The server records its steps (`--record-step-times`). A regression over them sep
 decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The slowness
 is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no more than
 it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load: requests come
-and go between them, and front end and client do other work than beside equal answers.
+and go between them, and front end and client do other work than beside equal answers. Few requests decode together in
+some of the parts, and many in the others: the effect depends on their number.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from moe_engine.tuning.costs.measured import Curve
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
-from moe_engine.tuning.stats import median
+from moe_engine.tuning.stats import mean, median
 
 PROMPT, ANSWER = (0.25, 1.75), (0.25, 1.75)
 """Least and most tokens, as shares of `MEAN_PROMPT` and `MEAN_ANSWER`."""
 MEAN_PROMPT, MEAN_ANSWER = 64, 32
 BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
-LOAD = 0.8
-"""Rate of the requests as a share of the estimate."""
+LOADS = 0.8, 1.6
+"""Rates of the requests as shares of the estimate: some requests decode together, and many."""
 SECONDS, MOST_SECONDS = 2.0, 10.0
 LEAST, MOST = 8, 200
 """Requests of a part, of a server that answers as many within `MOST_SECONDS`."""
@@ -53,6 +55,8 @@ class Part:
         ends: when the client had the last token.
         lengths: of each request, tokens of its prompt and its answer.
         ttfts: seconds from the client's call to the first token.
+        load: one of `LOADS`.
+        machine: slowness of the machine meanwhile.
     """
 
     steps: Sequence[Step]
@@ -60,6 +64,13 @@ class Part:
     ends: Sequence[float]
     lengths: Sequence[tuple[int, int]] = ()
     ttfts: Sequence[float] = ()
+    load: float = 0.0
+    machine: float = 1.0
+
+    @property
+    def rows(self) -> float:
+        """Mean requests of the steps that decode."""
+        return max(mean([step[0] for step in self.steps if step[0]]), 1.0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,11 @@ class Effects:
     end: float
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+
+    def of(self, places: Sequence[int]) -> Effects:
+        """In some of the parts."""
+        decode, prefill = (tuple(values[place] for place in places) for values in (self.decode, self.prefill))
+        return replace(self, decode=decode, prefill=prefill)
 
     def slowness(self, of_machine: Sequence[float]) -> tuple[float, float]:
         """How much longer decodes and prompts take under load than as measured alone.
@@ -96,21 +112,40 @@ def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
     return max(min(prompt, most_prompt), 1), max(round(MEAN_ANSWER * rng.uniform(*ANSWER)), 2)
 
 
-def rate_of(costs: StepCostModel, drafts: int, tokens_a_step: float = 1.0, groups: int = 1) -> float:
-    """Requests a second for the measurement.
+def rate_of(
+    costs: StepCostModel, drafts: int, tokens_a_step: float = 1.0, groups: int = 1, most_rows: int = BESIDE
+) -> float:
+    """Requests a second of a load of 1.
 
     Args:
         tokens_a_step: of a request that decodes.
         groups: schedulers that step together.
+        most_rows: requests that a scheduler decodes together at most.
     """
-    decode = costs.step(StepShape(BESIDE, BESIDE * MEAN_PROMPT, drafts, 0, 0, BESIDE)).seconds
+    rows = min(BESIDE, most_rows)
+    decode = costs.step(StepShape(rows, rows * MEAN_PROMPT, drafts, 0, 0, rows)).seconds
     prefill = costs.step(StepShape(0, 0, 0, MEAN_PROMPT, pairs_of(MEAN_PROMPT, 1), MEAN_PROMPT)).seconds
-    return LOAD * groups / (prefill + MEAN_ANSWER / tokens_a_step * decode / BESIDE)
+    return groups / (prefill + MEAN_ANSWER / tokens_a_step * decode / rows)
 
 
 def pairs_of(tokens: int, prompts: int) -> int:
     """Pairs of a token with those before it, of prompts of equal length."""
     return tokens * (tokens // max(prompts, 1) + 1) // 2
+
+
+def slowness_by_rows(parts: Sequence[Part], effects: Effects) -> Curve:
+    """How much longer decodes take under load than as measured alone, over the requests that decode together: the
+    median of the parts of each load, at their mean number of requests."""
+    found: list[tuple[float, float]] = []
+    for load in LOADS:
+        places = [place for place, part in enumerate(parts) if part.load == load]
+        if places:
+            slowness = effects.of(places).slowness([parts[place].machine for place in places])[0]
+            found.append((mean([parts[place].rows for place in places]), slowness))
+    if len(found) > 1 and found[-1][0] <= found[0][0]:
+        found.pop()
+    counts, factors = zip(*found)
+    return Curve(counts, factors)
 
 
 async def run(

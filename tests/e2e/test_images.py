@@ -44,7 +44,7 @@ class Served:
         return [token for token, _ in self.oracle.greedy(*self.prompt(text, pictures), 5)]
 
     def vector(self, text: str, pictures: list[Any]) -> list[float]:
-        """The last token's state, normalised."""
+        """The last token's state, normalized."""
         return self.oracle.vector(*self.prompt(text, pictures))
 
     def prompt(self, text: str, pictures: list[Any]) -> tuple[list[int], list[Pixels]]:

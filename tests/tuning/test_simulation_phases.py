@@ -99,7 +99,8 @@ def recorded_parts(rng, arrival, end, prefill_factor):
     parts, now = [], 1e9
     for _ in range(4):
         slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
-        calls = [due := due + rng.expovariate(mixed_probe.rate_of(COSTS, 0)) for _ in range(90)]
+        rate = 0.8 * mixed_probe.rate_of(COSTS, 0)
+        calls = [due := due + rng.expovariate(rate) for _ in range(90)]
         waiting, running, steps, arrivals, ends, ended = [], [], [], [], [], 0
         while calls or running or waiting:
             if not running and not waiting:
@@ -156,8 +157,10 @@ def test_load_of_the_measurement_beside_each_other():
     assert min(lengths)[0] >= 1 and max(lengths)[0] <= 70
     assert sum(answer for _, answer in lengths) / 2000 == pytest.approx(mixed_probe.MEAN_ANSWER, rel=0.1)
     for tokens, groups in ((1.0, 1), (1.6, 1), (1.0, 2)):
-        expected = mixed_probe.LOAD * groups / (0.002 + 63e-4 + 32 / tokens * 0.004 / 8)
+        expected = groups / (0.002 + 63e-4 + 32 / tokens * 0.004 / 8)
         assert mixed_probe.rate_of(COSTS, 0, tokens, groups) == pytest.approx(expected, rel=0.01)
+    one = 1 / (0.002 + 63e-4 + 32 * 0.002)
+    assert mixed_probe.rate_of(COSTS, 0, most_rows=1) == pytest.approx(one, rel=0.01)
 
 
 def test_points_of_rounds_on_a_machine_that_drifts():
@@ -251,7 +254,8 @@ def test_steps_are_slower_beside_requests_than_alone():
         {0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), context_second=1e-6, cached_second=1e-6,
         pair_second=1e-7, behind=Curve((1, 64), (0.001, 0.003)), idle_seconds=0.02,
     )  # fmt: skip
-    before, after = MeasuredCosts(file), MeasuredCosts(slower := file.slower(decode, prefill))
+    slower = file.slower(Curve((1.0,), (decode,)), prefill)
+    before, after = MeasuredCosts(file), MeasuredCosts(slower)
     for shape, factor in (
         (StepShape(5, 500, 0, 0, 0, 5), decode),
         (StepShape(0, 0, 0, 64, 64 * 65 // 2, 64), prefill),
@@ -260,6 +264,29 @@ def test_steps_are_slower_beside_requests_than_alone():
         assert after.step(shape).seconds == pytest.approx(before.step(shape).seconds * factor)
     lone = file.prefill.at(64) + file.idle_seconds
     assert slower.prefill.at(64) + slower.idle_seconds == pytest.approx(lone)
+
+
+def test_many_decodes_are_slower_by_another_factor_than_few():
+    """The factor is that of each load at its mean number of requests, a line between, constant beyond."""
+    rng = random.Random(random.getrandbits(32))
+    few, many, machine = rng.uniform(1, 1.3), rng.uniform(0.8, 1.2), [rng.uniform(0.8, 1.2) for _ in range(4)]
+    parts = []
+    for place, slow in enumerate(machine):
+        rows = (8, 40)[place % 2]
+        steps = [(rows - 2, 0, 0, 0, 1.0, 0.01), (0, 50, 1, 0, 2.0, 0.01), (rows + 2, 0, 0, 0, 3.0, 0.01)]
+        parts.append(mixed_probe.Part(steps, [], [], load=mixed_probe.LOADS[place % 2], machine=slow))
+    decode = tuple((few, many)[place % 2] * slow for place, slow in enumerate(machine))
+    effects = mixed_probe.Effects(0.0, 0.0, decode, (1.0,) * 4)
+    found = mixed_probe.slowness_by_rows(parts, effects)
+    assert found.counts == (8, 40) and found.seconds == pytest.approx((few, many))
+    alone = mixed_probe.slowness_by_rows(parts[::2], effects.of([0, 2]))
+    assert alone.counts == (8,) and alone.seconds == pytest.approx((few,))
+
+    counts = (1, 8, 24, 40, 64)
+    before = CostFile({0: Curve(counts, (0.001, 0.002, 0.004, 0.008, 0.016))}, Curve((1,), (0.002,)))
+    curve = before.slower(found, 1.0).decode[0]
+    factors = [after / seconds for after, seconds in zip(curve.seconds, before.decode[0].seconds)]
+    assert factors == pytest.approx([few, few, (few + many) / 2, many, many])
 
 
 def test_steps_with_several_prompts_and_with_cached_prefixes():

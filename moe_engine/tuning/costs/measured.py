@@ -6,6 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +89,27 @@ class CostFile:
     machine: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def slower(self, decode: float, prefill: float) -> CostFile:
-        """With decodes and prompts that take these times as long; answers to lone requests take as long as before, as
-        far as their `idle_seconds` allow it."""
+    def slower(self, decode: Curve, prefill: float) -> CostFile:
+        """With decodes and prompts that take times as long; answers to lone requests take as long as before, as far as
+        their `idle_seconds` allow it.
 
-        def times(curve: Curve, factor: float) -> Curve:
-            return Curve(curve.counts, tuple(seconds * factor for seconds in curve.seconds))
+        Args:
+            decode: the factor over the number of requests; constant beyond the last one.
+        """
 
+        def times(curve: Curve, factor: Curve) -> Curve:
+            known = factor.counts[-1]
+            values = [second * factor.at(min(count, known)) for count, second in zip(curve.counts, curve.seconds)]
+            return Curve(curve.counts, tuple(accumulate(values, max)))
+
+        prompts = Curve((1.0,), (prefill,))
         idle = self.idle_seconds - (prefill - 1) * self.prefill.at(LONE_TOKENS)
         return replace(
             self,
             decode={drafts: times(curve, decode) for drafts, curve in self.decode.items()},
-            context_second=self.context_second * decode,
-            prefill=times(self.prefill, prefill),
-            behind=times(self.behind, prefill) if self.behind is not None else None,
+            context_second=self.context_second * decode.seconds[0],
+            prefill=times(self.prefill, prompts),
+            behind=times(self.behind, prompts) if self.behind is not None else None,
             cached_second=self.cached_second * prefill,
             pair_second=self.pair_second * prefill,
             split_second=self.split_second * prefill if self.split_second is not None else None,

@@ -7,10 +7,9 @@ steps, by which idle groups join the others, change no scheduler and are left ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from moe_engine.core.dp_sync import PrefillTurns
-from moe_engine.frontend.dp_routing import Load
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
@@ -19,6 +18,7 @@ from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group, loaded_tokens, shape_of
 from moe_engine.tuning.simulator.joint_step import busiest, joint_cost
+from moe_engine.tuning.simulator.load_table import LoadTable
 from moe_engine.tuning.simulator.rank_log import GroupLogs
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
@@ -110,16 +110,15 @@ class Replica:
         """Whether a step runs at a moment up to which it has been simulated."""
         return self.is_active or self.now > moment
 
-    def read_loads(self, loads: Sequence[Load]) -> None:
+    def read_loads(self, loads: LoadTable) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
         for index in self._changed:
-            load, group = loads[index], self.groups[index]
-            load.num_requests = len(group.running)
-            load.num_uncomputed = group.load_uncomputed
+            group = self.groups[index]
+            loads.num_requests[index] = len(group.running)
+            loads.num_uncomputed[index] = group.load_uncomputed
             self._runs.set_load(index, group.load_tokens - group.run_rows * group.run_from)
         self._changed.clear()
-        for load, tokens in zip(loads, self._runs.loads()):
-            load.num_tokens = tokens
+        self._runs.read_loads(loads.num_tokens)
 
     @property
     def generated(self) -> int:
@@ -221,13 +220,15 @@ class Replica:
         self.now = min(after, until) if until > self.now else after
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
-        waiting, running = len(self._runs.waiting) + len(self._held), self._runs.most_rows
+        """`steps`: those that have been planned. Requests whose last step is among them do not count."""
+        waiting, most = len(self._runs.waiting) + len(self._held), 0
         for index in self._awake:
             scheduler = self.groups[index].scheduler
             waiting += scheduler.num_waiting > 0
-            running = max(running, len(scheduler.table.decodes))
-        for _ in range(steps):
-            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, running)
+            most = max(most, len(scheduler.table.decodes))
+        num_groups = len(self.groups) - len(self.lost)
+        for planned in range(1, steps + 1):
+            self._turns.after_counts(num_groups, waiting, prefilled, max(most, self._runs.rows_after(planned)))
 
     def _agree(self, planned: set[int], prefilled: bool) -> None:
         """The schedulers exchange their facts for a prefill delayer; those that planned nothing join with an idle
@@ -347,7 +348,7 @@ class Replica:
             return
         shape, waits = group.decode_shape(), group.scheduler.num_waiting > 0
         group.begin_run(shape.decode_rows, self._runs)
-        self._runs.join(index, shape, limit, holds and waits, waits)
+        self._runs.join(index, shape, limit, group.rows_after(limit), holds and waits, waits)
         self._awake.discard(index)
         flight.pending.discard(index)
         self._changed.add(index)
