@@ -69,7 +69,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     if {"-h", "--help"} & set(rest):
         print(_help(prog))
         return 0
-    args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest, known_options(parser)))
+    args = EngineArgs.from_kwargs(
+        **parse_flags(build_parser(prog, description="", epilog=""), rest, known_options(parser))
+    )
     check(own)
     check_launch(args)
     goodput = parsed_goodput(own)
