@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +19,7 @@ from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary
 from moe_engine.tuning.simulator.agents import agents_of
 from moe_engine.tuning.simulator.arrivals import arrival_times
+from moe_engine.tuning.simulator.report import progress
 from moe_engine.tuning.simulator.sessions import Recorded, link_sessions
 from moe_engine.tuning.simulator.traces import read_trace
 from moe_engine.tuning.simulator.workload import Arrival, Workload
@@ -86,13 +85,13 @@ class Replay:
         began = clock.time()
         starts = self._workload.first()
         workers = min(self._concurrency or self._workload.total, self._workload.total)
-        with _progress(self._workload.total, show_progress) as advance:
+        with progress(self._workload.total, show_progress) as advance:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
                     group.create_task(self._sessions(starts, began, advance))
         return clock.time() - began
 
-    async def _sessions(self, starts: Iterator[Arrival], began: float, advance: Callable[[], None]) -> None:
+    async def _sessions(self, starts: Iterator[Arrival], began: float, advance: Callable[[int], None]) -> None:
         """Runs one session after another, each at its start time or once the previous one has ended."""
         clock = asyncio.get_running_loop()
         for start in starts:
@@ -103,7 +102,7 @@ class Replay:
                 arrival.seconds = clock.time() - began
                 answer = await self._ask(self._request(arrival, answers))
                 self.turns.append(Turn(arrival.conversation, _kind(arrival), answer))
-                advance()
+                advance(1)
                 if not answer.success:
                     self.abandoned += 1
                     break
@@ -125,14 +124,3 @@ def _kind(arrival: Arrival) -> str:
     if arrival.turn:
         return "returning"
     return "subagent" if arrival.subagent else "first"
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    if not shown:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, file=sys.stderr) as bar:
-        yield lambda: bar.update() and None

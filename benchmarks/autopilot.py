@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks import report
 from moe_engine.planning.scheduler_limits import CPU_DELAYED_TOKENS
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
 from moe_engine.tuning.simulator.arrivals import arrival_times
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
@@ -43,7 +42,6 @@ BAD_STARTS: dict[str, dict[str, Any]] = {
     "few rows": {"max_running_requests": 1},
     "small chunks, conservative": {"chunked_prefill_size": 64, "schedule_conservativeness": 4.0},
 }
-Score = Callable[[list[Answer], float], float]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_engine.kernels.cpu.library import cache_folder
 from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 
 LOGIT_SPREAD = 3.0
@@ -124,9 +125,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def cache_root() -> Path:
-    """Checkpoint cache: ``$XDG_CACHE_HOME/moe-engine/benchmarks``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moe-engine" / "benchmarks"
+    """Folder of generated checkpoints, below the engine's cache folder."""
+    return cache_folder() / "benchmarks"
 
 
 def ensure_checkpoint(

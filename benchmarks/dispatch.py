@@ -38,7 +38,6 @@ from moe_engine.parallel.dispatch.protocol import DispatchShape, Mode
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice
 from moe_engine.tuning.stats import median
 
-BACKENDS = ("all_to_all", "shared_memory")
 MODES: tuple[Mode, ...] = ("normal", "low_latency")
 CHOICE_BYTES = 8  # an expert's id and its weight
 TIMEOUT_S = 60.0

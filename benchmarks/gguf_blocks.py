@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_engine.kernels.quantization.codes import IQ4_VALUES
+from moe_engine.kernels.quantization.codes import FP4_VALUES, IQ4_VALUES
 
 BLOCK = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84),
     "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
+    "IQ4_XS": (256, 136), "MXFP4": (32, 17),
 }  # fmt: skip
 """Numbers and bytes of a block."""
 SMALL_BLOCKS = {
@@ -83,6 +83,14 @@ def _iq4_nl(x: np.ndarray) -> np.ndarray:
     scale = np.abs(x).max(-1) / 127 + 1e-8
     codes = _nearest(x / scale[:, None])
     return np.concatenate((half(scale), codes[:, :16] | codes[:, 16:] << 4), -1)
+
+
+def _mxfp4(x: np.ndarray) -> np.ndarray:
+    powers = np.ceil(np.log2(np.maximum(np.abs(x).max(-1), 1e-30) / 6)).astype(np.int32)
+    numbers = np.array(FP4_VALUES, np.float32)
+    sizes = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, np.abs(x) / np.exp2(powers)[:, None])
+    codes = (sizes | (x < 0) << 3).astype(np.uint8)
+    return np.concatenate(((powers + 127).astype(np.uint8)[:, None], codes[:, :16] | codes[:, 16:] << 4), -1)
 
 
 def _iq4_xs(x: np.ndarray) -> np.ndarray:
@@ -175,5 +183,5 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
 
 _MAKERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip

@@ -30,6 +30,7 @@ Stored = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 NUMBERS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ3_S": 21, "IQ4_XS": 23, "BF16": 30,
+    "MXFP4": 39,
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",

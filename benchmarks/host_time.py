@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     rows.append(["  rest: events, status board, thread switches", f"{rest:.3f}", "", ""])
     print(report.table(["", "median", "p90", "p99"], rows))
     verdict = "pass" if values["passed"] else "short"
-    print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes per step to the front end")
+    print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes per step to the frontend")
     if not args.no_json:
         print(report.write_result("host_time", values, path=args.json), file=sys.stderr)
     return 0

@@ -80,7 +80,7 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
 
 def fit(points: Sequence[Point], engine: str) -> Efficiency:
     """Constants, then deviations of models, GPUs and forms from them."""
-    x = _minimise(lambda x: residuals(points, share_of(engine, x)))
+    x = _minimize(lambda x: residuals(points, share_of(engine, x)))
     share = share_of(engine, x)
     tpot = _deviations(points, residuals(points, share)[:, 0])
     share = _with(share, tpot, {})
@@ -107,7 +107,7 @@ def _deviations(points: Sequence[Point], errors: np.ndarray) -> dict[str, float]
     return found
 
 
-def _minimise(errors: Callable[[np.ndarray], Residuals], rounds: int = 15) -> np.ndarray:
+def _minimize(errors: Callable[[np.ndarray], Residuals], rounds: int = 15) -> np.ndarray:
     x, damping = np.zeros(len(PRIOR)), 1.0
     prior = 2 * SPREAD**2 / np.array([sd for _, sd in PRIOR.values()]) ** 2
     scale = np.array([1.0, TTFT_WEIGHT])

@@ -104,10 +104,10 @@ class ServerProcess:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Resident bytes of a process and of each of its descendants, by role (``front end``, ``core 1``, ...)."""
+    """Resident bytes of a process and of each of its descendants, by role (``frontend``, ``core 1``, ...)."""
     try:
         parent = psutil.Process(pid)
-        found = {"front end": parent.memory_info().rss}
+        found = {"frontend": parent.memory_info().rss}
         for index, child in enumerate(parent.children(recursive=True), 1):
             found[f"core {index}"] = child.memory_info().rss
     except psutil.NoSuchProcess:

@@ -6,7 +6,7 @@ in turn; a figure is the median of the repeats, and `noise` the largest distance
 distance of the simulated figure from the median. With `--calibrations 2` a second calibration follows the real runs,
 and the simulated figure is the mean with both cost files: a machine that drifts counts with its mean.
 
-`--explain` prints for each run the phases of its requests (client's call, front end, queue, prefill, delivery, decode)
+`--explain` prints for each run the phases of its requests (client's call, frontend, queue, prefill, delivery, decode)
 and its steps by kind, as the server measured them and as the simulator has them: the phase that differs is the one
 whose model is wrong.
 

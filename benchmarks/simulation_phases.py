@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import report
+from moe_engine.tuning import step_records
 from moe_engine.tuning.phases import PHASES
 from moe_engine.tuning.stats import mean, median, percentile
 
@@ -75,8 +76,10 @@ def num_steps(info: dict[str, Any]) -> list[int]:
 
 
 def step_times(info: dict[str, Any], before: list[int]) -> list[Step]:
-    """Steps of all schedulers since `num_steps`; of a server with `--record-step-times`."""
-    found: list[Step] = []
+    """Steps of all schedulers together since `num_steps`; of a server with `--record-step-times`."""
+    states = []
     for state, count in zip(info["internal_states"], before):
-        found += state["step_times"][count - state["total_steps"] :] if count < state["total_steps"] else []
-    return found
+        new = state["step_times"][count - state["total_steps"] :] if count < state["total_steps"] else []
+        states.append({"step_times": new, "total_steps": state["total_steps"]})
+    steps = step_records.joint_steps(states)
+    return [(sum(p[0] for p in parts), sum(p[1] for p in parts), mean([p[-1] for p in parts])) for parts in steps]

@@ -22,7 +22,7 @@ TARGET_SECONDS = 6.0
 MARKS = (
     ("flags, processes, imports", "Load weight begin"),
     ("weights, kernels, KV pool, warm-up", "max_total_num_tokens="),
-    ("front end, warm-up request", READY_LINE),
+    ("frontend, warm-up request", READY_LINE),
 )
 
 

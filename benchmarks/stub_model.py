@@ -19,7 +19,7 @@ from moe_engine.worker.model_runner import ModelRunner
 
 
 class StubModel:
-    """Logits that favour token 1 for any input. They are shared, so requests that edit their logits are not
+    """Logits that favor token 1 for any input. They are shared, so requests that edit their logits are not
     supported."""
 
     def __init__(self, vocab_size: int, max_rows: int, max_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 Legend: T query tokens, R requests.
 
-A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
+A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighboring
 slots. Query tokens of a request are its last `query_lens[i]` positions; attention is causal unless
 `PagedQueries.visible` defines a draft tree, and limited to the last positions by `PagedQueries.window`.
 """
@@ -108,7 +108,7 @@ class AttentionBatch:
         queries = self.decode if self.decode is not None else self.prefill
         return None if queries is None else queries.window
 
-    def with_window(self, window: int | None, slot_table: Tensor | None = None) -> AttentionBatch:
+    def with_window(self, window: int | None, slot_table: Tensor | None) -> AttentionBatch:
         """These queries with another window, and another slot table unless it is None."""
         change: dict[str, Any] = (
             {"window": window} if slot_table is None else {"window": window, "slot_table": slot_table}

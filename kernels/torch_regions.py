@@ -81,13 +81,13 @@ class CompiledRegions:
 
 
 def _leave_open(tensors: Sequence[Tensor]) -> None:
-    """Marks the number of tokens as dynamic, unless it is 1, which torch specialises anyway."""
+    """Marks the number of tokens as dynamic, unless it is 1, which torch specializes anyway."""
     for tensor in tensors:
         if tensor.shape[0] > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def keep_compiled_code(folder: str = "") -> Path:
+def keep_compiled_code(folder: str) -> Path:
     """Sets torch's compile cache folder for this process: the given folder, else torch's environment variable, else a
     folder in this engine's cache. Returns it."""
     chosen = Path(folder or os.environ.get(CACHE_VARIABLE) or cache_folder() / "torch_compile")

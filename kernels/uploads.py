@@ -1,4 +1,4 @@
-"""Host-to-device copies without host synchronisation."""
+"""Host-to-device copies without host synchronization."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def pinned(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """The values on the device; no host synchronisation."""
+    """The values on the device; no host synchronization."""
     return pinned(values, device).to(device, non_blocking=True)

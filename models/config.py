@@ -248,6 +248,7 @@ class ModelConfig:
     norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
+    """Max sequence length, scaling of the rotary embedding included (`parse_context_length`)."""
     eos_token_ids: tuple[int, ...]
     attention: MLAConfig | GQAConfig
     rope: RopeConfig
@@ -287,6 +288,11 @@ class ModelConfig:
         """Max sequence length."""
         return self.max_position_embeddings
 
+    @property
+    def longest_context(self) -> int:
+        """The longest sequences for which --context-length may ask: all positions that the rotary embedding reaches."""
+        return max(self.context_length, self.rope.max_position)
+
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers with KV by the kind of their cache; layers that see all positions come first."""
@@ -318,7 +324,8 @@ class ModelConfig:
     def within(self, context_len: int) -> ModelConfig:
         """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out."""
         windows = tuple(None if own is None or own >= context_len else own for own in self.windows)
-        return self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
+        model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
+        return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
 
     @property
     def stored_layers(self) -> int:

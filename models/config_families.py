@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from moe_engine.models.config_fields import Fields, parse_eos, parse_rope
+from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
+from moe_engine.models.rope_config import RopeConfig
 
 
 def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -205,7 +206,7 @@ def _rotary_width(fields: Fields, head_dim: int, default: float) -> int:
     return int(width)
 
 
-def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> ModelConfig:
+def _build(fields: Fields, generation: Mapping[str, Any], *, rope: RopeConfig, **parts: Any) -> ModelConfig:
     """The fields common to all families."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -221,13 +222,14 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
         intermediate_size=fields.integer("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=parse_context_length(fields, rope),
         eos_token_ids=parse_eos(fields, generation),
         weight_format=parse_format(fields),
         checkpoint_dtype=dtype.removeprefix("torch."),
         mlp_bias=fields.flag("mlp_bias"),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
         raw=fields.raw,
+        rope=rope,
         **parts,
     )
 

@@ -148,9 +148,10 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         return RopeConfig(theta, width, interleaved)
     if kind == "dynamic" and (alpha := section.number("alpha", None, above=0)) is not None:  # Hunyuan
         return RopeConfig(theta * alpha ** (width / (width - 2)), width, interleaved)
-    if kind == "linear":
-        return RopeConfig(theta, width, interleaved, kind, factor=section.number("factor", above=0))
     original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
+    if kind == "linear":
+        factor = section.number("factor", above=0)
+        return RopeConfig(theta, width, interleaved, kind, factor=factor, max_position=int(factor * original))
     if kind == "llama3":
         low = section.number("low_freq_factor", above=0)
         return RopeConfig(
@@ -168,6 +169,16 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
     section.fail(
         "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic with alpha"
     )
+
+
+def parse_context_length(fields: Fields, rope: RopeConfig) -> int:
+    """Max sequence length as SGLang derives it: `max_position_embeddings`, multiplied by the factor of the rotary
+    scaling unless the file states the length before scaling."""
+    positions = fields.integer("max_position_embeddings")
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    if section is None or section.has("original_max_position_embeddings"):
+        return int(positions)
+    return max(positions, rope.max_position)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -191,6 +202,7 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
         "yarn",
         factor=factor,
         original_max_position=base.original_max_position,
+        max_position=int(factor * base.original_max_position),
         beta_fast=section.number("beta_fast", 32.0, above=0),
         beta_slow=section.number("beta_slow", 1.0, above=0),
         truncate=section.flag("truncate", True),

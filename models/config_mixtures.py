@@ -13,6 +13,7 @@ from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_deepseek_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
+from moe_engine.models.formats.gguf import METHOD as GGUF
 
 
 def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -68,8 +69,15 @@ def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     method = "" if quantization is None else quantization.text("quant_method")
     if method == MXFP4:
         raw.pop("quantization_config")
+    elif quantization is not None and method != GGUF:
+        quantization.fail(
+            "quant_method",
+            f"{method!r} is not served for gpt-oss; use its MXFP4 or bfloat16 checkpoint, or a GGUF file",
+        )
     read = Fields(raw, fields.source)
     config = parse_gqa(read, generation, moe, (True,) * layers, sinks=True)
+    if method == GGUF:
+        return config
     return replace(config, weight_format=FusedExpertsFormat(moe.num_experts, method), raw=fields.raw)
 
 

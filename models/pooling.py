@@ -105,8 +105,8 @@ def _dimensions(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _sentence_transformer(folder: Path) -> tuple[str, bool]:
-    """How the token states are pooled, and whether the vector is normalised. Without sentence-transformers' files: the
-    last token, normalised, as in SGLang.
+    """How the token states are pooled, and whether the vector is normalized. Without sentence-transformers' files: the
+    last token, normalized, as in SGLang.
 
     Raises:
         ConfigError: a module or a mode that this engine does not compute.

@@ -37,7 +37,6 @@ from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, model_tensors
 
-FORMATS = ("fp8", "int8", "int4")
 SETTINGS = "quantize.json"
 _KEPT = (".eh_proj.weight",)
 _SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -49,7 +48,7 @@ _WRITTEN = (INDEX_FILE, TORCH_INDEX_FILE, "config.json", SETTINGS)
 class Target:
     """
     Attributes:
-        format: one of `FORMATS`.
+        format: `fp8`, `int8` or `int4`.
         group: columns with a common scale; int4 only.
     """
 

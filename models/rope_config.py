@@ -19,6 +19,8 @@ class RopeConfig:
     kind: str = "default"
     factor: float = 1.0
     original_max_position: int = 0
+    max_position: int = 0
+    """Number of positions that `linear` and `yarn` scale to; 0: not scaled, or not known."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True

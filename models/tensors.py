@@ -156,7 +156,7 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     yield from layer_tensors(config, config.is_mtp_moe)
 
 
-def attention_tensors(config: ModelConfig, layer: int | None = None) -> Iterator[TensorSpec]:
+def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[TensorSpec]:
     """Projections, biases and inner norms of one attention layer."""
     attention, hidden = config.attention, config.hidden_size
     if config.delta is not None and layer in config.state_layers:

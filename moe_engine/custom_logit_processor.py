@@ -2,7 +2,7 @@
 
 A client subclasses `CustomLogitProcessor`, and sends `to_str()` of the class as `custom_logit_processor` of a request
 and its arguments as `custom_params` in the sampling parameters. The server runs the code, so it accepts such requests
-with `--enable-custom-logit-processor` only. The class is serialised with dill, as SGLang does: also a class of the
+with `--enable-custom-logit-processor` only. The class is serialized with dill, as SGLang does: also a class of the
 client's script. Classes made for SGLang's base class are accepted. Imports no torch.
 """
 
@@ -40,15 +40,15 @@ class CustomLogitProcessor(ABC):
 
     @classmethod
     def to_str(cls) -> str:
-        """The class, serialised for `custom_logit_processor`."""
+        """The class, serialized for `custom_logit_processor`."""
         return json.dumps({"callable": _dill().dumps(cls).hex()})
 
     @classmethod
     def from_str(cls, text: str) -> CustomLogitProcessor:
-        """An instance of a serialised class. Executes code of the sender.
+        """An instance of a serialized class. Executes code of the sender.
 
         Raises:
-            ValueError: the text is not a serialised class, or loading it failed.
+            ValueError: the text is not a serialized class, or loading it failed.
         """
         return load(text)()
 
@@ -63,7 +63,7 @@ class DisallowedTokensLogitsProcessor(CustomLogitProcessor):
 
 
 def pickled_bytes(text: str) -> bytes:
-    """The pickled class in a serialised processor; executes nothing.
+    """The pickled class in a serialized processor; executes nothing.
 
     Raises:
         ValueError: the text has another form.
@@ -75,7 +75,7 @@ def pickled_bytes(text: str) -> bytes:
 
 
 def described(text: str) -> str:
-    """Class name and size of a serialised processor, for logs; executes nothing."""
+    """Class name and size of a serialized processor, for logs; executes nothing."""
     size = f"{len(text)} characters"
     try:
         ops = pickletools.genops(pickled_bytes(text))
@@ -93,10 +93,10 @@ def described(text: str) -> str:
 
 @lru_cache(MAX_CACHED)
 def load(text: str) -> type[CustomLogitProcessor]:
-    """The class in a serialised processor. Executes code of the sender.
+    """The class in a serialized processor. Executes code of the sender.
 
     Raises:
-        ValueError: the text is not a serialised class, or loading it failed.
+        ValueError: the text is not a serialized class, or loading it failed.
     """
     data, dill = pickled_bytes(text), _dill()
 

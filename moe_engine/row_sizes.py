@@ -15,14 +15,14 @@ def row_width(context_len: int, num_drafts: int = 0) -> int:
     return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
 
 
-def window_request_pages(window: int, page_size: int, draft_slots: int = 0) -> int:
+def window_request_pages(window: int, page_size: int, draft_slots: int) -> int:
     """Max pages of a window pool that a request needs, without those of its prompt in a step: its window and the slots
     of two steps' drafts, rounded to pages at both ends. A page that left the window stays allocated until the step in
     flight ends."""
     return -(-(window + 2 * draft_slots) // page_size) + 3
 
 
-def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
+def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int) -> int:
     """Tokens of a window pool that holds `max_rows` requests, and the prompts of the step to plan and of the step in
     flight."""
     each = window_request_pages(window, page_size, draft_slots)

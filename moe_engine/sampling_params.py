@@ -50,7 +50,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences of `bad_words`: the last token of each is forbidden after the others."""
     custom_logit_processor: str | None = None
-    """Serialised `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
+    """Serialized `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
     custom_params: dict[str, Any] | None = None
     constraint: Constraint | None = None
     max_thinking_tokens: int | None = None
@@ -77,7 +77,7 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
-    def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
+    def check_vocab(self, vocab_size: int, *, prefix: str) -> None:
         """Raises InputError if a token id of the parameters is outside the vocabulary."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),

@@ -122,7 +122,7 @@ class PackedLogprobs(NamedTuple):
     """Log-probabilities (natural log, of the softmax of the raw logits) of P consecutive tokens, and at each position
     those of the K best tokens and of the J requested ones (`LogprobSpec.token_ids`).
 
-    A constant number of objects for any P: the worker sends this form, and only the front end converts it to Python
+    A constant number of objects for any P: the worker sends this form, and only the frontend converts it to Python
     objects or JSON.
 
     Arrays in native byte order. NaN in `values` means not computed (the first token of a prompt, and the token at the
@@ -170,7 +170,7 @@ class Request:
     logprobs: LogprobSpec | None = None
     extra_key: str | None = None
     seed: int = 0
-    """Sampling seed: the client's, or one drawn by the front end."""
+    """Sampling seed: the client's, or one drawn by the frontend."""
     lora_id: int = NO_LORA
     """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False

@@ -91,7 +91,7 @@ class PeerLink:
         device: device of the communicated tensors.
     """
 
-    def __init__(self, groups: RankLists, rank: int, timeout_s: float, device: torch.device | str = "cpu") -> None:
+    def __init__(self, groups: RankLists, rank: int, timeout_s: float, device: torch.device | str) -> None:
         made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups]
         self._group, members = next(found for found in zip(made, groups) if rank in found[1])
         self._connect(len(members), members.index(rank), device)

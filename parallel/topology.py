@@ -122,11 +122,11 @@ class Topology:
 
     def attn_tp_groups(self) -> RankLists:
         """Ranks with the same requests."""
-        return _neighbours(self.tp_size, self.attn_tp_size)
+        return _neighbors(self.tp_size, self.attn_tp_size)
 
     def moe_tp_groups(self) -> RankLists:
         """Ranks with the same experts."""
-        return _neighbours(self.tp_size, self.moe_tp_size)
+        return _neighbors(self.tp_size, self.moe_tp_size)
 
     def ep_groups(self) -> RankLists:
         """Ranks that together hold all experts, in expert order."""
@@ -134,7 +134,7 @@ class Topology:
 
     def node_groups(self) -> RankLists:
         """Ranks of one host."""
-        return _neighbours(self.tp_size, self.tp_size // self.num_nodes)
+        return _neighbors(self.tp_size, self.tp_size // self.num_nodes)
 
     def rail_groups(self) -> RankLists:
         """Ranks with the same local rank, one per host."""
@@ -196,7 +196,7 @@ def _nearest(size: int, total: int) -> str:
     return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
 
 
-def _neighbours(total: int, size: int) -> RankLists:
+def _neighbors(total: int, size: int) -> RankLists:
     return [list(range(start, start + size)) for start in range(0, total, size)]
 
 

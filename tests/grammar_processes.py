@@ -1,4 +1,4 @@
-"""Processes that check grammars, shared by the front ends of a test process: each costs a CPU second to start."""
+"""Processes that check grammars, shared by the frontends of a test process: each costs a CPU second to start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_engine.structured_output.check_process import CheckSpec
 
 class KeptChildren(FrameChildren[CheckChild]):
     def close(self) -> None:
-        """The processes serve the next front end."""
+        """The processes serve the next frontend."""
 
 
 @pytest.fixture(scope="session", autouse=True)

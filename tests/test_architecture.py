@@ -453,7 +453,7 @@ BEHIND_EXTRAS = {"moe_engine/server/tracing.py"}
 
 
 def test_importing_the_front_end_loads_no_torch():
-    """Also at run time: no import of the front end loads torch."""
+    """Also at run time: no import of the frontend loads torch."""
     packages = (*NO_TORCH, *TORCH_IN_FUNCTIONS_ONLY)
     modules = [
         path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

@@ -72,8 +72,8 @@ def trace() -> list[dict[str, Any]]:
     calls += [{"input_ids": shared + prompt(n), "sampling_params": plain} for n in (3, 9)]
     for seed in (1, 2, 3):
         calls.append({"input_ids": prompt(11 * seed), "sampling_params": {**sampled, "sampling_seed": seed}})
-    penalised = {**plain, "frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.2}
-    calls.append({"input_ids": prompt(20), "sampling_params": penalised})
+    penalized = {**plain, "frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.2}
+    calls.append({"input_ids": prompt(20), "sampling_params": penalized})
     calls.append({"input_ids": prompt(12), "sampling_params": {**plain, "min_new_tokens": 8, "ignore_eos": False}})
     calls.append({"input_ids": prompt(9), "sampling_params": {**plain, "stop": ["a", "e"]}})
     calls.append({"input_ids": prompt(14), "sampling_params": {**sampled, "sampling_seed": 5, "n": 2}})

@@ -94,7 +94,7 @@ def parity_cases() -> list[KernelCase]:
 
 
 def timed_cases() -> list[KernelCase]:
-    """The shapes with targets, and neighbouring sizes."""
+    """The shapes with targets, and neighboring sizes."""
     experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
     hidden = DEEPSEEK_V3.hidden
     return [*attention_cases(), *experts, quantize(4096, hidden), norm_quantize(4096, hidden), permute(4096)]

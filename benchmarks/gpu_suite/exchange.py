@@ -49,7 +49,7 @@ V3_BESIDE = replace(V3_EP8, num_local=4, tokens=2)
 for."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
 TINY_BESIDE = replace(TINY, num_ranks=1, num_local=4)
-"""The phases to run: a dry run may use a device with serialised launches."""
+"""The phases to run: a dry run may use a device with serialized launches."""
 OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 
@@ -110,7 +110,7 @@ class RanksHere:
     def run_beside(self, number: int) -> Tensor:
         """`run` with one stream per rank, whole dispatches, then whole combines: kernels wait for each other.
 
-        The host must not synchronise in between: kernels are loaded and streams have their memory after a `run` apart.
+        The host must not synchronize in between: kernels are loaded and streams have their memory after a `run` apart.
         All waiting programs must be resident on the GPU together with the programs they wait for. A device may run its
         cooperative launches one after the other: no sum starts before the last arrival, which its ranks need.
         """

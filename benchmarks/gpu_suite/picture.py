@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"triton": "#2a6fbb", "torch": "#bbbbbb"}
+COLORS = {"triton": "#2a6fbb", "torch": "#bbbbbb"}
 VENDOR = "#d08030"
 
 
@@ -26,8 +26,8 @@ def draw(result: dict[str, Any], file: Path) -> Path | None:
     height = max(4.0, 0.18 * len(names))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, height), width_ratios=(3, 1))
     for line in lines:
-        colour = COLOURS.get(line["row"], VENDOR)
-        left.scatter(line["of_floor"], names.index(line["kernel"]), color=colour, s=14, label=line["row"])
+        color = COLORS.get(line["row"], VENDOR)
+        left.scatter(line["of_floor"], names.index(line["kernel"]), color=color, s=14, label=line["row"])
     left.set_yticks(range(len(names)), names, fontsize=6)
     left.invert_yaxis()
     left.axvline(0.85, color="#888888", linewidth=0.8)
@@ -35,7 +35,7 @@ def draw(result: dict[str, Any], file: Path) -> Path | None:
     left.set_xlabel("floor / time")
     seen = dict(zip(*reversed(left.get_legend_handles_labels())))
     left.legend(seen.values(), seen.keys(), loc="lower right", fontsize=7)
-    right.barh(list(classes), [entry["us"] for entry in classes.values()], color=COLOURS["triton"])
+    right.barh(list(classes), [entry["us"] for entry in classes.values()], color=COLORS["triton"])
     right.invert_yaxis()
     right.set_xlabel("us in a decode step")
     first = result.get("profile", {}).get("next", [])

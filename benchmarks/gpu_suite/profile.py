@@ -88,7 +88,7 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def next_three(longest: Sequence[dict[str, Any]], step_us: float, busy_us: float) -> list[dict[str, Any]]:
-    """Optimisation candidates: the kernels with the largest share of a step, and the idle time."""
+    """Optimization candidates: the kernels with the largest share of a step, and the idle time."""
     idle = {"kernel": "no kernel runs: the device waits for the host", "us": max(0.0, step_us - busy_us)}
     worst = sorted((idle, *longest), key=lambda entry: -entry["us"])[:3]
     return [{"kernel": entry["kernel"], "us": entry["us"], "share": entry["us"] / step_us} for entry in worst]

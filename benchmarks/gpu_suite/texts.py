@@ -69,7 +69,7 @@ def _profile(values: Values) -> str:
     head = f"step {values['step_us']:.0f} us, of which the device was busy {values['device_us']:.0f} us"
     first = [(n["kernel"][:70], f"{n['us']:.0f}", f"{n['share']:.0%}") for n in values["next"]]
     text = head + "\n" + table(("class", "us", "launches"), classes)
-    return text + "\n" + table(("optimise next", "us", "of a step"), first)
+    return text + "\n" + table(("optimize next", "us", "of a step"), first)
 
 
 def _fp8_layers(values: Values) -> str:

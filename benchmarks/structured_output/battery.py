@@ -30,7 +30,7 @@ COMMON = {"dtype": "float32", "cpu_threads": 1, "max_running_requests": 32}
 SUBSET = 60
 """Schemas of the forms with several ranks."""
 AT_ONCE = 128
-"""Concurrent constrained requests; the front end queues up to 256 new grammars."""
+"""Concurrent constrained requests; the frontend queues up to 256 new grammars."""
 
 
 @dataclass

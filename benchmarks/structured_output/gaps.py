@@ -2,7 +2,7 @@
 
 The client of the arriving request is in another process than the reader of the streams, and its body is made before:
 the 120 KB of a schema otherwise occupy the thread that takes the times. Until 2026-11-27 both were one process, which
-also was the front end of an offline engine, and all gaps of the streams counted: most of the largest ones were pauses
+also was the frontend of an offline engine, and all gaps of the streams counted: most of the largest ones were pauses
 of the machine, long after the arrival.
 """
 
@@ -26,8 +26,8 @@ from benchmarks.stream_clients import ReadStream, read_streams
 from moe_engine.tuning.stats import median, percentile
 
 ENUM_SIZE = 5_000
-NEIGHBOURS = 4
-NEIGHBOUR_TOKENS = 400
+NEIGHBORS = 4
+NEIGHBOR_TOKENS = 400
 COUNTED_SECONDS = 0.1
 """Gaps count that end within this time after the arrival; all kinds of requests are answered within it."""
 FIELDS = 40
@@ -55,7 +55,7 @@ def measure_gaps(flags: list[str], rounds: int, seed: int = 3) -> dict[str, Any]
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     with ServerProcess(flags) as server, _other_process() as sender:
         server.wait_ready()
-        streams = [request_bytes(server.port, "/v1/completions", _neighbour(rng)) for _ in range(NEIGHBOURS)]
+        streams = [request_bytes(server.port, "/v1/completions", _neighbor(rng)) for _ in range(NEIGHBORS)]
         for number in range(rounds + 1):
             for name in rng.sample(KINDS, len(KINDS)):
                 schema = _schema(name, next(numbers), kept)
@@ -123,9 +123,9 @@ def _enum(number: int) -> list[str]:
     return [f"{i}-{words.getrandbits(64):x}" for i in range(ENUM_SIZE)]
 
 
-def _neighbour(rng: random.Random) -> dict[str, Any]:
+def _neighbor(rng: random.Random) -> dict[str, Any]:
     prompt = rng.choices(range(300, 1200), k=16)
-    return {"model": "default", "prompt": prompt, "max_tokens": NEIGHBOUR_TOKENS, "temperature": 1, "stream": True,
+    return {"model": "default", "prompt": prompt, "max_tokens": NEIGHBOR_TOKENS, "temperature": 1, "stream": True,
             "ignore_eos": True}  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Chunk:
         return self.first_keys[0] + self.key_lens[0] == self.queries.context_lens[0]
 
     def slots(self) -> Tensor:
-        """Slots of the chunk's tokens, requests concatenated: [S] int64. No device synchronisation."""
+        """Slots of the chunk's tokens, requests concatenated: [S] int64. No device synchronization."""
         table, rows = self.queries.slot_table, self.queries.rows
         spans = enumerate(zip(self.first_keys, self.key_lens))
         found = [table[:, first : first + keys].index_select(0, rows[i : i + 1]) for i, (first, keys) in spans]

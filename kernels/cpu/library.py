@@ -182,8 +182,10 @@ class Library:
 
 
 def cache_folder() -> Path:
+    """Folder of everything that is compiled or generated once for a machine: ``$XDG_CACHE_HOME/moe-engine``, by
+    default ``~/.cache/moe-engine``."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "moe_engine"
+    return Path(base) / "moe-engine"
 
 
 def openmp_runtime() -> Path:
@@ -278,7 +280,7 @@ def _built(flags: list[str]) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is not writable")
     except OSError:
-        folder = Path(tempfile.gettempdir()) / f"moe_engine-{os.getuid()}"
+        folder = Path(tempfile.gettempdir()) / f"moe-engine-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise LibraryError(f"no cache folder: {folder} belongs to another user; set XDG_CACHE_HOME") from None

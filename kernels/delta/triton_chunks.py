@@ -204,7 +204,7 @@ def _states_constants(shape: DeltaShape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def chunk_cases(name: str, shape: DeltaShape, dtype: torch.dtype) -> list[AotCase]:
-    """The specialisations that `run_chunks` launches."""
+    """The specializations that `run_chunks` launches."""
     kind = f"*{element(dtype)}"
     table = {"bounds": "*i32", "solve": kind, "scores": kind, "scales": "*fp32"}
     system = {"taken": kind, "ba": kind, "a_log": "*fp32", "dt_bias": "*fp32", **table, "stride": "i32:16"}

@@ -248,7 +248,7 @@ def _norm_constants(shape: DeltaShape) -> dict[str, Any]:
 
 
 def delta_cases(label: str, shape: DeltaShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
-    """The specialisations that a step launches."""
+    """The specializations that a step launches."""
     kind, name = f"*{element(dtype)}", f"{label}_{element(dtype)}"
     places = {"starts": "*i32", "reads": "*i64", "stride": "i32:16"}
     inputs = {"qkvz": kind, "tail": kind, **places}

@@ -81,7 +81,7 @@ class Layer:
 
 
 class DeepGemmExperts:
-    """`ExpertsKernel`; supports all layouts. No host synchronisation.
+    """`ExpertsKernel`; supports all layouts. No host synchronization.
 
     Args:
         deep_gemm: the library; default: the installed one.

@@ -62,7 +62,7 @@ class Layer:
 
 
 class TrtllmExperts:
-    """`ExpertsKernel` of local tokens. No host synchronisation.
+    """`ExpertsKernel` of local tokens. No host synchronization.
 
     Args:
         plain: the kernel of experts that are not in block FP8; default: Triton's.

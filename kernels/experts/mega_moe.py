@@ -51,7 +51,7 @@ class Layer:
 
 
 class MegaMoe:
-    """`ExpertsKernel` of fused batches. No host synchronisation.
+    """`ExpertsKernel` of fused batches. No host synchronization.
 
     Args:
         module: the library; default: the installed one.

@@ -57,7 +57,7 @@ class TorchExperts:
     def run_routed(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
-        """See the protocol. Synchronises with the device, as `run` does."""
+        """See the protocol. Synchronizes with the device, as `run` does."""
         order = self._permutation.sort_by_expert(topk_ids, weights.num_experts)
         tokens = order.source[: int(order.offsets[-1])].div(topk_ids.shape[1], rounding_mode="floor")
         batch = ExpertBatch("grouped", x.index_select(0, tokens), offsets=order.offsets)

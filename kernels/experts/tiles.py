@@ -119,7 +119,7 @@ FIXED_PLAIN = ExpertTiles(
 """For --enable-deterministic-inference."""
 
 
-def tiles_of(element: str, deterministic: bool = False) -> ExpertTiles:
+def tiles_of(element: str, deterministic: bool) -> ExpertTiles:
     """Tiles by Triton's name of the weights' dtype, or `MXFP4`, `FOUR_BITS` or `FOUR_BITS_WIDE`."""
     fp8, plain = (FIXED_BLOCK_FP8, FIXED_PLAIN) if deterministic else (BLOCK_FP8, PLAIN)
     mxfp4, few = (FIXED_FOUR_BITS, FIXED_FOUR_BITS) if deterministic else (_MXFP4_TILES, _FOUR_BITS_TILES)

@@ -76,7 +76,7 @@ class TritonExpertWeights:
 
 
 class TritonExperts:
-    """`ExpertsKernel`. No host synchronisation.
+    """`ExpertsKernel`. No host synchronization.
 
     Args:
         deterministic: tiles do not depend on the number of rows, so that results are batch-invariant, bit for bit.

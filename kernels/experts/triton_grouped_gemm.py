@@ -6,7 +6,7 @@
 Legend: M rows, D hidden, I expert width, E experts. A row is multiplied with the weights of its group's expert.
 
 Row counts are known only on the device: programs count the tiles from the group sizes and share them
-(`group_tiles.py`). No host synchronisation; all shapes depend on M and E alone.
+(`group_tiles.py`). No host synchronization; all shapes depend on M and E alone.
 """
 
 from __future__ import annotations

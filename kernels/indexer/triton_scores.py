@@ -1,4 +1,4 @@
-"""Scores of the indexer in Triton: index queries of a few neighbouring tokens against all keys of their request.
+"""Scores of the indexer in Triton: index queries of a few neighboring tokens against all keys of their request.
 
 A program keeps the queries of up to 128 / Hi tokens as rows of one matrix product, and takes every n-th block of keys.
 The number of programs does not depend on context lengths, which are read from the device: captured steps run the same

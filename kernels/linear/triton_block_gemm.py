@@ -91,7 +91,7 @@ def block_gemm(
     bias: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. No host synchronisation.
+    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. No host synchronization.
 
     Args:
         tiles: tiling; default: from the table.

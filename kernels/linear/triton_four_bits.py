@@ -6,7 +6,7 @@
     int4        code - 8                        of 32, 64 or 128 columns, in the checkpoint's dtype
     int4_zeros  code - zero point of a group    the same, each beside its zero point
 
-Two numbers are in a byte. MXFP4 keeps the order of checkpoints, neighbours in a byte, which the compiler decodes. In
+Two numbers are in a byte. MXFP4 keeps the order of checkpoints, neighbors in a byte, which the compiler decodes. In
 the other forms byte j of a block of 32 columns holds columns j and j + 16: all low bits of a step and all high bits are
 operands of a product each, with their own columns of x, and no thread needs a number that another one has loaded.
 Scales are ordered by steps of 128 columns, so that a tile reads the scales of its rows from consecutive addresses;

@@ -107,7 +107,7 @@ def four_bits_gemm_kernel(
 def four_bits_gemm(
     x: Tensor, weight: FourBitsWeight, bias: Tensor | None = None, deterministic: bool = False
 ) -> Tensor:
-    """x [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in x's dtype. No host synchronisation.
+    """x [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in x's dtype. No host synchronization.
 
     Args:
         deterministic: the tiling does not depend on the number of rows (batch-invariant results).

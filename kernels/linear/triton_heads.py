@@ -101,7 +101,7 @@ def _plan(
 
 
 def heads_case(label: str, heads: int, count: int, power_of_two: bool, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    """The specialisation that `heads_quantized` launches for DeepSeek's values and `count` tokens."""
+    """The specialization that `heads_quantized` launches for DeepSeek's values and `count` tokens."""
     constants, stages = _plan(count, heads, 128, 512, dtype, power_of_two)
     kind = f"*{element(dtype)}"
     signature = {

@@ -15,12 +15,12 @@ if TYPE_CHECKING:  # the protocol imports torch; selection does not need it
 logger = logging.getLogger(__name__)
 
 
-def choose_lora(device: Device, dtype: str, asked: str = "auto") -> Choice:
+def choose_lora(device: Device, dtype: str, asked: str) -> Choice:
     """The requested row, or with ``auto`` the most preferred one. Raises ValueError if it cannot run here."""
     return select("lora", tables.LORA, asked, device, Need(dtype))
 
 
-def build_lora(device: Device, dtype: str, asked: str = "auto") -> LoraKernel:
+def build_lora(device: Device, dtype: str, asked: str) -> LoraKernel:
     """The kernel; with ``auto`` torch's if the chosen row fails to load."""
     choice = choose_lora(device, dtype, asked)
     try:

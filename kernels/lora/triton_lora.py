@@ -142,7 +142,7 @@ def lora_cases(
     label: str, heads: int, a_heads: int, b_heads: int, k: int, rank: int, columns: tuple[int, ...],
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[AotCase]:  # fmt: skip
-    """The specialisations that a product launches."""
+    """The specializations that a product launches."""
     first, second = _plans(heads, a_heads, b_heads, k, columns[-1], rank, columns, dtype)
     kind = f"*{element(dtype)}"
     common = {"order": "*i64", "tiles": "*i32", "inner": "*fp32"}

@@ -145,7 +145,7 @@ def absorb_case(
     label: str, heads: int, count: int, form: int, dtype: torch.dtype = torch.bfloat16,
     slot_dtype: torch.dtype = torch.int64, fp8_query: bool = False,
 ) -> AotCase:  # fmt: skip
-    """The specialisation that `absorb` launches for DeepSeek's widths and `count` tokens."""
+    """The specialization that `absorb` launches for DeepSeek's widths and `count` tokens."""
     nope, latent, rotary = 128, 512, 64
     table = RotaryTable(torch.empty(1, rotary), interleaved=True)
     constants, _ = _plan(count, heads, nope, latent, table, form, dtype)

@@ -26,7 +26,7 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.kernels.quantization.triton_rows import store_norm
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
-from moe_engine.kernels.triton.launch import with_contiguous_rows
+from moe_engine.kernels.triton.launch import row_stride, with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -83,18 +83,13 @@ def combine_norm(
             rows.rows, rows.positions, weights, add, residual, weight, normed,
             None if quantized is None else quantized.data, None if quantized is None else quantized.scales,
             0 if quantized is None else quantized.scale_stride, eps,
-            **_constants(top_k, width, _row_stride(weights), 0 if add is None else _row_stride(add), add, format),
+            **_constants(top_k, width, row_stride(weights), 0 if add is None else row_stride(add), add, format),
             num_warps=_warps(width),
         )  # fmt: skip
     if quantized is None:
         assert normed is not None
         return normed
     return QuantizedActivation(quantized, normed, residual.dtype)
-
-
-def _row_stride(x: Tensor) -> int:
-    """An arbitrary stride of a single row must not compile a new kernel."""
-    return max(x.stride(0), x.shape[1])
 
 
 def _constants(

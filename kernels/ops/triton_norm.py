@@ -121,7 +121,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def norm_case(
     label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16, pair: bool = False
 ) -> AotCase:
-    """The specialisation launched by `rms_norm` or `add_rms_norm` for rows of `width`, weights in `dtype`."""
+    """The specialization launched by `rms_norm` or `add_rms_norm` for rows of `width`, weights in `dtype`."""
     rows, block, warps = _tile(width)
     kind = f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "residual", "weight", "out"), kind)
@@ -135,7 +135,7 @@ def norm_case(
 
 
 def silu_case(label: str, width: int) -> AotCase:
-    """The specialisation launched by `silu_and_mul` for I = `width`."""
+    """The specialization launched by `silu_and_mul` for I = `width`."""
     signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16"}
     constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK}
     return AotCase(

@@ -143,7 +143,7 @@ def norm_route_case(
     dtype: torch.dtype = torch.bfloat16, exact: bool = True, has_real: bool = False,
     ids_dtype: torch.dtype = torch.int32,
 ) -> AotCase:  # fmt: skip
-    """The specialisation launched by `add_norm_route` for `count` tokens."""
+    """The specialization launched by `add_norm_route` for `count` tokens."""
     real = torch.empty(0) if has_real else None
     constants, _, warps, stages = _plan(format, spec, spec.has_bias, count, hidden, dtype, exact, real)
     kind = f"*{element(dtype)}"

@@ -22,7 +22,7 @@ from moe_engine.kernels.triton.grid_barrier import barrier_state
 
 
 class TritonOps:
-    """`Ops` on a GPU; no host synchronisation, and no step-dependent shape compiles a new kernel.
+    """`Ops` on a GPU; no host synchronization, and no step-dependent shape compiles a new kernel.
 
     Args:
         deterministic: batch-invariant results; otherwise the router splits its sums by the number of tokens, and small

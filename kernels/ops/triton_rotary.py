@@ -200,7 +200,7 @@ def _kv_block(elements: int) -> int:
 
 
 def rotate_case(label: str, heads: int, width: int, interleaved: bool) -> AotCase:
-    """The specialisation that `rotate` launches for bf16 views with contiguous channels."""
+    """The specialization that `rotate` launches for bf16 views with contiguous channels."""
     block_h, block_r = _rotate_tile(heads, width)
     signature = {"x": "*bf16", "positions": "*i64:1", "cos_sin": "*fp32", "stride": "i32:16", "head_stride": "i32:16"}
     constants = {
@@ -211,7 +211,7 @@ def rotate_case(label: str, heads: int, width: int, interleaved: bool) -> AotCas
 
 
 def latent_case(label: str, latent: int, width: int, dtype: torch.dtype, slot_dtype: torch.dtype) -> AotCase:
-    """The specialisation that `write_latent` launches for interleaved rotary."""
+    """The specialization that `write_latent` launches for interleaved rotary."""
     kind, block_c = f"*{element(dtype)}", next_power_of_2(latent)
     signature = {
         "kv_a": kind, "weight": kind, "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(slot_dtype)}:1",
@@ -225,7 +225,7 @@ def latent_case(label: str, latent: int, width: int, dtype: torch.dtype, slot_dt
 
 
 def kv_case(label: str, heads: int, width: int, slot_dtype: torch.dtype) -> AotCase:
-    """The specialisation that `write_kv` launches for bf16 caches."""
+    """The specialization that `write_kv` launches for bf16 caches."""
     block = _kv_block(heads * width)
     signature = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16") | {"slots": f"*{element(slot_dtype)}:1"}
     strides = ("k_stride", "k_head_stride", "v_stride", "v_head_stride", "k_cache_stride", "v_cache_stride")

@@ -41,7 +41,7 @@ _FIXED_PART = 2048
 
 
 def prepare_gate(gate: Tensor) -> Tensor:
-    """gate [E, D] in bfloat16 if that is exact: a third of the products, half the bytes. Synchronises for a float32
+    """gate [E, D] in bfloat16 if that is exact: a third of the products, half the bytes. Synchronizes for a float32
     gate."""
     if gate.dtype == torch.bfloat16:
         return gate
@@ -117,7 +117,7 @@ def logits_plan(
     return constants, grid, 4, 2 if block_t == 16 else 3
 
 
-def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = False) -> dict:
+def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool) -> dict:
     """Constants of the selection kernel."""
     if spec.score not in ("sigmoid", "softmax") or spec.group_score not in _GROUP_SCORES:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
@@ -146,7 +146,7 @@ def route_cases(
     label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False,
     exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32,
 ) -> list[AotCase]:  # fmt: skip
-    """The specialisations launched by `route` for `count` tokens: one kernel, or two."""
+    """The specializations launched by `route` for `count` tokens: one kernel, or two."""
     logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
     constants = select_plan(spec, grid[2], spec.has_bias, has_real) | ({} if has_real else {"real": None})
     name = f"{label}_{'any' if deterministic else count}_{element(dtype)}{'_exact' * exact}{'_masked' * has_real}"

@@ -71,7 +71,7 @@ def most_rows(num_pairs: int, num_experts: int, align: int) -> int:
 class Permutation(Protocol):
     """Ids are int32, experts counted from 0; other ids have no row. Positions are int32 [T, S], -1: none.
 
-    The first five operations never synchronise, and no shape depends on a value: a captured graph can replay them.
+    The first five operations never synchronize, and no shape depends on a value: a captured graph can replay them.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Permutation(Protocol):
 
     def valid(self, ids: Tensor, num_experts: int) -> bool:
         """True if ids [T, K], int32 or int64, are all in -1..num_experts-1, and no token repeats an expert.
-        Synchronises with the device."""
+        Synchronizes with the device."""
 
     def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, Tensor]:
         """Target ranks of each token, deduplicated: rank r, if takes_part[r], holds experts from r * num_local on.

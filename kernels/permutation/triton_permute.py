@@ -1,7 +1,7 @@
 """Permute and unpermute in Triton: sort tokens by expert, gather, weighted sum.
 
 Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts, D hidden, M rows.
-No host synchronisation, no dependence on program order: equal inputs give equal bits, and all shapes depend
+No host synchronization, no dependence on program order: equal inputs give equal bits, and all shapes depend
 on T, K and E alone, so that a captured graph can replay it.
 """
 
@@ -22,7 +22,7 @@ from moe_engine.kernels.quantization.triton_groups import scale_groups
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, barrier_state, grid_barrier, resident_programs
-from moe_engine.kernels.triton.launch import with_contiguous_rows
+from moe_engine.kernels.triton.launch import row_stride, with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
 _STEP = 64  # pairs that a program ranks at once, by all-pairs comparison
@@ -215,7 +215,7 @@ class TritonPermutation(TorchPermutation):
         if x.dtype == FP8:
             x, out = x.view(torch.uint8), out.view(torch.uint8)
         x = with_contiguous_rows(x)
-        constants = _permute_constants(slots, width, x.itemsize, _row_stride(x), scales is not None)
+        constants = _permute_constants(slots, width, x.itemsize, row_stride(x), scales is not None)
         strides: tuple[int, ...] = (0, 0, 0, 0)
         if scales is not None and out_scales is not None:
             strides = (*scales.stride(), *out_scales.stride())
@@ -238,7 +238,7 @@ class TritonPermutation(TorchPermutation):
         add = None if add is None else with_contiguous_rows(add)
         combine_kernel[(tokens, triton.cdiv(width, _COMBINE_TILE))](
             rows, positions, weights, add, out, TOP_K=top_k, WIDTH=width,
-            W_STRIDE=0 if weights is None else _row_stride(weights), ADD_STRIDE=0 if add is None else _row_stride(add),
+            W_STRIDE=0 if weights is None else row_stride(weights), ADD_STRIDE=0 if add is None else row_stride(add),
             TILE=_COMBINE_TILE, HAS_WEIGHTS=weights is not None, HAS_ADD=add is not None, num_warps=4,
         )  # fmt: skip
         return out
@@ -272,12 +272,6 @@ def _place(
         capacity, **constants, num_warps=4, **(COOPERATIVE if waits else {}),
     )  # fmt: skip
     return positions
-
-
-def _row_stride(x: Tensor) -> int:
-    """Row stride. The arbitrary stride of a single row must not compile a new kernel; a view into records has the
-    stride of the records."""
-    return max(x.stride(0), x.shape[1])
 
 
 def _place_constants(

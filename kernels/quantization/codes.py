@@ -119,7 +119,7 @@ class GroupCodes:
         return Fraction(1, 2) + Fraction(SCALE_BYTES[self.scales] * pair, min(self.group, STEP))
 
     def empty(self, n: int, k: int, device: torch.device | str) -> Coded:
-        """Uninitialised memory for a weight [n, k]."""
+        """Uninitialized memory for a weight [n, k]."""
         return CodedWeight.empty(self, n, k, device)
 
 
@@ -148,7 +148,7 @@ class CodedWeight:
 
     @classmethod
     def empty(cls, format: GroupCodes, n: int, k: int, device: torch.device | str) -> CodedWeight:
-        """Uninitialised memory for a weight [n, k]."""
+        """Uninitialized memory for a weight [n, k]."""
         import torch
 
         groups = k // format.group_of(k)
@@ -252,7 +252,7 @@ class PlainCodes(GroupCodes):
         return GroupCodes(**{field.name: getattr(self, field.name) for field in fields(GroupCodes)})
 
     def empty(self, n: int, k: int, device: torch.device | str) -> PlainWeight:
-        """Uninitialised memory for a weight [n, k]."""
+        """Uninitialized memory for a weight [n, k]."""
         import torch
 
         return PlainWeight(torch.empty(n, k, dtype=getattr(torch, self.plain), device=device), self)

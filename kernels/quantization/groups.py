@@ -39,8 +39,8 @@ class RowGroups:
         return self.sizes - self.starts if self.alignment else self.sizes
 
 
-def empty_rows(x: Tensor, width: int, exponents: bool = False) -> QuantizedRows:
-    """Uninitialised rows of `width` channels in the layout of x. Scales are column-major in each padded group, the
+def empty_rows(x: Tensor, width: int, exponents: bool) -> QuantizedRows:
+    """Uninitialized rows of `width` channels in the layout of x. Scales are column-major in each padded group, the
     order in which DeepGEMM's masked products read them."""
     *groups, count = x.shape[:-1]
     return QuantizedRows.empty(count, width, x.device, tuple(groups), exponents)

@@ -43,7 +43,7 @@ class BlockWeight:
 
     @classmethod
     def empty(cls, n: int, k: int, device: torch.device | str, power_of_two: bool = False) -> BlockWeight:
-        """Uninitialised memory for a weight [N, K]."""
+        """Uninitialized memory for a weight [N, K]."""
         data = torch.empty(n, k, dtype=FP8, device=device)
         return cls(data, torch.empty(num_blocks(n), num_blocks(k), device=device), power_of_two)
 
@@ -85,7 +85,7 @@ class KernelFormat(Protocol):
         """Rows of a weight that share scales."""
 
     def empty(self, n: int, k: int, device: torch.device | str) -> QuantizedWeight:
-        """Uninitialised memory for a weight [N, K]."""
+        """Uninitialized memory for a weight [N, K]."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class QuantizedRows:
     def empty(
         cls, m: int, k: int, device: torch.device | str, groups: tuple[int, ...] = (), exponents: bool = False
     ) -> QuantizedRows:
-        """Uninitialised memory for rows [M, K]; for padded groups [*groups, M, K]. exponents: the form of the scales;
+        """Uninitialized memory for rows [M, K]; for padded groups [*groups, M, K]. exponents: the form of the scales;
         those after the last block are zero, since a product multiplies them with padding."""
         blocks, stride = num_blocks(k), -(-m // 4) * 4
         if exponents:

@@ -1,6 +1,6 @@
 """Sampling kernels: logits to tokens.
 
-Semantics of a row: divide by the temperature; keep the top_k best; of these, renormalised, the smallest set of best
+Semantics of a row: divide by the temperature; keep the top_k best; of these, renormalized, the smallest set of best
 tokens whose probability reaches top_p; of these, those with at least min_p times the probability of the best; draw by
 inverse CDF, in vocabulary order, with one uniform number. Of equal logits the lower token id is the better.
 
@@ -83,5 +83,5 @@ class SamplingKernel(Protocol):
     def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
         """tokens [S, J] int64 -> [S, J] float32: the probability that `sample` draws tokens[s, j] in row s.
 
-        0 for negative ids and in rows that yield `INVALID_TOKEN`; ids of V or more are undefined behaviour.
+        0 for negative ids and in rows that yield `INVALID_TOKEN`; ids of V or more are undefined behavior.
         """

@@ -168,7 +168,7 @@ def _constants(vocab: int) -> dict[str, int]:
 
 
 def vocabulary_cases(label: str, vocab: int) -> list[AotCase]:
-    """The specialisations for a vocabulary; `look_up` for one token per row, and for 16 drafts."""
+    """The specializations for a vocabulary; `look_up` for one token per row, and for 16 drafts."""
     columns = dict.fromkeys(("temperature", "top_p", "min_p", "uniform"), "*fp32:1") | {"top_k": "*i64:1"}
     limits = {"best": "*fp32", "limit": "*fp32", "last": "*i32", "total": "*fp64"}
     shared = {"logits": "*fp32", "stride": "i32:16" if vocab % 16 == 0 else "i32"}

@@ -22,7 +22,7 @@ from moe_engine.kernels.symm_mem.triton_all_reduce import (
 
 
 class SymmMemAllReduce:
-    """The launches of one rank, without host synchronisation. Collective: all ranks make the same calls in the same
+    """The launches of one rank, without host synchronization. Collective: all ranks make the same calls in the same
     order, on one stream.
 
     Args:

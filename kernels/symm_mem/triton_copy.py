@@ -21,7 +21,7 @@ def copy_rows_kernel(rows, out, end, WIDTH: tl.constexpr, COLS: tl.constexpr):
 
 
 def copy_rows(rows: Tensor, out: Tensor, end: Tensor) -> None:
-    """rows, out [M, D] contiguous, of one dtype; end int32 [1]. No host synchronisation."""
+    """rows, out [M, D] contiguous, of one dtype; end int32 [1]. No host synchronization."""
     copy_rows_kernel[(TILES.copy_programs,)](
         rows, out, end, WIDTH=rows.shape[1], COLS=TILES.row_cols, num_warps=TILES.copy_warps
     )

@@ -3,7 +3,7 @@
     send:    writes a token's row once to every rank that has some of its experts, with its choices and their weights
     receive: waits for all ranks' tokens, then copies each row to its experts' rows; FP8 rows may be dequantized
 
-Rows of an expert are ordered by rank, then by token: equal inputs give equal bits. No host synchronisation; `send`
+Rows of an expert are ordered by rank, then by token: equal inputs give equal bits. No host synchronization; `send`
 waits for nothing. Offsets are int64 whatever their value, so that launch sizes do not select the kernel. Legend: T
 tokens, K experts per token, El experts of a rank, R ranks, M max tokens of a rank, C rows per expert, D hidden, N
 programs.

@@ -1,6 +1,6 @@
 """Launching kernels for an absent GPU: everything happens except execution.
 
-Triton specialises kernels by launch arguments (types, alignments, values of 1). The surest way to compile the kernels
+Triton specializes kernels by launch arguments (types, alignments, values of 1). The surest way to compile the kernels
 that a GPU will request is therefore to make the same launches: the driver below stands in for a GPU of an architecture,
 kernels are compiled for it into Triton's cache under the same keys, and execution does nothing. Tensors may be on
 torch's ``meta`` device. Not under the interpreter (TRITON_INTERPRET=1).
@@ -93,7 +93,7 @@ class Compilations:
 
 @contextmanager
 def listed(arch: int) -> Iterator[set[tuple[str, str]]]:
-    """Inside, launches for an absent device neither compile nor run: the needed (kernel, specialisation) pairs are
+    """Inside, launches for an absent device neither compile nor run: the needed (kernel, specialization) pairs are
     added to the set. Compares a warm-up's kernels with those of all possible steps, in seconds."""
     needed: set[tuple[str, str]] = set()
 

@@ -47,7 +47,7 @@ _ACCESS = re.compile(r"^\s+(?:@%p\d+ )?((?:ld|st|atom|red|cp|prefetch|tensormap)
 
 @dataclass(frozen=True)
 class AotCase:
-    """One specialisation of a kernel.
+    """One specialization of a kernel.
 
     signature: Triton type by name of every argument that is not constexpr: ``*bf16``, ``*fp8e4nv``,
     ``*i32``, ``i32``, ``i64``, ``fp32``. Pointers count as 16-byte aligned, as torch's allocations are, unless

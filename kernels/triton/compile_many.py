@@ -26,7 +26,7 @@ Result = AotReport | AotFailure
 Job = tuple[AotCase, int]
 
 
-def compile_many(jobs: Sequence[Job], processes: int = 1) -> Iterator[Result]:
+def compile_many(jobs: Sequence[Job], processes: int) -> Iterator[Result]:
     """Results in the order of the jobs, (case, architecture) each, as they complete.
 
     The processes are forked, since kernels cannot be pickled: call it before torch or Triton start threads.

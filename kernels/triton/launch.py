@@ -33,6 +33,12 @@ def stride_of(x: Tensor, dim: int) -> int:
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
+def row_stride(x: Tensor) -> int:
+    """Stride of the rows of x [N, D]. The arbitrary stride of a single row must not compile a new kernel; a view into
+    records has the stride of the records."""
+    return max(x.stride(0), x.shape[1])
+
+
 def warps_for(elements: int) -> int:
     """Warps of an element-wise program with a tile of `elements`: about eight elements per thread, 1 to 16 warps."""
     return min(16, max(1, next_power_of_2(elements) // 256))

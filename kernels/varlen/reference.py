@@ -1,4 +1,4 @@
-"""Attention within runs in plain torch: one product for neighbouring runs of equal length.
+"""Attention within runs in plain torch: one product for neighboring runs of equal length.
 
 Legend: as in protocol.py.
 """

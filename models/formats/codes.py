@@ -56,7 +56,7 @@ def groups_of(columns: slice | None, k: int, group: int) -> Tensor:
 def nibbles(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """int32 [R, C] -> uint8 [R, C * 32 / bits]: lowest bits first, or value j at position order[j]."""
     per = 32 // bits
-    raw = packed.contiguous().view(torch.uint8).view(packed.shape[0], packed.shape[1], 4)
+    raw = packed.flatten().view(torch.uint8).view(packed.shape[0], packed.shape[1], 4)  # one column may have any stride
     if bits == 8:
         values = raw
     else:

@@ -5,16 +5,17 @@ Legend: N rows, K columns of a matrix.
 NVFP4: `prefix.weight` (ModelOpt) or `prefix.weight_packed` (compressed-tensors) uint8 [N, K / 2]; `weight_scale` e4m3
 [N, K / 16]; a scale of the matrix: `weight_scale_2`, a factor, or `weight_global_scale`, a divisor. MXFP4:
 `weight_packed`, `weight_scale` uint8 [N, K / 32], e8m0. Kernels take scales in bfloat16: exact for MXFP4, and as
-exact as weights dequantized to bfloat16 for NVFP4; with the scale of the matrix kernels of a GPU get the stored e4m3
-back. Sources: OCP Microscaling specification 1.0; ModelOpt; compressed-tensors.
+exact as weights dequantized to bfloat16 for NVFP4, whose scales are float32 in a float32 model; with the scale of the
+matrix kernels of a GPU get the stored e4m3 back. Sources: OCP Microscaling specification 1.0; ModelOpt;
+compressed-tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_scales
@@ -40,12 +41,14 @@ class FP4(SchemeBase):
         codes: end of the name of the tensor of codes.
         whole: end of the name of the scale of a matrix; empty: there is none.
         divides: the scale of a matrix divides.
+        scale_dtype: of the scales of a kernel's weights.
     """
 
     group: int
     codes: str = "weight_packed"
     whole: str = ""
     divides: bool = False
+    scale_dtype: str = "bfloat16"
 
     coded: ClassVar[bool] = True
 
@@ -69,13 +72,16 @@ class FP4(SchemeBase):
         return (*found, *(StoredTensor(name, (1,), SCALES, _ONE) for name in unused))
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return Fraction(1, 2) + Fraction(2, self.group)
+        return Fraction(1, 2) + Fraction(4 if self.scale_dtype == "float32" else 2, self.group)
+
+    def of_dtype(self, dtype: str) -> Self:
+        return replace(self, scale_dtype=dtype) if dtype == "float32" and self.whole else self
 
     def kernel_format(self) -> GroupCodes:
         from moe_engine.kernels.quantization.codes import FP4 as VALUES
         from moe_engine.kernels.quantization.codes import GroupCodes
 
-        return GroupCodes(4, self.group, values=VALUES)
+        return GroupCodes(4, self.group, scales=self.scale_dtype, values=VALUES)
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return self.kernel_format().takes(cut.shape(shape)[1]) and cut.keeps_whole(shape, (1, self.group))

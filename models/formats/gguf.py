@@ -34,12 +34,12 @@ _CODES = {
     "Q5_1": (8, 32, "float16", "int", 1), "Q8_0": (8, 32, "float16", "int", 0), "Q2_K": (4, 16, "float16", "int", 16),
     "Q3_K": (4, 16, "float16", "int", 16), "Q4_K": (4, 32, "float16", "int", 8), "Q5_K": (8, 32, "float16", "int", 8),
     "Q6_K": (8, 16, "float32", "int", 0), "IQ4_NL": (4, 32, "float16", "iq4", 0),
-    "IQ4_XS": (4, 32, "float32", "iq4", 0),
+    "IQ4_XS": (4, 32, "float32", "iq4", 0), "MXFP4": (4, 32, "bfloat16", "fp4", 0),
 }  # fmt: skip
 """Kernel form of a type: bits, columns of a group, dtype of the scales, which represents them exactly, values of the
 codes, and the groups with a common scale and offset (`GroupCodes.factors`)."""
 _WIDE = (8, 16, "float16", "int", 2)
-"""The form that represents every type exactly: 10 bits a number."""
+"""The form that represents every type but MXFP4 exactly: 10 bits a number."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MERGED = (
     re.compile(r"(.*\.self_attn)\.(?:q|k|v|q_a)_proj|(.*\.self_attn)\.kv_a_proj_with_mqa"),
@@ -83,7 +83,7 @@ class Blocks(SchemeBase):
     def kernel_format(self) -> GroupCodes | None:
         from moe_engine.kernels.quantization.codes import GroupCodes
 
-        if not self.coded:
+        if not self.coded or (self.wide and self.type == "MXFP4"):  # its powers of two exceed float16
             return None
         bits, group, scales, values, factors = _WIDE if self.wide else _CODES[self.type]
         return GroupCodes(bits, group, scales=scales, values=values, factors=factors)

@@ -6,7 +6,8 @@ ggml-common.h.
 Q4_0: scale float16, 16 bytes: number j in the low half of byte j, number j + 16 in the high half; value
 (code - 8) * scale. Q4_1: scale and least value float16, the same codes; value code * scale + least. Q5_0, Q5_1: as Q4_0
 and Q4_1 with 4 bytes before the codes, bit j the fifth bit of number j; the code of 0 in Q5_0 is 16. Q8_0: scale
-float16, 32 int8. IQ4_NL: as Q4_0; value table[code] * scale.
+float16, 32 int8. IQ4_NL: as Q4_0; value table[code] * scale. MXFP4: scale e8m0, codes as in Q4_0; value e2m1[code] *
+2^(scale - 127).
 Q4_K: scale and offset float16, 8 pairs of 6 bits (a factor for each of them) in 12 bytes, 128 bytes of codes: value
 scale * factor * code - offset * factor'. Q5_K: as Q4_K with 32 bytes before the codes, bit r of byte j the fifth bit of
 number j of run r. Q6_K: 128 bytes with the low four bits, 64 with the high two, 16 factors int8, scale float16; value
@@ -21,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.quantization.codes import IQ4_VALUES, CodedWeight
+from moe_engine.kernels.quantization.codes import FP4_VALUES, IQ4_VALUES, CodedWeight
 
 
 def values_of(type: str, blocks: Tensor) -> Tensor:
@@ -32,7 +33,11 @@ def values_of(type: str, blocks: Tensor) -> Tensor:
         both = pairs.float().repeat_interleave(repeat, 1) * factors.float()  # [R, groups, 2]
         return (shifted.float() * both[..., :1] - both[..., 1:]).flatten(1)
     codes, scales, middle = _codes_of(type, blocks)
-    return (_numbers(type, codes, middle).float() * scales.float().unsqueeze(-1)).flatten(1)
+    if type == "MXFP4":
+        numbers = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])[codes.int()]
+    else:
+        numbers = _numbers(type, codes, middle).float()
+    return (numbers * scales.float().unsqueeze(-1)).flatten(1)
 
 
 def codes_into(type: str, blocks: Tensor, out: CodedWeight) -> None:
@@ -45,7 +50,7 @@ def codes_into(type: str, blocks: Tensor, out: CodedWeight) -> None:
         out.factors.copy_(factors)
         return
     codes, scales, middle = _codes_of(type, blocks)
-    shift = 0 if type in _TABLES else out.format.middle - middle
+    shift = 0 if type in (*_TABLES, "MXFP4") else out.format.middle - middle
     out.codes.copy_((codes + shift if shift else codes).flatten(1))
     out.scales.copy_(scales.flatten(1))
 
@@ -84,6 +89,9 @@ def _codes_of(type: str, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
         scale, factors = _SIGNED[type](blocks)
         scales = factors.float().unflatten(1, (blocks.shape[1], -1)) * scale.float()
         return _q6_k(blocks) if type == "Q6_K" else _halves(blocks[..., 8:], 16), scales.flatten(1), 32
+    if type == "MXFP4":
+        scales = torch.exp2(blocks[..., 0].float() - 127)
+        return _halves(blocks[..., 1:], 16), scales, 0
     scales = _half(blocks, 0).flatten(1)
     if type == "Q5_0":
         return _five_bits(blocks[..., 2:]), scales, 16

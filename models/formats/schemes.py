@@ -106,7 +106,7 @@ class SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
 
-    def kept_by(self, device: str, coded: frozenset[str], blocks: frozenset[str] = FAMILIES) -> frozenset[str]:
+    def kept_by(self, device: str, coded: frozenset[str], blocks: frozenset[str]) -> frozenset[str]:
         """Kernel families that multiply the weights as stored, of those with rows for 4 and 8 bits (`coded`) and for
         block FP8 on a GPU (`blocks`)."""
         if any(scheme.coded for _, scheme in self.rules):

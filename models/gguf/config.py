@@ -23,6 +23,7 @@ _ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")
@@ -57,7 +58,7 @@ def gguf_fields(path: Path) -> dict[str, Any]:
     else:
         fields |= _gqa(keys, container, fields)
     types = matrix_types({name: file.tensors[name] for name, file in files.items()})
-    if types:
+    if types or architecture == "gpt-oss":
         fields["quantization_config"] = {"quant_method": "gguf", "types": types}
     return fields
 
@@ -127,6 +128,9 @@ def _gqa(keys: _Keys, container: Container, common: Mapping[str, Any]) -> dict[s
     if experts and keys.architecture == "llama":
         name, model_type = _MIXTRAL
         found |= {"architectures": [name], "model_type": model_type, "num_local_experts": experts}
+    elif experts and keys.architecture == "gpt-oss":
+        found |= {"num_local_experts": experts, "sliding_window": keys.need("attention.sliding_window")}
+        found["intermediate_size"] = keys.need("expert_feed_forward_length")
     elif experts:
         found |= {"num_experts": experts, "norm_topk_prob": True, "decoder_sparse_step": 1}
         found["moe_intermediate_size"] = keys.need("expert_feed_forward_length")
@@ -135,6 +139,8 @@ def _gqa(keys: _Keys, container: Container, common: Mapping[str, Any]) -> dict[s
     if experts:
         found["num_experts_per_tok"] = keys.need("expert_used_count")
     found["rope_scaling"] = _scaling(keys) or _llama3(keys, container, common["rope_theta"], width)
+    if keys.architecture == "gpt-oss" and found["rope_scaling"]:
+        found["rope_scaling"]["truncate"] = False  # of the published model; the metadata do not contain it
     return found
 
 

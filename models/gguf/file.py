@@ -1,11 +1,12 @@
 """One GGUF file as `SafetensorsFile`: block types are converted if a read has a destination.
 
-Legend: N rows, K columns, B blocks, S bytes of a block, H heads, C kv_lora_rank.
+Legend: N rows, K columns, B blocks, S bytes of a block, H heads, C kv_lora_rank, E experts.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -14,26 +15,26 @@ from torch import Tensor
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.gguf_blocks import values_of
 from moe_engine.models.gguf.names import GGUFWeights
-from moe_engine.models.read_parts import SERIAL, PartReads
+from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import PART_BYTES, SafetensorsFile
 from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader, WeightFile
 
-_PARTS = (".keys", ".values")
+_PARTS = (".first", ".second")
 
 
 class GGUFFile:
     """An open file. Several threads may read at once. Raises: as `SafetensorsFile`."""
 
-    def __init__(self, file: GGUFWeights, reads: PartReads = SERIAL) -> None:
+    def __init__(self, file: GGUFWeights, reads: PartReads) -> None:
         self.path, self.entries = file.path, file.tensors
         self._heads, self._joined = file.heads, file.joined
         stored = {name: _bytes(header) for name, header in file.tensors.items() if name not in file.joined}
         self._shapes: dict[str, Any] = {}
         for name, joined in file.joined.items():
-            for end, header in zip(_PARTS, (joined.keys, joined.values)):
+            for end, header in zip(_PARTS, (joined.first, joined.second)):
                 self._shapes[name + end] = header
-                heads, rows, columns = header.shape
-                stored[name + end] = _bytes(header._replace(shape=(heads * rows, columns)))
+                *rows, columns = header.shape
+                stored[name + end] = _bytes(header._replace(shape=(prod(rows), columns)))
         self._file = SafetensorsFile(WeightFile(file.path, stored), reads)
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
@@ -99,9 +100,11 @@ class GGUFFile:
         return self._file.read(name, Cut(cut.rows, columns)).unflatten(1, (-1, size))
 
     def _join(self, name: str) -> Tensor:
-        """kv_b_proj [H * (nope + v), C] in float32, from its parts by head."""
-        keys, values = (self._part(name + end) for end in _PARTS)
-        return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        """kv_b_proj [H * (nope + v), C] in float32, from its parts by head; biases of gate and up [E, 2 N]."""
+        first, second = (self._part(name + end) for end in _PARTS)
+        if self._joined[name].alternating:
+            return torch.stack((first, second), -1).flatten(1)
+        return torch.cat((first.transpose(1, 2), second), 1).flatten(0, 1)
 
     def _part(self, name: str) -> Tensor:
         header: TensorHeader = self._shapes[name]

@@ -5,7 +5,9 @@ Legend: E experts, H heads, N rows, K columns, C kv_lora_rank.
 llama.cpp stores the experts of a layer in one tensor [E, N, K]; here each expert is a part of it. In files of the
 architecture ``llama`` the rows of a head in q and k are reordered, because llama.cpp rotates adjacent channels: row
 2j + a of the file is row a * (rows / 2) + j of a hub checkpoint. DeepSeek's kv_b_proj is stored as attn_k_b [H, C,
-nope] (transposed) and attn_v_b [H, v, C] by newer converters. Source: llama.cpp's convert_hf_to_gguf and gguf-py.
+nope] (transposed) and attn_v_b [H, v, C] by newer converters. The biases of gate and up of
+gpt-oss's experts are two tensors [E, N]; in a hub checkpoint they alternate in one [E, 2 N]. Source: llama.cpp's
+convert_hf_to_gguf and gguf-py.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ _WHOLE = {
 _LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -52,6 +55,15 @@ _ROUTER = "ffn_gate_inp.weight"
 _ROUTER_BIAS = ("exp_probs_b.bias", "exp_probs_b")
 _EXPERTS = {"ffn_gate_exps.weight": 0, "ffn_up_exps.weight": 1, "ffn_down_exps.weight": 2}
 _KEYS, _VALUES, _JOINED = "attn_k_b.weight", "attn_v_b.weight", "self_attn.kv_b_proj.weight"
+_GATES, _UPS, _ALTERNATING = "ffn_gate_exps.bias", "ffn_up_exps.bias", "mlp.experts.gate_up_proj_bias"
+_SECONDS = {_KEYS: _VALUES, _GATES: _UPS}
+"""Tensors in two parts: the first part's name, and the second's."""
+_GPT_OSS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp.weight": "mlp.router.weight",
+    "ffn_gate_inp.bias": "mlp.router.bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 FREQUENCIES = "rope_freqs.weight"
 _UNREAD = (FREQUENCIES,)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -62,10 +74,12 @@ _MLP = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class JoinedHeader:
-    """kv_b_proj in two tensors: `keys` [H, C, nope] and `values` [H, v, C], under their own names in the file."""
+    """A tensor in two parts, under their own names in the file: the keys [H, C, nope] and values [H, v, C] of
+    kv_b_proj, or, if `alternating`, the biases of gate and up [E, N]."""
 
-    keys: TensorHeader
-    values: TensorHeader
+    first: TensorHeader
+    second: TensorHeader
+    alternating: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,7 @@ class _Names:
         if architecture == "llama":
             queries = metadata.get("llama.attention.head_count")
             self._heads = {"q": queries, "k": metadata.get("llama.attention.head_count_kv", queries)}
+        self._is_gpt_oss = architecture == "gpt-oss"
         mixture = architecture == "llama" and metadata.get("llama.expert_count")
         self._experts = _MIXTRAL if mixture else _MLP
 
@@ -123,9 +138,10 @@ class _Names:
             raise CheckpointError(f"{self._part.path}: has several tensors of the same name; download it again")
         joined = {}
         for info in by_name.values():
-            if info.name in _UNREAD or info.name.endswith(f".{_VALUES}"):
+            part = info.name.split(".", 2)[-1]
+            if info.name in _UNREAD or part in _SECONDS.values():
                 continue
-            if info.name.endswith(f".{_KEYS}"):
+            if part in _SECONDS:
                 name, header, parts = self._join(info, by_name)
                 tensors[name], joined[name] = header, parts
                 continue
@@ -161,6 +177,8 @@ class _Names:
                 start = whole.start + expert * size
                 header = TensorHeader(whole.dtype, info.shape[1:], start, start + size)
                 yield f"{prefix}.{block}.experts.{expert}.{projection}.weight", header
+        elif self._is_gpt_oss and part in _GPT_OSS:
+            yield f"{prefix}.{_GPT_OSS[part]}", whole
         elif part == _ROUTER:
             yield f"{prefix}.{block}.gate.weight", whole
         elif part in _ROUTER_BIAS:
@@ -169,17 +187,23 @@ class _Names:
             module, _, kind = part.rpartition(".")
             yield f"{prefix}.{_LAYER[module]}.{kind}" if module in _LAYER else info.name, whole
 
-    def _join(self, keys: TensorInfo, by_name: Mapping[str, TensorInfo]) -> tuple[str, TensorHeader, JoinedHeader]:
-        match = _BLOCK.fullmatch(keys.name)
-        other = by_name.get(keys.name.replace(_KEYS, _VALUES))
-        shapes = (keys.shape, () if other is None else other.shape)
-        if match is None or other is None or any(len(shape) != 3 for shape in shapes) or _differ(*shapes):
-            raise CheckpointError(f"{self._part.path}: {keys.name} comes without a matching {_VALUES} in the same file")
-        parts = JoinedHeader(self._header(keys), self._header(other))
-        (heads, columns, nope), width = keys.shape, other.shape[1]
-        size = parts.keys.num_bytes + parts.values.num_bytes
-        header = TensorHeader("F32", (heads * (nope + width), columns), 0, size)
-        return f"model.layers.{match[1]}.{_JOINED}", header, parts
+    def _join(self, first: TensorInfo, by_name: Mapping[str, TensorInfo]) -> tuple[str, TensorHeader, JoinedHeader]:
+        match = _BLOCK.fullmatch(first.name)
+        assert match is not None
+        second, alternating = by_name.get(f"blk.{match[1]}.{_SECONDS[match[2]]}"), match[2] == _GATES
+        shapes = (first.shape, () if second is None else second.shape)
+        if second is None or any(len(shape) != 3 - alternating for shape in shapes) or _differ(*shapes):
+            raise CheckpointError(
+                f"{self._part.path}: {first.name} comes without a matching {_SECONDS[match[2]]} in the same file"
+            )
+        parts = JoinedHeader(self._header(first), self._header(second), alternating)
+        if alternating:
+            name, shape = _ALTERNATING, (first.shape[0], 2 * first.shape[1])
+        else:
+            (heads, columns, nope), width = first.shape, second.shape[1]
+            name, shape = _JOINED, (heads * (nope + width), columns)
+        header = TensorHeader("F32", shape, 0, parts.first.num_bytes + parts.second.num_bytes)
+        return f"model.layers.{match[1]}.{name}", header, parts
 
     def _header(self, info: TensorInfo) -> TensorHeader:
         path = str(self._part.path)
@@ -196,6 +220,6 @@ class _Names:
         return TensorHeader(dtype, info.shape, info.start, stop)
 
 
-def _differ(keys: tuple[int, ...], values: tuple[int, ...]) -> bool:
-    """True if [H, C, nope] and [H, v, C] have other heads or widths."""
-    return keys[:2] != (values[0], values[2])
+def _differ(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """True if [H, C, nope] and [H, v, C], or [E, N] and [E, N], do not belong together."""
+    return first[:2] != (second[0], second[-1])

@@ -16,7 +16,7 @@ from moe_engine.models.weights import WeightSource
 
 
 def empty_biases(moe: MoEConfig, num_slots: int, width: int, hidden: int, device: torch.device) -> ExpertBiases:
-    """Uninitialised biases of S slots, for `fill_biases`."""
+    """Uninitialized biases of S slots, for `fill_biases`."""
     both, down = torch.zeros(num_slots, 2 * width, device=device), torch.zeros(num_slots, hidden, device=device)
     return ExpertBiases(both, down, moe.alpha, moe.limit)
 

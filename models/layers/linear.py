@@ -174,7 +174,7 @@ def _taken(declared: Mapping[type[KernelFormat], Any], format: KernelFormat | No
 
 
 def empty_weight(format: KernelFormat | None, n: int, k: int, reader: WeightSource) -> Any:
-    """Uninitialised memory [N, K] for `reader.linear`: a `QuantizedWeight` of `format`, or a Tensor."""
+    """Uninitialized memory [N, K] for `reader.linear`: a `QuantizedWeight` of `format`, or a Tensor."""
     if format is None:
         return torch.empty(n, k, dtype=reader.dtype, device=reader.device)
     return format.empty(n, k, reader.device)

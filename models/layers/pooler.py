@@ -1,4 +1,4 @@
-"""The pooler of a pooled model, which replaces the LM head: score head and normalisation, in float32.
+"""The pooler of a pooled model, which replaces the LM head: score head and normalization, in float32.
 
 Legend: S requests, D hidden, L labels or dimensions.
 """

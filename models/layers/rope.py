@@ -17,7 +17,7 @@ from moe_engine.models.rope_config import RopeConfig
 _ROWS_AT_ONCE = 1 << 15
 
 
-def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device | str = "cpu") -> RotaryTable:
+def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device | str) -> RotaryTable:
     """The table [max_positions, R] float32 shared by all layers of a model."""
     inverse = inverse_frequencies(rope).float()  # [R/2]
     table = torch.empty(max_positions, rope.width)

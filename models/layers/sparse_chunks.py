@@ -96,7 +96,7 @@ def _sparse(
 
 
 def _by_form(prefill: PagedQueries, top_k: int, max_tokens: int) -> Iterator[tuple[PagedQueries, bool]]:
-    """Neighbouring requests of one form; sparse requests at most `max_tokens` query tokens at a time."""
+    """Neighboring requests of one form; sparse requests at most `max_tokens` query tokens at a time."""
     numbers = range(prefill.num_requests)
     for is_sparse, run in groupby(numbers, lambda i: prefill.context_lens[i] > top_k):
         first, *_ = members = list(run)

@@ -85,14 +85,14 @@ class KVBAdapters:
         self._add, self._add_heads = kernel.add, kernel.add_heads
         self._weights = lambda: (weights, weights.a.unsqueeze(1), keys, values)
 
-    def add_to_query(self, latent: Tensor, q: Tensor, chunk: AttentionChunk | None = None) -> None:
+    def add_to_query(self, latent: Tensor, q: Tensor, chunk: AttentionChunk | None) -> None:
         """latent [T, H, C] += of q [T, H, N]; `chunk`: of its tokens, not of all."""
         tokens = self.step.all if chunk is None else self.step.of_queries(chunk)
         if tokens is not None:
             _, shared, keys, _ = self._weights()
             self._add_heads(latent, q, keys, shared, tokens)
 
-    def add_to_values(self, out: Tensor, mixed: Tensor, chunk: AttentionChunk | None = None) -> None:
+    def add_to_values(self, out: Tensor, mixed: Tensor, chunk: AttentionChunk | None) -> None:
         """out [T, H, V] += of mixed [T, H, C]."""
         tokens = self.step.all if chunk is None else self.step.of_queries(chunk)
         if tokens is not None:

@@ -20,7 +20,7 @@ from moe_engine.models.load_threads import for_each
 from moe_engine.models.tensors import ExpertNames
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.share import WHOLE, Share
+from moe_engine.parallel.share import Share
 
 
 def held_experts(moe: MoEConfig, layer_index: int, parallel: ParallelContext) -> list[int]:
@@ -40,7 +40,7 @@ class StoredExperts:
     """
 
     def __init__(
-        self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE,
+        self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share,
         shared: str = "", group: int = 1,
     ) -> None:  # fmt: skip
         self.kernel = kernel

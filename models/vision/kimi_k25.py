@@ -77,7 +77,7 @@ def turned_angles(grid: Grid, width: int, theta: float) -> Tensor:
 
 @lru_cache(64)
 def cubic(size: int, side: int) -> Tensor:
-    """Weights [size, side] float32 of cubic resampling from `side` to `size` places at the centres of their cells;
+    """Weights [size, side] float32 of cubic resampling from `side` to `size` places at the centers of their cells;
     places beyond the table repeat its edge."""
     at = (torch.arange(size) + 0.5) * side / size - 0.5
     low = at.floor()

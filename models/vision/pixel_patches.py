@@ -1,4 +1,4 @@
-"""The end of image processors of our own: pixels become normalised patches."""
+"""The end of image processors of our own: pixels become normalized patches."""
 
 from __future__ import annotations
 

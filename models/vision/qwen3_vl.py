@@ -77,7 +77,7 @@ class Qwen3Tower(PatchTransformer):
 
 def resampled(grid: Grid, merge: int, side: int) -> tuple[Tensor, Tensor]:
     """Rows of a square table [side * side, D] and their weights for each patch of a frame, both [P, 4]: linear between
-    neighbours, with the first and last patch at the edges."""
+    neighbors, with the first and last patch at the edges."""
     places = patch_places(grid, merge)
     taps, shares = [], []
     for place, size in zip(places, grid[1:]):

@@ -127,7 +127,8 @@ def _limits(config: ResolvedConfig) -> Limits:
         vocab: Sequence[int] = Vocabulary.from_path(config.tokenizer_path).plain_ids
     except FileNotFoundError:
         vocab = range(1, config.model.vocab_size)
-    chunk, groups = config.chunked_prefill_size, config.parallel.topology.attn_dp_size * config.args.parallel.dp_size
+    chunk, replicas = config.chunked_prefill_size, config.args.parallel.dp_size
+    groups = config.parallel.topology.attn_dp_size * replicas
     # a step with prompts and decodes, or of several schedulers, is not that of the prompts
     beside = 0 if groups > 1 or config.scheduling.enable_mixed_chunk else min(BESIDE, config.max_running_requests - 1)
     return Limits(
@@ -139,6 +140,7 @@ def _limits(config: ResolvedConfig) -> Limits:
         drafts=speculation.num_steps if speculation is not None else 0,
         num_groups=groups,
         beside=beside,
+        num_replicas=replicas,
     )
 
 
@@ -172,7 +174,7 @@ def _summary(costs: CostFile) -> str:
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns, "
         f"of different prompts {(costs.split_second or 0.0) * 1e9:.2f} ns less",
         f"an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps "
-        f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms; the front end "
+        f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms; the frontend "
         f"takes {costs.request_seconds * 1e3:.2f} ms for a request and {costs.token_seconds * 1e6:.0f} us for a token, "
         f"of several; a request waits {costs.idle_seconds * 1e3:.2f} ms more for an idle engine, "
         f"{costs.busy_seconds * 1e3:.2f} ms for a busy one",

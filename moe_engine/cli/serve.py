@@ -80,14 +80,15 @@ def _engine_args(values: dict[str, Any]) -> EngineArgs:
 
 def _machine(values: dict[str, Any]) -> Machine | None:
     """The machine of --hardware, or None. Sets the device to cuda."""
-    from moe_engine.planning.hardware import parse_hardware
+    from moe_engine.tuning.hardware.table import parse_cluster
 
     text = values.pop("hardware", None)
     if text is None:
         return None
     if values.setdefault("device", "cuda") != "cuda":
         raise ConfigError(f"--hardware {text} is for GPUs, but --device is {values['device']}; drop one of them")
-    return parse_hardware(text)
+    cluster = parse_cluster(text)
+    return cluster.gpu.machine(cluster.num_gpus if text.strip()[0].isdigit() else None)
 
 
 def _explain(args: EngineArgs, as_json: bool, machine: Machine | None = None) -> int:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from moe_engine import logs
+from moe_engine.cli.output_file import writing
 from moe_engine.planning.explain import start_lines
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
@@ -17,7 +18,7 @@ def simulated_log(path: str | None, config: ResolvedConfig) -> Iterator[RankLog 
     if path is None:
         yield None
         return
-    with open(path, "w", encoding="utf-8") as stream:
+    with writing("--log-file", path), open(path, "w", encoding="utf-8") as stream:
         log = RankLog(stream, _names(config), config.logging.decode_log_interval)
         for line in [*start_lines(config), _startup_line(config), logs.READY_LINE]:
             log.write(line)

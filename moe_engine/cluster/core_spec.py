@@ -29,7 +29,7 @@ class CoreSpec:
     ranks: RankGroupOptions | None = None
     """Options of the core's rank group; None with a single rank."""
     front_address: str = ""
-    """Address at which the front end listens for cores on other nodes."""
+    """Address at which the frontend listens for cores on other nodes."""
 
     @property
     def keys(self) -> JobKeys | None:

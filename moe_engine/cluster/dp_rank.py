@@ -1,6 +1,6 @@
 """DP rank: a rank process that runs the scheduler (engine core) of its attention group, in lockstep with the others.
 
-Rank 0 monitors it like a follower and stops it with the group; its requests come directly from the front end.
+Rank 0 monitors it like a follower and stops it with the group; its requests come directly from the frontend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import connect
 
 LAST_MESSAGE_MS = 500
-"""Linger of a last message to the front end."""
+"""Linger of a last message to the frontend."""
 
 
 class SchedulingRank:
@@ -144,7 +144,7 @@ class SchedulingRank:
         return spec.options.make_worker(spec.config, spec.place, self._progress)
 
     def _leave(self, reason: str) -> NoReturn:
-        """Reports to the front end as well: if the leader has stopped, no other process does."""
+        """Reports to the frontend as well: if the leader has stopped, no other process does."""
         if self._heartbeat.go.done():
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             with context.socket(zmq.PUSH) as front:

@@ -17,7 +17,7 @@ from moe_engine.processes.zmq_sockets import JobKeys, connect
 _PREFIX = b"echo "
 
 
-def start_echo(address: str, identity: str, keys: JobKeys | None = None) -> None:
+def start_echo(address: str, identity: str, keys: JobKeys | None) -> None:
     """Answers pings of the leader at `address` until the process exits.
 
     Args:

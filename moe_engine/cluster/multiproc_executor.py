@@ -43,7 +43,7 @@ LEAVE_SECONDS = 0.6
 
 
 class Serving(NamedTuple):
-    """A ready core. `run` serves until shutdown; `ready`: the message for the front end."""
+    """A ready core. `run` serves until shutdown; `ready`: the message for the frontend."""
 
     run: Callable[[], None]
     transport: ZmqTransport
@@ -58,7 +58,7 @@ class MultiprocExecutor:
         spec: of this core; its folder holds the sockets of a single node.
     """
 
-    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
+    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str) -> None:
         quieten_torch()
         self._config, self._spec = config, spec
         self._options = options

@@ -50,7 +50,7 @@ class LocalRanks:
         options: RankGroupOptions,
         control_address: str,
         on_exit: Callable[[int, str], None],
-        log_level: str = "info",
+        log_level: str,
         front: CoreSpec | None = None,
         first_rank: int = 1,
     ) -> None:

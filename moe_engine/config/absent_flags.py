@@ -17,7 +17,7 @@ from moe_engine.config.values import nearest, refuse_unsupported
 from moe_engine.errors import ConfigError
 
 IN_FORCE = (False, 0, 1, "", "{}", "none", "null", "disabled", "auto", "default", "lru")
-"""Values of absent features that match this engine's behaviour: off, a count of one, or its only policy."""
+"""Values of absent features that match this engine's behavior: off, a count of one, or its only policy."""
 REMOVED = "removed from SGLang too"
 
 

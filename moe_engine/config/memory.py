@@ -137,7 +137,7 @@ class MemoryArgs:
     )
     hicache_io_backend: str = flag(
         "direct",
-        "Copies between a GPU and the host-RAM tier. direct: one for each run of neighbouring tokens. kernel: one for "
+        "Copies between a GPU and the host-RAM tier. direct: one for each run of neighboring tokens. kernel: one for "
         "all tokens, through a buffer. No effect on a CPU.",
         choices=("direct", "kernel"),
         unsupported={"kernel_ascend": "other accelerators"},

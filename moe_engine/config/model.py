@@ -14,7 +14,7 @@ CHECKPOINTS = (
 )  # fmt: skip
 """Formats of checkpoints beside fp8; moe_wna16: awq or gptq."""
 TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
-OTHER_QUANTIZATION = "other quantisation schemes"
+OTHER_QUANTIZATION = "other quantization schemes"
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class ModelArgs:
     )
     is_embedding: bool = flag(
         False,
-        "Serve vectors instead of text: /v1/embeddings, /encode, /classify. Pooling and normalisation follow "
+        "Serve vectors instead of text: /v1/embeddings, /encode, /classify. Pooling and normalization follow "
         "sentence-transformers' files of the checkpoint (modules.json); without them the last token's state, "
-        "normalised. Checkpoints of classification and reward models need no flag.",
+        "normalized. Checkpoints of classification and reward models need no flag.",
     )
     trust_remote_code: bool = flag(
         False, "Allow the tokenizer to run Python code of the checkpoint. Model code of a checkpoint never runs."
@@ -93,9 +93,9 @@ class ModelArgs:
     )
     quantization: str | None = flag(
         None,
-        "Format of the weights. Left out: from config.json. For a checkpoint that is not quantised: int4, int8, fp8 or "
-        "a name of torchao's, and weights are quantised while loading. Kernels that multiply a format keep it; others "
-        "get the values of the quantised weights.",
+        "Format of the weights. Left out: from config.json. For a checkpoint that is not quantized: int4, int8, fp8 or "
+        "a name of torchao's, and weights are quantized while loading. Kernels that multiply a format keep it; others "
+        "get the values of the quantized weights.",
         choices=("fp8", "int8", "int4", *TORCHAO, *CHECKPOINTS),
         synonyms={
             "awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt",
@@ -111,9 +111,9 @@ class ModelArgs:
     torchao_config: str = flag(
         "",
         "SGLang's flag for torchao's names of --quantization: int4wo-128 (a scale per 128 columns), int8wo, fp8wo. "
-        "int8dq is served as int8wo: activations are not quantised.",
+        "int8dq is served as int8wo: activations are not quantized.",
         choices=("", *TORCHAO),
-        unsupported=dict.fromkeys(("fp8dq-per_tensor", "fp8dq-per_row"), "quantised activations of plain checkpoints"),
+        unsupported=dict.fromkeys(("fp8dq-per_tensor", "fp8dq-per_row"), "quantized activations of plain checkpoints"),
     )
     context_length: int | None = flag(
         None,

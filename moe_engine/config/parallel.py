@@ -27,7 +27,7 @@ class ParallelArgs:
     )
     dp_size: int = flag(
         1,
-        "Independent replicas of the model, each with --tp-size ranks, behind one front end, on one machine. With "
+        "Independent replicas of the model, each with --tp-size ranks, behind one frontend, on one machine. With "
         "--enable-dp-attention: the same as --attn-dp-size.",
         aliases=("--data-parallel-size", "--dp"),
         metavar="N",

@@ -1,1 +1,1 @@
-"""Engine core, one per scheduler: its loop, its messages to the front end, DP attention step sync."""
+"""Engine core, one per scheduler: its loop, its messages to the frontend, DP attention step sync."""

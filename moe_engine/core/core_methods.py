@@ -1,4 +1,4 @@
-"""The methods of a core that the front end may call by name, with typed arguments. Methods of ranks are in
+"""The methods of a core that the frontend may call by name, with typed arguments. Methods of ranks are in
 `worker.rank_methods`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages to the front end about the events of a step."""
+"""Messages to the frontend about the events of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.scheduler.events import RequestEvent
 
 
 class DeltaSender:
-    """Sends the events of one attention group to the front end.
+    """Sends the events of one attention group to the frontend.
 
     Args:
         send: of the transport.

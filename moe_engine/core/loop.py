@@ -50,7 +50,7 @@ SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", sta
 
 
 class CoreTransport(Protocol):
-    """Messages to and from the front end."""
+    """Messages to and from the frontend."""
 
     def receive(self, timeout: float) -> list[messages.Message]:
         """All queued messages; waits up to `timeout` seconds for the first one."""
@@ -90,7 +90,7 @@ class EngineCore:
             first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
             problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
             dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
-            methods: further methods that the front end may call.
+            methods: further methods that the frontend may call.
             group: attention group that this core serves.
             kv_arrivals: loads of KV that end after their step's result; None without a KV connector.
             grammars: compiles the constraints of requests; None: such requests are refused.
@@ -132,7 +132,7 @@ class EngineCore:
         """No step is planned. Steps of other attention groups are joined."""
 
     def run(self) -> None:
-        """Serves until a `Shutdown`. Raises unrecoverable errors; the front end then fails all requests."""
+        """Serves until a `Shutdown`. Raises unrecoverable errors; the frontend then fails all requests."""
         while True:
             self._check()
             no_steps = self._in_flight is None and self._scheduler.is_idle()

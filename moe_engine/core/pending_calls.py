@@ -1,4 +1,4 @@
-"""Calls of the front end on this core and its ranks: begun at once, answered when their results are available."""
+"""Calls of the frontend on this core and its ranks: begun at once, answered when their results are available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PendingCalls:
     """
     Args:
         methods: of this core.
-        send: sends a reply to the front end.
+        send: sends a reply to the frontend.
     """
 
     def __init__(

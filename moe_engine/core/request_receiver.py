@@ -1,4 +1,4 @@
-"""Requests of the front end until the scheduler has them: conversion, grammars that must be compiled, late masks."""
+"""Requests of the frontend until the scheduler has them: conversion, grammars that must be compiled, late masks."""
 
 from __future__ import annotations
 

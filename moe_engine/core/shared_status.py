@@ -1,6 +1,6 @@
 """Shared-memory status of an engine core, readable by other processes without a request to it.
 
-A small memory-mapped file of doubles: the core writes, the front end reads. Health probes read only this, so they stay
+A small memory-mapped file of doubles: the core writes, the frontend reads. Health probes read only this, so they stay
 correct and immediate when the core is busy, stuck or dead. Times are CLOCK_MONOTONIC, which is shared by processes.
 """
 

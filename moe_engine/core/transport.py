@@ -1,4 +1,4 @@
-"""ZeroMQ transport between an engine core and the front end."""
+"""ZeroMQ transport between an engine core and the frontend."""
 
 from __future__ import annotations
 

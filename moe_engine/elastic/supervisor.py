@@ -1,7 +1,7 @@
 """Rank supervisor: parent process of all ranks, without a model, so that any rank may be lost.
 
 It holds everything the world depends on: failure detector, control channel, rendezvous store. Every rank is a child
-process with its own scheduler, which the front end reaches directly.
+process with its own scheduler, which the frontend reaches directly.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RankSupervisor:
         return Serving(partial(self.run, transport.send), transport, info)
 
     def start(self) -> CoreReady:
-        """Blocks until every rank is ready; returns the message for the front end.
+        """Blocks until every rank is ready; returns the message for the frontend.
 
         Raises:
             ConfigError: a rank rejected the configuration or the checkpoint.

@@ -45,7 +45,7 @@ class Beat(RankMessage, tag="beat"):
 class Loaded(RankMessage, tag="loaded"):
     """A rank has loaded its weights and accepts plans. `kernels`: chosen backend by family; must be equal on all ranks.
 
-    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers.
+    From a rank that schedules: `core_address` for the frontend, `step_address` for the other schedulers.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class NodeRefused(RankMessage, tag="refused"):
 class Welcome(RankMessage, tag="welcome"):
     """Addresses for joining the group. `leader` names rank 0's process, for a follower's error messages.
 
-    `plan_address`: plan channel of the rank's own group; `front_address`: where the front end listens for cores of
+    `plan_address`: plan channel of the rank's own group; `front_address`: where the frontend listens for cores of
     other nodes.
     """
 

@@ -137,7 +137,7 @@ class PlanReceiver:
         name: subscription name of the rank, for `PlanSender.wait_subscribed`; no plan is published under it.
     """
 
-    def __init__(self, address: str, name: str = "", keys: JobKeys | None = None) -> None:
+    def __init__(self, address: str, name: str, keys: JobKeys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XSUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)

@@ -13,6 +13,8 @@ import msgspec
 from moe_engine.types import StepPlan
 
 IDLE = "idle"
+STRIDE = 16
+"""Finished steps between two calls of `on_stride`."""
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
@@ -46,17 +48,15 @@ class Progress:
 
     Args:
         phase: returns the phase of the running step.
-        report_every: finished steps between two calls of `on_stride`.
     """
 
     def __init__(
         self,
         phase: Callable[[], str] = lambda: IDLE,
-        report_every: int = 16,
         on_stride: Callable[[], None] = lambda: None,
     ) -> None:
         self.phase = phase
-        self._report_every, self._on_stride = report_every, on_stride
+        self._on_stride = on_stride
         self.ready = False
         """Set when plans can arrive; until then `phase` is the phase of the startup."""
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class Progress:
         with self._lock:
             self._in_work.popleft()
             self._steps_done += 1
-        if self._steps_done % self._report_every == 0:
+        if self._steps_done % STRIDE == 0:
             self._on_stride()
 
     @property

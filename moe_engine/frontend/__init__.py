@@ -1,1 +1,1 @@
-"""Front end of the server and the offline API: request checks, tokenization, client of the engine cores, DP routing."""
+"""Frontend of the server and the offline API: request checks, tokenization, client of the engine cores, DP routing."""

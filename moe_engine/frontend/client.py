@@ -329,7 +329,7 @@ class CoreClient:
     async def _read(self, core: CoreProcess) -> None:
         receiver = zmq.asyncio.Socket(core.from_core)
         endpoints = [endpoint for endpoint in self._endpoints if endpoint.core is core]
-        frames = FrameReader(f"front end, from {core.name}", messages.decode_from_core)
+        frames = FrameReader(f"frontend, from {core.name}", messages.decode_from_core)
         handled = 0
         while True:
             # While messages are queued, this await returns at once and no other task runs.
@@ -359,9 +359,9 @@ class CoreClient:
         if isinstance(error, zmq.ZMQError) and error.errno in STOPPED:
             return
         logger.error("The reader of messages from %s failed", core.name, exc_info=error)
-        core.note_failure(f"the front end cannot read its messages: {type(error).__name__}: {error}")
+        core.note_failure(f"the frontend cannot read its messages: {type(error).__name__}: {error}")
         self._died(core, core.dead or "")
-        core.kill("the front end no longer reads its messages")
+        core.kill("the frontend no longer reads its messages")
 
     def _on_step_output(
         self, endpoints: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]

@@ -1,4 +1,4 @@
-"""Interface of a running engine for the text front end. Implemented by `frontend.client`; tests may fake it."""
+"""Interface of a running engine for the text frontend. Implemented by `frontend.client`; tests may fake it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Router:
     """
 
     def __init__(self, num_endpoints: int, method: str = "total_tokens", room: Room | None = None) -> None:
-        self.loads = [Load() for _ in range(num_endpoints)]
+        self.loads: Sequence[Load] = [Load() for _ in range(num_endpoints)]
         self._weights = tuple(map(attrgetter, WEIGHTS[method]))
         self._next = 0
         self._room = room

@@ -19,7 +19,7 @@ from moe_engine.sampling_checks import TokenId
 from moe_engine.types import SamplingParams
 from moe_engine.validation import OffOnly
 
-Dimensions = Annotated[int, Meta(ge=1, le=2**20, description="the first numbers of the vector, normalised again")]
+Dimensions = Annotated[int, Meta(ge=1, le=2**20, description="the first numbers of the vector, normalized again")]
 _NOTHING_SAMPLED = SamplingParams(max_new_tokens=0)
 
 
@@ -43,7 +43,7 @@ class EncodeRequest(Struct, kw_only=True):
 
 
 def encode_input(fields: EncodeRequest | Mapping[str, Any], **more: Any) -> GenerateInput:
-    """The front end's request for vectors. `fields`: of `EncodeRequest`; `more`: of `GenerateInput`."""
+    """The frontend's request for vectors. `fields`: of `EncodeRequest`; `more`: of `GenerateInput`."""
     given = dict(asdict(fields) if isinstance(fields, EncodeRequest) else fields)
     given["sampling_params"] = _NOTHING_SAMPLED
     return GenerateInput(**given, pooled=True, **more)
@@ -81,7 +81,7 @@ def check_dimensions(info: EngineInfo, dimensions: int | None) -> None:
 
 
 class Encoding(Generation):
-    """The vector of one prompt. `dimensions`: its first numbers, normalised again if `normalizes`; None: all."""
+    """The vector of one prompt. `dimensions`: its first numbers, normalized again if `normalizes`; None: all."""
 
     dimensions: int | None = None
     normalizes = False

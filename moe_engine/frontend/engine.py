@@ -1,6 +1,6 @@
 """Offline API: an engine inside a Python program, without a server.
 
-The core runs in its own process, as under the server; requests pass through the same front end. A daemon thread runs
+The core runs in its own process, as under the server; requests pass through the same frontend. A daemon thread runs
 the event loop, so that synchronous callers need none.
 """
 
@@ -150,7 +150,7 @@ class Engine:
         """The vector of a prompt, or of each of a list; the scores with a classification or reward model.
 
         Args:
-            dimensions: the first numbers of each vector, normalised again.
+            dimensions: the first numbers of each vector, normalized again.
             fields: the other fields of SGLang's ``/encode``: rid, priority, extra_key, ...
 
         Returns:

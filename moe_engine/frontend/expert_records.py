@@ -1,4 +1,4 @@
-"""Expert recording from the front end, on all ranks of one or several replicas (calls of `worker.rank_methods`).
+"""Expert recording from the frontend, on all ranks of one or several replicas (calls of `worker.rank_methods`).
 
 Counts collected from ranks for a dump are kept here until a file is written: if the core that writes dies, another core
 writes them.

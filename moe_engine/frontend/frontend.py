@@ -1,4 +1,4 @@
-"""Text front end: checks and tokenizes requests, runs their sequences on the engine, collects the outputs.
+"""Text frontend: checks and tokenizes requests, runs their sequences on the engine, collects the outputs.
 
 Shared by the server and the offline engine.
 """
@@ -40,7 +40,6 @@ class Frontend:
         client: the running engine.
         tokenizer: None with `--skip-tokenizer-init`: ids in, ids out.
         settings: the operator's choices.
-        observer: receives each sequence's events, or None.
     """
 
     def __init__(
@@ -48,13 +47,12 @@ class Frontend:
         client: EngineClient,
         tokenizer: Tokenizer | None,
         settings: FrontendSettings | None = None,
-        *,
-        observer: Observer | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings or FrontendSettings()
-        self.observer = observer
+        self.observer: Observer | None = None
+        """Receives each sequence's events."""
         self.weights = ServedWeights(client.info.model_path, self.settings.weight_version)
         self.paused = False
         """See `frontend.pausing`."""

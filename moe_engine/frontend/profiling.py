@@ -1,4 +1,4 @@
-"""Profiling of all ranks from the front end."""
+"""Profiling of all ranks from the frontend."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ WRITE_SECONDS = 600.0
 
 
 class Profiling:
-    """Each rank writes a trace of its own; the calls return the paths.
-
-    Raises:
-        InputError: names the ranks that failed.
-    """
+    """Each rank writes a trace of its own; the calls return the paths."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     async def start(self, output_dir: str | None, profile_id: str | None, options: Mapping[str, Any]) -> list[str]:
+        """Raises InputError: names the ranks that cannot start."""
         folder = output_dir or os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir()
         name = profile_id or str(time.time())
 
@@ -42,7 +39,12 @@ class Profiling:
             raise InputError(str(error)) from None
 
     async def stop(self) -> list[str]:
+        """Raises InputError: 400, no rank has a trace; 500, ranks could not write theirs, for instance on a full
+        disk."""
         try:
-            return list(await self._client.collective_rpc("stop_profile", deadline=WRITE_SECONDS))
+            paths = await self._client.collective_rpc("stop_profile", deadline=WRITE_SECONDS)
         except CallError as error:
-            raise InputError(str(error)) from None
+            raise InputError(str(error), status=500) from None
+        if None in paths:
+            raise InputError("profiling is not in progress; call /start_profile first")
+        return list(paths)

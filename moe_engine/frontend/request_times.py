@@ -1,4 +1,4 @@
-"""Times of a request's phases, measured by the front end or reported by the scheduler."""
+"""Times of a request's phases, measured by the frontend or reported by the scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def durations(generation: Timed) -> dict[str, float]:
     """Seconds, without the phases that it did not reach.
 
     Queue and prefill need the end of the request, with which the scheduler reports the time in the queue.
-    `prefill_duration` ends with the first token's arrival at the front end; `inter_token_latency` is the mean.
+    `prefill_duration` ends with the first token's arrival at the frontend; `inter_token_latency` is the mean.
     """
     first, last, begin = generation.first_token_at, generation.last_token_at, generation.received_at
     found: dict[str, float] = {}

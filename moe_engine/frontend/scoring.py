@@ -64,7 +64,7 @@ async def score(
 
 
 def score_input(req: ScoreRequest, info: EngineInfo, max_labels: int) -> GenerateInput:
-    """The front end's request. `max_labels`: --max-logprobs; negative: no limit."""
+    """The frontend's request. `max_labels`: --max-logprobs; negative: no limit."""
     texts, ids = _joined(req)
     prompts: dict[str, Any] = {"text": texts, "input_ids": ids, "text_field": "items", "ids_field": "items"}
     if info.pooling is None:

@@ -26,7 +26,7 @@ SWEEP_SECONDS = 1.0
 
 
 class Sessions:
-    """All open sessions of a front end.
+    """All open sessions of a frontend.
 
     Args:
         bos_id: token that begins a prompt; not repeated behind an earlier turn.

@@ -1,4 +1,4 @@
-"""Settings of the front end for all requests."""
+"""Settings of the frontend for all requests."""
 
 from __future__ import annotations
 

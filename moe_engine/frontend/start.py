@@ -22,6 +22,7 @@ from moe_engine.processes.dist_secret import SECRET_VARIABLE
 from moe_engine.processes.open_files import check_limit
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from moe_engine.tokenizer.tokenizer_files import check_tokenizer
 
 logger = logging.getLogger("moe_engine")
 
@@ -33,9 +34,12 @@ def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
     """Starts the core process of each replica without waiting; see `wait_ready`.
 
     Raises:
-        ConfigError: the address for the other nodes cannot be bound, or too few files may be open.
+        ConfigError: the address for the other nodes cannot be bound, too few files may be open, or the tokenizer's
+            files are missing or truncated.
     """
     check_limit()
+    if not config.args.model.skip_tokenizer_init:
+        check_tokenizer(config.tokenizer_path, config.args.model.tokenizer_mode)
     plan = config.parallel
     if plan.num_nodes > 1 and plan.secret is None:
         logger.warning("%s", _open_ports(plan))

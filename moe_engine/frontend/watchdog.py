@@ -1,4 +1,4 @@
-"""Watchdog of a front end: kills engine processes that no longer make progress, so that their requests fail."""
+"""Watchdog of a frontend: kills engine processes that no longer make progress, so that their requests fail."""
 
 from __future__ import annotations
 

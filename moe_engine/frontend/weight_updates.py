@@ -161,7 +161,7 @@ class WeightUpdates:
         self._frontend.abort(all=True, reason="Aborted by a weight update")
 
     async def wait_idle(self) -> None:
-        """Waits until the schedulers have ended what the front end considers ended: steps in flight, aborted
+        """Waits until the schedulers have ended what the frontend considers ended: steps in flight, aborted
         requests."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not all(await self._client.call("is_idle")):

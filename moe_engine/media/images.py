@@ -1,4 +1,4 @@
-"""Images of requests for the front end: read and processed off the event loop, results kept by content."""
+"""Images of requests for the frontend: read and processed off the event loop, results kept by content."""
 
 from __future__ import annotations
 

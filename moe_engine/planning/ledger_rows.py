@@ -30,7 +30,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     weights -= 2 * given.bf16_gates()
     detail = f"{count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
-        detail += f", {stored} " + ("as stored" if kept.name else "dequantised while loading")
+        detail += f", {stored} " + ("as stored" if kept.name else "dequantized while loading")
     if topology.tp_size > 1:
         detail += f", one shard of {topology.tp_size}"
     if redundant:
@@ -70,7 +70,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *_expert_rows(given),
     ]
     if given.machine.device == "cpu":
-        rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
+        rows.append(LedgerRow("processes", PROCESS_BYTES, "frontend and engine core with their libraries"))
     return tuple(rows)
 
 

@@ -143,9 +143,10 @@ def _with_transfers(args: EngineArgs) -> EngineArgs:
 
 
 def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
-    asked, longest = args.model.context_length, model.context_length
+    asked, longest = args.model.context_length, model.longest_context
     if asked is None:
-        return record.note("context_length", longest, "config.json")
+        more = f"; its rope scaling reaches {longest}, see --context-length" if longest > model.context_length else ""
+        return record.note("context_length", model.context_length, f"config.json{more}")
     if asked > longest:
         raise ConfigError(
             f"--context-length {asked}: the model's context length is {longest} tokens (config.json); use at most "

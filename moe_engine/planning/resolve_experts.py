@@ -23,8 +23,8 @@ def resolve_experts(
     args: EngineArgs,
     model: ModelConfig,
     record: Record,
-    topology: Topology = ONE_RANK,
-    dump_directory: Path = Path(),
+    topology: Topology,
+    dump_directory: Path,
 ) -> ExpertSettings:
     """Pure, except for a check that the file of --init-expert-location exists; ranks read it themselves.
 

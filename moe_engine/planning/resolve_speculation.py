@@ -204,10 +204,10 @@ def _check_standalone(model: ModelConfig, draft: DraftModel, context_len: int) -
             f"--speculative-draft-model-path {draft.path}: a vocabulary of {draft.config.vocab_size} tokens, and "
             f"{model.source} has {model.vocab_size}; a draft model must have the same vocabulary"
         )
-    if draft.config.context_length < context_len:
+    if (longest := draft.config.longest_context) < context_len:
         raise ConfigError(
-            f"--speculative-draft-model-path {draft.path}: its context length is {draft.config.context_length} tokens, "
-            f"and requests may have {context_len}; use --context-length {draft.config.context_length}, or another "
+            f"--speculative-draft-model-path {draft.path}: its context length is {longest} tokens, "
+            f"and requests may have {context_len}; use --context-length {longest}, or another "
             "draft model"
         )
 

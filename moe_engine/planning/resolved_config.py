@@ -121,7 +121,7 @@ class ResolvedConfig:
 
     @property
     def load_balance_method(self) -> str:
-        """How the front end chooses the scheduler of a request."""
+        """How the frontend chooses the scheduler of a request."""
         asked = self.args.parallel.load_balance_method
         if asked != "auto":
             return asked

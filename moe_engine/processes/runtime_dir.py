@@ -3,7 +3,7 @@
 A directory of mode 0700 in the temporary directory; if that path is too long for a Unix socket, in $XDG_RUNTIME_DIR or
 /tmp.
 
-It contains a file that the front end keeps locked. The kernel releases the lock however the process ends, and the lock
+It contains a file that the frontend keeps locked. The kernel releases the lock however the process ends, and the lock
 is visible in other containers that share the temporary directory, where pids are meaningless.
 """
 
@@ -38,7 +38,7 @@ ATTEMPTS = 100
 class RuntimeDir:
     """A new directory, removed by `remove` or at process exit (a signal may arrive before the caller can clean up).
 
-    First removes directories of the same user's dead front ends.
+    First removes directories of the same user's dead frontends.
 
     Raises:
         ConfigError: no candidate directory is writable, or its path would be too long for a socket, or it is full.
@@ -105,7 +105,7 @@ def _place() -> str:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's directories whose front end has exited."""
+    """Removes this user's directories whose frontend has exited."""
     for path in (path for place in _places() for path in Path(place).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):  # another process may remove it concurrently
             if not (path / LOCK_FILE).is_file() or path.stat().st_uid != os.getuid():

@@ -140,8 +140,8 @@ class Admission:
         settings: RunSettings,
         kv_cache: KVCacheManager,
         queue: WaitingQueue,
-        lora: LoraSlots | None = None,
-        sessions: SessionHold | None = None,
+        lora: LoraSlots | None,
+        sessions: SessionHold | None,
     ) -> None:
         self._settings, self._config = settings, settings.config
         self._kv_cache = kv_cache

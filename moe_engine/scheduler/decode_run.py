@@ -1,5 +1,6 @@
 """Several decode steps of a scheduler at once, while nothing else can happen: no request ends, joins or is retracted.
 
+The step in flight at the end may be the last one of a request, which is then known to need no further step.
 Most steps of a simulation are of this kind. The result equals that of the same number of calls of `Scheduler.schedule`
 and `Scheduler.update` (tests/tuning/test_simulator.py compares them).
 """
@@ -14,7 +15,7 @@ from moe_engine.scheduler.step_sums import Steps
 from moe_engine.types import Request
 
 
-def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool = False) -> int:
+def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool) -> int:
     """Decode steps that `run_decodes` may take now; 0 if the next plan may be of another kind.
 
     Args:
@@ -42,13 +43,18 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         return 0
     if kv_cache.slots.num_pending and (waits or kv_cache.slots.num_free < kv_cache.page_size * len(decodes)):
         return 0  # the next step cannot use these slots yet, and would evict others
-    limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
+    limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids)) for r in decodes]) - 1
     if table.queue and not hold_prefill:
         kept = scheduler.delays.kept_steps(len(decodes)) if scheduler.delays is not None else 0
         limit = min(limit, max(scheduler.backoff.steps_left(table.num_released), kept))
     page = kv_cache.page_size
     pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
     return max(min(limit, pages * page - page + 1), 0)
+
+
+def decodes_after(decodes: list[Request], steps: int) -> list[Request]:
+    """Requests that need a further step after so many steps and the one in flight behind them."""
+    return [r for r in decodes if r.max_new_tokens - len(r.output_ids) - steps > 1]
 
 
 def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_token: Callable[[Request], int]) -> None:
@@ -81,3 +87,4 @@ def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_toke
     if scheduler.delays is not None:
         scheduler.delays.decoded(steps)
     scheduler.ratio.decay(steps)
+    table.decodes = decodes_after(decodes, 0)

@@ -36,7 +36,7 @@ class KVEventLog:
 
     Args:
         page_size: tokens of a block.
-        bigrams: the cache's keys are pairs of neighbours (`prefix_keys`); events name the first of each.
+        bigrams: the cache's keys are pairs of neighbors (`prefix_keys`); events name the first of each.
     """
 
     def __init__(self, page_size: int, bigrams: bool = False) -> None:

@@ -17,7 +17,7 @@ DraftOutcome = tuple[int, int]
 
 
 def read_result(
-    table: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome] | None = None
+    table: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome] | None
 ) -> list[RequestEvent]:
     """Appends tokens, ends finished requests, and returns an event for each request with new output.
 

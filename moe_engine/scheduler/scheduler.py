@@ -202,6 +202,8 @@ class Scheduler:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
         if self._in_flight and 2 * len(self.table.aborting) > self.table.num_running:
             return self._drain()  # most of a step that is planned now would be for clients that have left
+        if self._connector is None and self.delays is None and self._has_nothing_to_plan:
+            return None
         self._prefills.cache_prefills()
         if self.kv_cache.storage is not None:
             self.kv_cache.storage.next_step(running=self.table.num_running > 0)
@@ -212,6 +214,12 @@ class Scheduler:
             return plan
         turns = (self._schedule_alone, self._schedule) if self._suspect_turn else (self._schedule, self._schedule_alone)
         return turns[0](hold_prefill) or turns[1](hold_prefill)
+
+    @property
+    def _has_nothing_to_plan(self) -> bool:
+        """Whether no request needs a further step."""
+        table = self.table
+        return not (table.decodes or table.queue or table.chunked or self._prefills.to_cache or self._suspects)
 
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""

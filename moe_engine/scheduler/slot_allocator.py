@@ -71,7 +71,7 @@ class DeferredFreePool:
         missing, first = count - len(free), len(self._all) - self._num_fresh
         if missing > self._num_fresh:
             return None
-        taken = [*reversed(free), *self._all[first : first + missing]]  # ascending, so that slots are neighbours
+        taken = [*reversed(free), *self._all[first : first + missing]]  # ascending, so that slots are neighbors
         free.clear()
         self._num_fresh -= missing
         return taken

@@ -50,13 +50,13 @@ class SnapshotTree(RadixCache):
             node = node.parent
         return Match(node, 0 if node is None else node.end)
 
-    def kv_length(self, tokens: list[int], limit: int, extra_key: Hashable = None) -> int:
+    def kv_length(self, tokens: list[int], limit: int, extra_key: Hashable) -> int:
         """Leading tokens whose KV is in the tree, with a snapshot or not."""
         return super().peek(tokens, limit, extra_key).length
 
     # -- slots
 
-    def take_slot(self, step: int, but: Container[int] = ()) -> int:
+    def take_slot(self, step: int, but: Container[int]) -> int:
         """A slot for a snapshot that step `step` stores, not one of `but`; NONE: all other slots belong to requests."""
         if not self._free_slots:
             nodes = [node for slot, node in self.holders.items() if slot not in but]

@@ -79,11 +79,10 @@ class StorageTier:
         free: Callable[[list[int]], None],
         num_pages: int,
         bigrams: bool,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self._tree, self._alloc, self._free = tree, alloc, free
-        self.clock = clock
+        self.clock = time.monotonic
         self._most = max(1, num_pages // SHARE_OF_HOST)
         self._bigrams = bigrams
         self._weights = ""

@@ -29,7 +29,7 @@ _KEY = attrgetter("key")
 class Waiting:
     """A queue entry. Caches its prefix match, which is refreshed only when the tree has changed.
 
-    `prefix_keys` are the tokens' keys in the radix cache: the tokens themselves, or pairs of neighbours.
+    `prefix_keys` are the tokens' keys in the radix cache: the tokens themselves, or pairs of neighbors.
     """
 
     __slots__ = (

@@ -1,6 +1,6 @@
 """Access log: uvicorn's lines, formatted and written with little processor time.
 
-The logger's formatter and one write per line take a tenth of the front end's time for a short request. Here the lines
+The logger's formatter and one write per line take a tenth of the frontend's time for a short request. Here the lines
 of `WRITE_SECONDS` are written together.
 """
 

@@ -40,9 +40,10 @@ def chat_request(
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(req.tools or ())]
     body: dict[str, Any] = {"messages": messages, "tools": tools or None, "model": req.model, **_choice(req)}
     if req.thinking is not None:
-        on = req.thinking["type"] != "disabled"
+        kind = req.thinking["type"]
+        on = messages[-1]["role"] == "tool" if kind == "between_tools" else kind != "disabled"
         body["chat_template_kwargs"] = {"thinking": on, "enable_thinking": on}
-        if limits_thinking and req.thinking["type"] == "enabled":
+        if limits_thinking and kind == "enabled":
             body["max_thinking_tokens"] = req.thinking.get("budget_tokens")
     last = messages[-1]
     if last["role"] == "assistant" and last["content"] and last.keys() == {"role", "content"}:

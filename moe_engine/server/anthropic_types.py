@@ -64,7 +64,7 @@ class ToolChoice(TypedDict, total=False):
 
 
 class Thinking(TypedDict, total=False):
-    type: Required[Annotated[str, Meta(pattern="^(enabled|adaptive|disabled)$")]]
+    type: Required[Annotated[str, Meta(pattern="^(enabled|adaptive|between_tools|disabled)$")]]
     budget_tokens: int | None
 
 
@@ -87,8 +87,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: Annotated[
         Thinking | None,
         Meta(
-            description="sets thinking and enable_thinking of the chat template; the budget is enforced with a "
-            "reasoning parser whose tags are tokens"
+            description="sets thinking and enable_thinking of the chat template (between_tools: behind results of "
+            "tools only); the budget is enforced with a reasoning parser whose tags are tokens"
         ),
     ] = None
 

@@ -103,7 +103,11 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
         app.add_middleware(KeyCheck, api_key=keys.api_key, admin_api_key=keys.admin_api_key)
     app.add_middleware(EdgeCheck, check_origin=not keys.api_key)
     app.add_middleware(
-        _Cors, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+        _Cors,
+        allow_origins=["*"],
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", "x-should-retry"],
     )
     if metrics is not None:
         app.add_middleware(StatusCount, metrics=metrics)
@@ -150,8 +154,8 @@ def _open_tracing(state: ServerState) -> Tracing | None:
 
 
 def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
-    """Adds the observers of the settings to the front end."""
-    observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
+    """Adds the observers of the settings to the frontend."""
+    observers: list[Observer] = []
     flags = state.settings.args.logging
     if flags.log_requests:
         observers.append(RequestLog(RequestLogSettings.of(flags)))

@@ -1,4 +1,4 @@
-"""Prometheus metrics under SGLang's names: counters and histograms of the front end, gauges read at scrape time."""
+"""Prometheus metrics under SGLang's names: counters and histograms of the frontend, gauges read at scrape time."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _BY_POSITION = ("spec_position_accept_rate", "Share of verify steps that accepte
 
 
 class Metrics:
-    """An `Observer` of the front end that renders the Prometheus page."""
+    """An `Observer` of the frontend that renders the Prometheus page."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from moe_engine.server.state import ServerState
 
 TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Field of the text by type; `input_text` and `output_text` are those of the Responses API."""
-OTHER_KINDS = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "file": "files"}
+OTHER_KINDS = {"video_url": "videos are", "input_audio": "audio is", "audio_url": "audio is", "file": "files are"}
 
 
 def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
@@ -38,7 +38,7 @@ def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[lis
 def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[str, Any]:
     kind = part["type"]
     if kind in OTHER_KINDS:
-        raise InputError(f"{where}: {OTHER_KINDS[kind]} are not supported; send text and images", field=f"{where}.type")
+        raise InputError(f"{where}: {OTHER_KINDS[kind]} not supported; send text and images", field=f"{where}.type")
     if kind in TEXT_KINDS:
         name = TEXT_KINDS[kind]
         if not isinstance(part.get(name), str):

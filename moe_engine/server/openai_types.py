@@ -233,7 +233,7 @@ def response_fields(request: R, **bulk: Any) -> R:
 
 
 def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field: str, **fields: Any) -> GenerateInput:
-    """The request for the front end; missing sampling fields default to the model's, then to SGLang's.
+    """The request for the frontend; missing sampling fields default to the model's, then to SGLang's.
 
     Args:
         defaults: the model's sampling defaults.

@@ -172,7 +172,7 @@ def _file_handler(folder: str) -> logging.Handler:
 
 
 def _parameters(sampling: SamplingParams) -> dict[str, Any]:
-    """The serialised class of a custom logit processor is replaced by its name and size."""
+    """The serialized class of a custom logit processor is replaced by its name and size."""
     found: dict[str, Any] = msgspec.to_builtins(sampling)
     if sampling.custom_logit_processor is not None:
         found["custom_logit_processor"] = described(sampling.custom_logit_processor)

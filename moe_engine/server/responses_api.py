@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_engine.errors import InputError
+from moe_engine.errors import InputError, TooLongError
 from moe_engine.frontend.encoding import check_kind
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generation import Generation
@@ -27,9 +27,9 @@ from moe_engine.server.responses_prompt import (
     chat_request,
     check_options,
     input_messages,
-    output_message,
     repeated_fields,
     shortened,
+    shorter_ends,
 )
 from moe_engine.server.responses_store import ResponseStore, Running
 from moe_engine.server.responses_types import (
@@ -59,9 +59,9 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         """A response, with the conversation that it continues."""
         plan = await self._state.bodies.plan(request, "responses")
-        asked, model, parsers = plan.options
         with named(NAMES):
-            job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
+            plan, job = await self._begin_fitting(plan)
+        asked, model, parsers = plan.options
         answer = Answer(job.generations[0], asked, model, parsers)
         if asked.stream:
             return EventStream(self._state.frontend, job, ResponseEvents(answer, self._keep), openai_body)
@@ -79,19 +79,37 @@ class ResponsesApi:
         req = decode_body(body, ResponsesRequest)
         refuse_unavailable(req)
         check_options(req)
-        messages = [*self._previous(req), *input_messages(req)]
-        with named(NAMES):
-            if req.truncation == "auto":
-                plan = shortened(messages, lambda some: self._chat.plan(*chat_request(req, some)))
-            else:
-                plan = self._chat.plan(*chat_request(req, messages))
-        _, model, parsers = plan.options
+        before = self._previous(req)
+        messages = input_messages(req.input, input_messages(before))
         stores = req.store is not False
         asked = ResponsesPlan(
-            bool(req.stream), bool(req.background), stores, repeated_fields(req), messages if stores else [],
+            bool(req.stream), bool(req.background), stores, repeated_fields(req), before if stores else [],
             req.input if stores else [],
         )  # fmt: skip
+        with named(NAMES):
+            if req.truncation == "auto":
+                return shortened(messages, lambda some: self._plan(req, some, asked))
+            return self._plan(req, messages, asked)
+
+    def _plan(self, req: ResponsesRequest, messages: list[dict[str, Any]], asked: ResponsesPlan) -> Plan:
+        plan = self._chat.plan(*chat_request(req, messages))
+        _, model, parsers = plan.options
+        has_images = any(prompt.sources for prompt in plan.read.prompts)
+        asked.cut = (req, messages) if has_images and req.truncation == "auto" else None
         return Plan(plan.read, (asked, model, parsers))
+
+    async def _begin_fitting(self, plan: Plan) -> tuple[Plan, Job]:
+        """Begins a request. The tokens of images are known only now: `truncation: auto` drops further turns if the
+        prompt is too long with them."""
+        while True:
+            try:
+                return plan, await self._state.frontend.begin(plan.read, self._state.token_json.chat)
+            except TooLongError:
+                asked: ResponsesPlan = plan.options[0]
+                ends = shorter_ends(asked.cut[1]) if asked.cut is not None else []
+                if not (asked.cut and ends):
+                    raise
+                plan = await asyncio.to_thread(self._plan, asked.cut[0], ends[0], asked)
 
     async def input_tokens(self, request: Request) -> Response:
         """Tokens of the prompt of a response."""
@@ -101,23 +119,24 @@ class ResponsesApi:
         req = decode_body(body, ResponsesRequest)
         refuse_unavailable(req)
         with named(NAMES):
-            count = self._chat.num_tokens(*chat_request(req, [*self._previous(req), *input_messages(req)]))
+            messages = input_messages(req.input, input_messages(self._previous(req)))
+            count = self._chat.num_tokens(*chat_request(req, messages))
         answer: InputTokens = {"object": "response.input_tokens", "input_tokens": count}
         yield encode_json(answer)
 
     def _previous(self, req: ResponsesRequest) -> list[dict[str, Any]]:
+        """The items of the conversation that a request continues."""
         if req.previous_response_id is None:
             return []
         if self._store is None:
             words = f"bodies above {PROCESS_BYTES} bytes cannot continue a stored response; send the whole conversation"
             raise InputError(f"previous_response_id: {words} as input", field="previous_response_id")
-        return self._store.messages(req.previous_response_id)
+        return self._store.conversation(req.previous_response_id)
 
     def _keep(self, answer: Answer, response: ResponseObject) -> None:
         asked = answer.asked
         if asked.store and self._store is not None and (asked.background or response["status"] != "failed"):
-            messages = [*asked.messages, output_message(response["output"])]
-            self._store.put(response, messages, input_items(asked.input, answer.id))
+            self._store.put(response, [*asked.before, *input_items(asked.input, answer.id)])
 
     def _begin(self, answer: Answer, job: Job) -> None:
         """Runs a job in the background. Its response is stored at its end, however it ends."""
@@ -163,7 +182,7 @@ class ResponsesApi:
         return Response(await self._store.cancel(request.path_params["response_id"]), media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """The items of a stored response's input."""
+        """The items that a stored response was made from: its input, behind the conversation that it continues."""
         assert self._store is not None
         query = read_query(request, InputItemsQuery)
         return json_response(page_of(self._store.items(request.path_params["response_id"]), query))

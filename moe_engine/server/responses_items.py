@@ -1,4 +1,4 @@
-"""The items of a response's input, as /v1/responses/{id}/input_items lists them."""
+"""Items of a conversation, as /v1/responses/{id}/input_items lists them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ def input_items(given: str | list[InputItem], response_id: str) -> list[dict[str
     """Every item with an id and a status; texts of messages as lists of parts."""
     items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_item(item, f"{response_id.removeprefix('resp_')}_input_{i}") for i, item in enumerate(items)]
+
+
+def output_items(response: dict[str, Any]) -> list[dict[str, Any]]:
+    """The output of a stored response as items of a later input, without log-probabilities. An output without items is
+    an empty message: the roles of chat templates alternate."""
+    items = response["output"]
+    if not items:
+        name = f"msg_{response['id'].removeprefix('resp_')}_0"
+        items = [{"type": "message", "id": name, "role": "assistant", "content": ""}]
+    items = input_items(items, response["id"])
+    for item in items:
+        for part in item.get("content", ()):
+            part.pop("logprobs", None)
+    return items
 
 
 def _item(item: dict[str, Any], number: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -81,49 +81,48 @@ def shortened(messages: list[dict[str, Any]], plan_of: Callable[[list[dict[str, 
     try:
         return plan_of(messages)
     except TooLongError:
-        begins = [i for i, message in enumerate(messages) if i and message["role"] == "user"]
-        if not begins:
+        ends = shorter_ends(messages)
+        if not ends:
             raise
-    found, low, high = None, 0, len(begins) - 1
+    found, low, high = None, 0, len(ends) - 1
     while low <= high:
         middle = (low + high) // 2
-        kept = [message for message in messages[: begins[middle]] if message["role"] in ("system", "developer")]
         try:
-            found, high = plan_of(kept + messages[begins[middle] :]), middle - 1
+            found, high = plan_of(ends[middle]), middle - 1
         except TooLongError:
-            if middle == len(begins) - 1:
+            if middle == len(ends) - 1:
                 raise
             low = middle + 1
     assert found is not None
     return found
 
 
-def input_messages(req: ResponsesRequest) -> list[dict[str, Any]]:
-    """The messages of the input. Consecutive items of the assistant are one message.
+def shorter_ends(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The conversation without its first turn, its first two, ..., down to the last turn; with all system messages."""
+    ends = []
+    for i, message in enumerate(messages):
+        kept = [earlier for earlier in messages[:i] if earlier["role"] in ("system", "developer")]
+        if message["role"] == "user" and len(kept) < i:
+            ends.append(kept + messages[i:])
+    return ends
+
+
+def input_messages(given: str | list[Any], before: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """The messages `before`, and those of an input. Consecutive items of the assistant are one message.
 
     Raises:
         InputError: names the item.
     """
-    if isinstance(req.input, str):
-        return [{"role": "user", "content": req.input}]
-    out: list[dict[str, Any]] = []
-    for i, item in enumerate(req.input):
+    out = list(before)
+    if isinstance(given, str):
+        return [*out, {"role": "user", "content": given}]
+    for i, item in enumerate(given):
         message = _message(item, f"input[{i}]")
         if message["role"] == "assistant" and out and out[-1]["role"] == "assistant":
             _join(out[-1], message)
         else:
             out.append(message)
     return out
-
-
-def output_message(output: list[Any]) -> dict[str, Any]:
-    """The assistant's message of an answer's items."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    for i, item in enumerate(output):
-        _join(message, _message(item, f"output[{i}]"))
-    if message["content"] is None and "tool_calls" not in message:
-        message["content"] = ""
-    return message
 
 
 def _join(message: dict[str, Any], more: dict[str, Any]) -> None:

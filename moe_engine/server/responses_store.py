@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_engine.errors import InputError
+from moe_engine.server.responses_items import output_items
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
@@ -30,7 +31,7 @@ class ResponseStore:
     response."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self._kept: OrderedDict[str, tuple[bytes, bytes, bytes]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self._running: dict[str, Running] = {}
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self.num_bytes = 0
@@ -38,10 +39,10 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, response: Any, messages: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
-        """`messages`: the conversation, with the response's own message at its end. `items`: those of its input."""
+    def put(self, response: Any, items: list[dict[str, Any]]) -> None:
+        """`items`: the conversation that the response continues, and its own input."""
         self._remove(response["id"])
-        entry = msgspec.json.encode(response), msgspec.json.encode(messages), msgspec.json.encode(items)
+        entry = msgspec.json.encode(response), msgspec.json.encode(items)
         self._kept[response["id"]] = entry
         self.num_bytes += sum(map(len, entry))
         while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
@@ -53,19 +54,18 @@ class ResponseStore:
             return msgspec.json.encode(running.show())
         return self._entry(name, "response_id")[0]
 
-    def messages(self, name: str) -> list[dict[str, Any]]:
-        """Raises like `response`, and InputError for a response that has not ended."""
+    def conversation(self, name: str) -> list[dict[str, Any]]:
+        """The items that a response was made from, and its output. Raises like `items`."""
+        items = self.items(name, "previous_response_id")
+        return items + output_items(msgspec.json.decode(self._kept[name][0]))
+
+    def items(self, name: str, field: str = "response_id") -> list[dict[str, Any]]:
+        """The items that a response was made from. Raises like `response`, and InputError for one that has not ended;
+        `field`: the client's name of the id."""
         if name in self._running:
             words = f"the response {name!r:.80} has not ended; wait until its status is completed"
-            raise InputError(f"previous_response_id: {words}", field="previous_response_id")
-        found: list[dict[str, Any]] = msgspec.json.decode(self._entry(name, "previous_response_id")[1])
-        return found
-
-    def items(self, name: str) -> list[dict[str, Any]]:
-        """Raises like `response`, and InputError for a response that has not ended."""
-        if name in self._running:
-            raise InputError(f"response_id: the response {name!r:.80} has not ended", field="response_id")
-        found: list[dict[str, Any]] = msgspec.json.decode(self._entry(name, "response_id")[2])
+            raise InputError(f"{field}: {words}", field=field)
+        found: list[dict[str, Any]] = msgspec.json.decode(self._entry(name, field)[1])
         return found
 
     async def delete(self, name: str) -> None:
@@ -110,7 +110,7 @@ class ResponseStore:
         for name in list(self._running):
             await self._end(name)
 
-    def _entry(self, name: str, field: str) -> tuple[bytes, bytes, bytes]:
+    def _entry(self, name: str, field: str) -> tuple[bytes, bytes]:
         if name not in self._kept:
             raise InputError(
                 f"{field}: no response {name!r:.80} is stored; it was created with store: false, was deleted, was "

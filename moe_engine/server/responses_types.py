@@ -226,13 +226,16 @@ class ResponsesPlan(msgspec.Struct):
 
     Attributes:
         fields: the fields that the response repeats.
-        messages: the conversation without instructions, for the store; empty if the response is not stored.
+        before: items of the conversation that the request continues, for the store; empty if it is not stored.
         input: of the request, likewise.
+        cut: the request and the messages in the prompt, where `truncation: auto` may drop more of them when the tokens
+            of their images are known.
     """
 
     stream: bool
     background: bool
     store: bool
     fields: dict[str, Any]
-    messages: list[dict[str, Any]]
+    before: list[dict[str, Any]]
     input: str | list[InputItem]
+    cut: tuple[ResponsesRequest, list[dict[str, Any]]] | None = None

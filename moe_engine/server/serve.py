@@ -33,7 +33,7 @@ class GracefulServer(uvicorn.Server):
     With `second`, the handlers stay: a signal behind the server's end is the second one too.
     """
 
-    def __init__(self, config: uvicorn.Config, on_ready: Hook | None, second: SecondSignal | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Hook | None, second: SecondSignal | None) -> None:
         super().__init__(config)
         self._on_ready = on_ready
         self._second = second

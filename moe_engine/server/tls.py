@@ -19,7 +19,7 @@ class Certificate:
 
     @classmethod
     def of(cls, flags: ServerArgs) -> Certificate | None:
-        """None: the server speaks HTTP."""
+        """None: the server has no TLS."""
         if flags.ssl_certfile is None:
             return None
         return cls(flags.ssl_certfile, flags.ssl_keyfile, flags.ssl_keyfile_password)

@@ -54,7 +54,7 @@ def otlp_exporter(endpoint: str) -> OTLPSpanExporter:
 
 
 class Tracing:
-    """Makes and exports the spans: an `Observer` of the front end, and the tracer of `TraceRequests`.
+    """Makes and exports the spans: an `Observer` of the frontend, and the tracer of `TraceRequests`.
 
     Args:
         processor: the SDK's span processor with its exporter.
@@ -75,7 +75,7 @@ class Tracing:
         self._traces: dict[Generation, RequestTrace] = {}
 
     @classmethod
-    def over_http(cls, endpoint: str, model: str, version: str, service: str | None = None) -> Tracing:
+    def over_http(cls, endpoint: str, model: str, version: str, service: str | None) -> Tracing:
         """Exports to a collector from a thread; spans that the collector cannot accept are dropped after the SDK's
         retries."""
         return cls(BatchSpanProcessor(otlp_exporter(endpoint)), model, version, service)

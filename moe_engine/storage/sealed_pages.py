@@ -45,7 +45,7 @@ def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
 
 def copy_bytes(source: Buffer, target: Buffer) -> None:
     """Copies bytes without the interpreter's lock: a copy of megabytes would delay the thread of the steps."""
-    import numpy as np  # imported here: the front end reads settings of storages, and numpy would slow its start
+    import numpy as np  # imported here: the frontend reads settings of storages, and numpy would slow its start
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 

@@ -9,7 +9,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 
 if TYPE_CHECKING:
-    import numpy as np  # not loaded by the front end
+    import numpy as np  # not loaded by the frontend
 
     from moe_engine.structured_output.mask_batch import MaskBatch
 

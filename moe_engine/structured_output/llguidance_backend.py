@@ -70,7 +70,7 @@ class _Tokens:
 class LLGuidance:
     """Implements `GrammarBackend`."""
 
-    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings, threads: int = 1) -> None:
+    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings, threads: int) -> None:
         size = len(vocabulary.tokens)
         wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(vocabulary.eos_ids))

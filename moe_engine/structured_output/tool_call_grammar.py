@@ -52,7 +52,7 @@ def lark_of_calls(calls: Calls, json_options: Mapping[str, Any], special_ids: Ma
         start = "free | " + " | ".join(_behind_text(calls, syntax, bodies, more, special_ids, lines))
     elif begin in special_ids:
         start = f"free ({text(begin)} rest)?"
-        lines += ["free: FREE", f"FREE: /{ANY}/ & ~/{ANY}{_escaped(begin)}{ANY}/"]
+        lines += ["free: FREE", f"FREE: /{ANY}/ & ~/{ANY}{escaped(begin)}{ANY}/"]
     else:
         start = "begin rest | free"
         lines += ["free: TEXT", f"TEXT: /{ANY}/", f"begin[lazy]: TEXT {json.dumps(begin)}"]
@@ -65,7 +65,7 @@ def _behind_text(
     """Calls after free text, which contains no text that the parser would read as a call. Adds rules to `lines`."""
     begin = calls["begin"]
     if syntax.parameters is not None and syntax.parameters.before_text is None:  # a bracket may be text
-        names = [_escaped(call["name"]) for call in calls["calls"]]
+        names = [escaped(call["name"]) for call in calls["calls"]]
         found = [rf"\[{SPACE}{name}{SPACE}\(" for name in names]
         any_begin = rf"\[{SPACE}({'|'.join(names)}){SPACE}\("
         lines += ["free: FREE", f"FREE: /{ANY}/ & ~/{ANY}{any_begin}{ANY}/"]
@@ -95,7 +95,3 @@ def _literal(text: str, special_ids: Mapping[str, int]) -> str:
     names = "|".join(re.escape(name) for name in sorted(special_ids, key=len, reverse=True) if name)
     parts = re.split(f"({names})", text) if names else [text]
     return " ".join(f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part) for part in parts if part)
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/")

@@ -17,7 +17,7 @@ FORMS = {
 """Tokens before the prompt, before the suffix, and before the answer."""
 
 
-def fill_in_middle(tokenizer: Tokenizer, prompt: str, suffix: str, form: str | None = None) -> str:
+def fill_in_middle(tokenizer: Tokenizer, prompt: str, suffix: str, form: str | None) -> str:
     """The prompt whose continuation lies between `prompt` and `suffix`.
 
     Args:

@@ -31,6 +31,12 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _SUFFIX
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _SUFFIX
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -39,7 +45,8 @@ _DEEPSEEK_V3 = (
 )
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "default": (), "gpt-2": (), "llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "llama-v3": _LLAMA_3, "qwen2": _QWEN_2,
-    "deepseek-r1-qwen": _QWEN_2, "tekken": _TEKKEN, "deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3,
+    "deepseek-r1-qwen": _QWEN_2, "tekken": _TEKKEN, "gpt-4o": _GPT_4O, "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-r1": _DEEPSEEK_V3,
 }  # fmt: skip
 """`tokenizer.ggml.pre` -> regular expressions, applied one after the other; (): GPT-2's. From the published
 tokenizer.json of the models."""

@@ -27,7 +27,7 @@ class StopMatcher:
 
     __slots__ = ("_held", "_stops", "_trim", "matched")
 
-    def __init__(self, stops: tuple[str, ...], *, trim: bool = True) -> None:
+    def __init__(self, stops: tuple[str, ...], *, trim: bool) -> None:
         self._stops = stops
         self._trim = trim
         self._held = ""

@@ -21,6 +21,7 @@ from moe_engine.tokenizer import slices
 from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from moe_engine.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+from moe_engine.tokenizer.tokenizer_files import FIX
 
 _NOTHING: frozenset[int] = frozenset()
 _RULES = ("add_bos_token", "add_eos_token")
@@ -56,7 +57,7 @@ class FastBackend:
             try:
                 self._tok = tokenizers.Tokenizer.from_file(str(tokenizer))
             except Exception as exc:  # the library raises bare Exception
-                raise ConfigError(f"{tokenizer}: cannot be read as a tokenizer.json: {exc}") from exc
+                raise ConfigError(f"{tokenizer}: cannot be read as a tokenizer.json: {exc}; {FIX}") from exc
         self._tok.no_truncation()
         self._tok.no_padding()
         added = self._tok.get_added_tokens_decoder()
@@ -96,8 +97,7 @@ class TransformersBackend:
         except Exception as exc:
             reason = " ".join(str(exc).split())
             raise ConfigError(
-                f"--tokenizer-path {path}: transformers cannot load a tokenizer from it ({reason:.200}); "
-                "add the model's tokenizer.json, or serve token ids with --skip-tokenizer-init"
+                f"--tokenizer-path {path}: transformers cannot load a tokenizer from it ({reason:.200}); {FIX}"
             ) from exc
         self.special_ids = frozenset(self.hf.all_special_ids)
         self.vocab_size = len(self.hf)
@@ -250,7 +250,7 @@ class Tokenizer:
         ids = self._encode_group([text for pair in pairs for text in pair], True)  # each text has its own
         return [first + second for first, second in zip(ids[::2], ids[1::2])]
 
-    def encode_parts(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[tuple[int, list[int]]]:
+    def encode_parts(self, texts: list[str], add_special_tokens: bool) -> Iterator[tuple[int, list[int]]]:
         """`encode_batch` in parts: the index of a text and its next ids; at least one part per text."""
         first = 0
         for group in slices.groups(texts):

@@ -15,6 +15,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import httpx
@@ -23,7 +25,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning import mixed_probe, mixed_replay
 from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, between_tokens, chunks_of, common_steps
-from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.costs.measured import LONE_TOKENS, CostFile, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
 from moe_engine.tuning.measured_points import (
     AT_ONCE,
@@ -31,7 +33,6 @@ from moe_engine.tuning.measured_points import (
     DECODE,
     DECODE_TOKENS,
     LONE,
-    LONE_TOKENS,
     LONG,
     LONG_TAILS,
     OUTSIDE,
@@ -89,6 +90,8 @@ class Probes:
         self._rng = random.Random(0)
         self._points = MeasuredPoints(limits)
         self._parts: list[mixed_probe.Part] = []
+        self._part_rounds: list[int] = []
+        """Of each part, its round."""
         self._unread: list[tuple[Hashable, int, Stream | Span]] = []
         """Points whose recorded steps have not been read: tokens of a prompt and its answer, or requests that decoded
         and the time span."""
@@ -105,13 +108,25 @@ class Probes:
             self._points.rounds.begin()
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._points.file()
-        found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts)
+        found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts, self._limits.num_groups)
         most = self._most_beside
         arrival = min(file.arrival_seconds if found is None else found.arrival, most)
         if found is None:
             return replace(file, arrival_seconds=arrival)
+        of_rounds = self._points.rounds.slowness()
+        parts = [replace(part, machine=of_rounds[number]) for part, number in zip(self._parts, self._part_rounds)]
+        decode, prefill = (
+            mixed_probe.slowness_by_rows(parts, found),
+            found.slowness([part.machine for part in parts])[1],
+        )
+        prefill = 1.0 if self._limits.beside else prefill  # the prompts were measured beside answers, as under load
+        file = file.slower(decode, prefill)
         file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
-        return file if self._scheduler is None else mixed_replay.corrected(file, self._parts, found, self._scheduler)
+        if self._scheduler is None:
+            return file
+        light = [place for place, part in enumerate(parts) if part.load == mixed_probe.LOADS[0]]
+        found, parts = found.of(light).against(decode.seconds[0], prefill), [parts[place] for place in light]
+        return mixed_replay.corrected(file, parts, found, self._scheduler, self._limits.num_groups)
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -130,6 +145,8 @@ class Probes:
             progress(f"{name}decode, {count} requests")
             await self._decode((DECODE, count), count, short)
         await self._read_steps()
+        if self._points.rounds.number == 0:
+            await self._find_jumps(progress, name)
         progress(f"{name}decode, long contexts")
         await self._long_contexts()
         progress(f"{name}requests after a pause")
@@ -139,7 +156,8 @@ class Probes:
         await self._entry_beside_decodes(short)
         await self._read_steps()
         progress(f"{name}requests beside each other")
-        await self._beside_each_other()
+        for load in mixed_probe.LOADS:
+            await self._beside_each_other(load)
 
     @asynccontextmanager
     async def _decodes(self) -> AsyncIterator[None]:
@@ -159,22 +177,23 @@ class Probes:
             goes_on = False
             await asyncio.gather(*tasks)
 
-    async def _beside_each_other(self) -> None:
-        """A part of the measurement by `mixed_probe`. Not with several schedulers, which step together: these have the
-        delay of decodes."""
+    async def _beside_each_other(self, load: float) -> None:
+        """A part of the measurement by `mixed_probe`. Not with several replicas, whose steps are independent: these
+        have the delay of decodes."""
         limits = self._limits
-        if limits.num_groups > 1:
+        if limits.num_replicas > 1:
             return
 
         async def ask(prompt: int, answer: int) -> tuple[tuple[int, int], Stream]:
             return (prompt, answer), await self._ask(self._prompt(prompt), answer)
 
         most = min(limits.max_input // 2, limits.pool // 8)
-        rate = mixed_probe.rate_of(MeasuredCosts(self._points.file()), limits.drafts)
+        costs, accepted = MeasuredCosts(self._points.file()), accumulate(self._points.acceptance(), mul)
+        rate = load * mixed_probe.rate_of(costs, limits.drafts, 1 + sum(accepted), limits.num_groups)
         began = time.time()
         answered = await mixed_probe.run(ask, rate, most, self._rng)
         lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))
-        steps = (await self._records()).between(began, time.time())
+        steps = (await self._records()).together(began, time.time())
         unix = time.time() - time.perf_counter()
         part = mixed_probe.Part(
             steps,
@@ -182,9 +201,11 @@ class Probes:
             [unix + stream.started + stream.chunks[-1] for stream in streams],
             lengths,
             [stream.chunks[0] for stream in streams],
+            load,
         )
         if len(steps) >= mixed_probe.LEAST_STEPS:
             self._parts.append(part)
+            self._part_rounds.append(self._points.rounds.number)
 
     async def _records(self) -> StepRecords:
         async with httpx.AsyncClient(base_url=self._options.base_url, timeout=60) as client:
@@ -222,6 +243,13 @@ class Probes:
         if point == (DECODE, count):
             self._points.decodes.setdefault(count, []).append(found)
         return found
+
+    async def _find_jumps(self, progress: Callable[[str], None], name: str) -> None:
+        """Halves the ranges in which the seconds of a decode jump."""
+        while (count := self._points.halve_jump()) is not None:
+            progress(f"{name}decode, {count} requests")
+            await self._decode((DECODE, count), count, self._points.short)
+            await self._read_steps()
 
     async def _long_contexts(self) -> None:
         """Steps with long contexts, with as many requests as one of the steps with short ones."""

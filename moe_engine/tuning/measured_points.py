@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.tuning import mixed_probe
 from moe_engine.tuning.answer_steps import Decode
-from moe_engine.tuning.costs.measured import CostFile, Curve
+from moe_engine.tuning.costs.measured import LONE_TOKENS, CostFile, Curve
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.stats import median
 
 POINT_SECONDS = 4.0
 """A point that has taken this time gets no further round."""
+COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Requests of a scheduler that decode."""
+JUMP, MOST_HALVES = 0.2, 8
+"""Least jump of the seconds of a decode, over its seconds; most points to find jumps."""
 PREFIX_SECONDS = 1.5
 """Max time of prompts that only fill the cache."""
 DECODE_TOKENS = 96
 STAGGER_TOKENS = 2
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin. Longer answers
-would cost more than ordinary ones: front end and client process each chunk with all tokens so far."""
+would cost more than ordinary ones: frontend and client process each chunk with all tokens so far."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
 """New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""
 OUTSIDE, SPLIT, LONE = "outside the steps", "several prompts", "alone"
 """Points of the rounds."""
-LONE_TOKENS = 64
-"""Prompt tokens of requests that find the server idle."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Limits:
     num_groups: int = 1
     beside: int = 0
     """Answers that decode while prompts are measured."""
+    num_replicas: int = 1
+    """Engines, each with an equal part of the groups."""
 
 
 class MeasuredPoints:
@@ -69,6 +74,8 @@ class MeasuredPoints:
         self.between: list[float] = []
         self.split: list[tuple[int, mixed_probe.Step]] = []
         self.steps, self.accepted = 0, 0.0
+        self._halves: list[int] = []
+        """Numbers of requests beside those of `COUNTS`, to find jumps."""
 
     def file(self) -> CostFile:
         """Costs by the rounds so far, without `mixed_probe`. Raises MoeEngineError: the server recorded no step of a
@@ -127,10 +134,29 @@ class MeasuredPoints:
         each = (1 + limits.drafts) * (DECODE_TOKENS + 32)
         counts = [
             groups * count
-            for count in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+            for count in COUNTS
             if count <= limits.max_running and count * (each + STAGGER_TOKENS * count) < 0.8 * limits.pool
         ]
-        return counts or [groups]
+        return sorted([*counts, *self._halves]) or [groups]
+
+    def halve_jump(self) -> int | None:
+        """Adds a number of requests in the middle of two between which the seconds of a decode jump, by the rounds so
+        far: they rise by more than at the rate of the steeper neighboring range (a kernel that takes only so many
+        tokens). None: there is no such jump between numbers that are not adjacent."""
+        points = [(count, self.rounds.value((DECODE, count))) for count in self.row_counts()]
+        ranges = list(pairwise(points))
+        slopes = [(high - low) / (to - begin) for (begin, low), (to, high) in ranges]
+        found: list[tuple[float, int]] = []
+        for place, ((begin, low), (to, high)) in enumerate(ranges):
+            beside = max(slopes[max(place - 1, 0) : place] + slopes[place + 1 : place + 2], default=slopes[place])
+            jump = (high - low - max(beside, 0.0) * (to - begin)) / low
+            middle = (begin + to) // 2 // self.limits.num_groups * self.limits.num_groups
+            if jump > JUMP and begin < middle < to:
+                found.append((jump, middle))
+        if not found or len(self._halves) >= MOST_HALVES:
+            return None
+        self._halves.append(max(found)[1])
+        return self._halves[-1]
 
     def prompt_lengths(self) -> list[int]:
         most = min(self.limits.chunk, self.limits.max_input - 8)

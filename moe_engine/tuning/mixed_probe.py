@@ -2,10 +2,12 @@
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the front end and the client, where these share cores with the steps, and to planning.
-The server records its steps (`--record-step-times`). A regression over them separates three factors: the slowness of
-the machine in this part of the measurement, for decodes and for prompts, and the seconds of an arrival and of an end.
-The slowness is measured by the steps in which no request arrives or ends, so no other measurement is needed, and a
-clock that drifts changes the result by no more than it drifts within a part.
+The server records its steps (`--record-step-times`). A regression over them separates four factors: the slowness of
+decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The slowness
+is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no more than
+it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load: requests come
+and go between them, and front end and client do other work than beside equal answers. Few requests decode together in
+some of the parts, and many in the others: the effect depends on their number.
 """
 
 from __future__ import annotations
@@ -14,23 +16,25 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_engine.tuning.costs.measured import Curve
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
+from moe_engine.tuning.stats import mean, median
 
 PROMPT, ANSWER = (0.25, 1.75), (0.25, 1.75)
 """Least and most tokens, as shares of `MEAN_PROMPT` and `MEAN_ANSWER`."""
 MEAN_PROMPT, MEAN_ANSWER = 64, 32
 BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
-LOAD = 0.6
-"""Rate of the requests as a share of the estimate."""
+LOADS = 0.8, 1.6
+"""Rates of the requests as shares of the estimate: some requests decode together, and many."""
 SECONDS, MOST_SECONDS = 2.0, 10.0
-LEAST, MOST = 8, 130
+LEAST, MOST = 8, 200
 """Requests of a part, of a server that answers as many within `MOST_SECONDS`."""
 BEYOND, BEYOND_EVENTS, SWEEPS = 2.5, 3.2, 12
 """Huber's regression: residuals beyond this number of standard deviations count less: of steps without
@@ -51,6 +55,8 @@ class Part:
         ends: when the client had the last token.
         lengths: of each request, tokens of its prompt and its answer.
         ttfts: seconds from the client's call to the first token.
+        load: one of `LOADS`.
+        machine: slowness of the machine meanwhile.
     """
 
     steps: Sequence[Step]
@@ -58,17 +64,46 @@ class Part:
     ends: Sequence[float]
     lengths: Sequence[tuple[int, int]] = ()
     ttfts: Sequence[float] = ()
+    load: float = 0.0
+    machine: float = 1.0
+
+    @property
+    def rows(self) -> float:
+        """Mean requests of the steps that decode."""
+        return max(mean([step[0] for step in self.steps if step[0]]), 1.0)
 
 
 @dataclass(frozen=True)
 class Effects:
     """Seconds that an arrival and an end add to the steps beside them; for each part, the slowness of steps that
-    decode and of steps with prompts, against their costs."""
+    decode and of steps with prompts, against their costs. 0: unknown."""
 
     arrival: float
     end: float
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+
+    def of(self, places: Sequence[int]) -> Effects:
+        """In some of the parts."""
+        decode, prefill = (tuple(values[place] for place in places) for values in (self.decode, self.prefill))
+        return replace(self, decode=decode, prefill=prefill)
+
+    def slowness(self, of_machine: Sequence[float]) -> tuple[float, float]:
+        """How much longer decodes and prompts take under load than as measured alone.
+
+        Args:
+            of_machine: for each part, the slowness of the machine in it.
+        """
+        decode, prefill = (
+            [found / machine for found, machine in zip(values, of_machine) if found]
+            for values in (self.decode, self.prefill)
+        )
+        return median(decode) if decode else 1.0, median(prefill) if prefill else 1.0
+
+    def against(self, decode: float, prefill: float) -> Effects:
+        """Of costs that are these times as large."""
+        parts = tuple(found / decode for found in self.decode), tuple(found / prefill for found in self.prefill)
+        return replace(self, decode=parts[0], prefill=parts[1])
 
 
 def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
@@ -77,16 +112,36 @@ def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
     return max(min(prompt, most_prompt), 1), max(round(MEAN_ANSWER * rng.uniform(*ANSWER)), 2)
 
 
-def rate_of(costs: StepCostModel, drafts: int) -> float:
-    """Requests a second for the measurement."""
+def rate_of(costs: StepCostModel, drafts: int, tokens_a_step: float = 1.0, groups: int = 1) -> float:
+    """Requests a second of a load of 1.
+
+    Args:
+        tokens_a_step: of a request that decodes.
+        groups: schedulers that step together.
+    """
     decode = costs.step(StepShape(BESIDE, BESIDE * MEAN_PROMPT, drafts, 0, 0, BESIDE)).seconds
     prefill = costs.step(StepShape(0, 0, 0, MEAN_PROMPT, pairs_of(MEAN_PROMPT, 1), MEAN_PROMPT)).seconds
-    return LOAD / (prefill + MEAN_ANSWER * decode / BESIDE)
+    return groups / (prefill + MEAN_ANSWER / tokens_a_step * decode / BESIDE)
 
 
 def pairs_of(tokens: int, prompts: int) -> int:
     """Pairs of a token with those before it, of prompts of equal length."""
     return tokens * (tokens // max(prompts, 1) + 1) // 2
+
+
+def slowness_by_rows(parts: Sequence[Part], effects: Effects) -> Curve:
+    """How much longer decodes take under load than as measured alone, over the requests that decode together: the
+    median of the parts of each load, at their mean number of requests."""
+    found: list[tuple[float, float]] = []
+    for load in LOADS:
+        places = [place for place, part in enumerate(parts) if part.load == load]
+        if places:
+            slowness = effects.of(places).slowness([parts[place].machine for place in places])[0]
+            found.append((mean([parts[place].rows for place in places]), slowness))
+    if len(found) > 1 and found[-1][0] <= found[0][0]:
+        found.pop()
+    counts, factors = zip(*found)
+    return Curve(counts, factors)
 
 
 async def run(
@@ -106,12 +161,14 @@ async def run(
     return list(await asyncio.gather(*tasks))
 
 
-def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int) -> Effects | None:
-    """The regression over all parts; None: too few steps, or none in which a request arrived."""
+def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int, num_groups: int = 1) -> Effects | None:
+    """The regression over all parts; None: too few steps, or none in which a request arrived. `num_groups`: schedulers
+    that step together."""
     parts = [part for part in parts if len(part.steps) >= LEAST_STEPS]
     if not parts:
         return None
-    alone = [_costs_of(part.steps, costs, drafts) for part in parts]
+    costs_of = _costs_of if num_groups == 1 else _joint_costs_of
+    alone = [costs_of(part.steps, costs, drafts) for part in parts]
     # columns: decode seconds of each part, prefill seconds of each part, arrivals, ends
     height, width = sum(map(len, alone)), 2 * len(parts) + 2
     matrix = np.zeros((height, width))
@@ -129,14 +186,30 @@ def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int) -> Effects
     return Effects(found[-2], found[-1], tuple(found[:-2:2]), tuple(found[1:-2:2]))
 
 
+def _joint_costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
+    """As `_costs_of` for steps of several schedulers: some decode while others compute prompts, and the slower ones
+    determine the step."""
+    found = np.zeros((len(steps), 2))
+    for place, (decodes, tokens, prompts, *_) in enumerate(steps):
+        for column, shape in enumerate((_shape(decodes, 0, 0, drafts), _shape(0, tokens, prompts, drafts))):
+            if shape.global_tokens:
+                found[place, column] = costs.step(shape).seconds
+        found[place, found[place].argmin()] = 0
+    return found
+
+
+def _shape(decodes: float, tokens: float, prompts: float, drafts: int) -> StepShape:
+    """Of a recorded step with answers of mean length."""
+    rows, new = int(decodes), int(tokens)
+    context = rows * (MEAN_PROMPT + MEAN_ANSWER // 2)
+    return StepShape(rows, context, drafts if rows else 0, new, pairs_of(new, int(prompts)), rows + new)
+
+
 def _costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
     """Costs of each step as measured alone: seconds of its decodes, and of its prompts beside them."""
     found = np.zeros((len(steps), 2))
-    for place, (decodes, tokens, prompts, *_) in enumerate(steps):
-        rows, new = int(decodes), int(tokens)
-        context = rows * (MEAN_PROMPT + MEAN_ANSWER // 2)
-        shape = StepShape(rows, context, drafts if rows else 0, new, pairs_of(new, int(prompts)), rows + new)
-        whole = costs.step(shape)
+    for place, (rows, tokens, prompts, *_) in enumerate(steps):
+        whole = costs.step(_shape(rows, tokens, prompts, drafts))
         decode = min(whole.by_resource.get("decode", 0.0), whole.seconds) if rows else 0.0
         found[place] = decode, whole.seconds - decode
     return found

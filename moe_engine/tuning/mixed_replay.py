@@ -25,13 +25,16 @@ TURNS = 4
 """A correction also moves when requests meet that find the engine idle, so one turn does not suffice."""
 
 
-def corrected(file: CostFile, parts: Sequence[Part], effects: Effects, scheduler: SchedulerConfig) -> CostFile:
+def corrected(
+    file: CostFile, parts: Sequence[Part], effects: Effects, scheduler: SchedulerConfig, num_groups: int = 1
+) -> CostFile:
     """The file with another `answer_seconds`, and with an `idle_seconds` that leaves the answers of lone requests as
     measured. The work of the front end for a request and a token is its least answer. Requests that find the engine
     idle are left out: the corrections of both times cancel there.
 
     Args:
         effects: of these parts, whose steps are simulated with their slowness.
+        num_groups: schedulers that step together.
     """
     beside = [_beside_others(part) for part in parts]
     least, found = file.request_seconds + file.token_seconds, file
@@ -41,7 +44,7 @@ def corrected(file: CostFile, parts: Sequence[Part], effects: Effects, scheduler
                 simulated.ttft - measured
                 for part, slowness, chosen in zip(parts, zip(effects.decode, effects.prefill), beside)
                 for simulated, measured in compress(
-                    zip(replay(_slower(found, *slowness), part, scheduler), part.ttfts), chosen
+                    zip(replay(_slower(found, *slowness), part, scheduler, num_groups), part.ttfts), chosen
                 )
             ]
         )
@@ -53,13 +56,8 @@ def corrected(file: CostFile, parts: Sequence[Part], effects: Effects, scheduler
 
 def _slower(file: CostFile, decode: float, prefill: float) -> CostFile:
     """With steps that take these times as long; 0: unknown, as measured."""
-
-    def times(curve: Curve, factor: float) -> Curve:
-        return Curve(curve.counts, tuple(seconds * (factor or 1.0) for seconds in curve.seconds))
-
-    curves = {drafts: times(curve, decode) for drafts, curve in file.decode.items()}
-    behind = times(file.behind, prefill) if file.behind is not None else None
-    return replace(file, decode=curves, prefill=times(file.prefill, prefill), behind=behind)
+    slower = file.slower(Curve((1.0,), (decode or 1.0,)), prefill or 1.0)
+    return replace(slower, idle_seconds=file.idle_seconds)
 
 
 def middle_mean(values: Sequence[float]) -> float:
@@ -74,7 +72,7 @@ def _beside_others(part: Part) -> list[bool]:
     return [end > read for (_, read), end in zip(part.arrivals, ends)]
 
 
-def replay(file: CostFile, part: Part, scheduler: SchedulerConfig) -> list[Answer]:
+def replay(file: CostFile, part: Part, scheduler: SchedulerConfig, num_groups: int = 1) -> list[Answer]:
     """The answers to the part's requests, in order of the calls. Requests share no prefix."""
     begin = part.arrivals[0][0]
     arrivals, used = [], 0
@@ -84,6 +82,7 @@ def replay(file: CostFile, part: Part, scheduler: SchedulerConfig) -> list[Answe
     replica = ReplicaSpec(
         scheduler,
         MeasuredCosts(file),
+        num_groups,
         acceptance=file.acceptance,
         arrival_seconds=file.arrival_seconds,
         end_seconds=file.end_seconds,

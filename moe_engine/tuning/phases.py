@@ -13,12 +13,12 @@ DELIVERY = "delivery"
 DECODE = "decode, a token"
 END = "end"
 PHASES = {
-    READ: "from the client's call until the front end has read the request",
+    READ: "from the client's call until the frontend has read the request",
     QUEUE: "in the scheduler's queue",
-    PREFILL: "from there until the front end has the first token, and the way to the scheduler",
+    PREFILL: "from there until the frontend has the first token, and the way to the scheduler",
     DELIVERY: "from there until the client has it",
-    DECODE: "mean time between two tokens at the front end",
-    END: "from the last token at the front end until the client has the end",
+    DECODE: "mean time between two tokens at the frontend",
+    END: "from the last token at the frontend until the client has the end",
 }
 
 

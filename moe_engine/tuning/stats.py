@@ -29,8 +29,8 @@ def std(values: Sequence[float]) -> float:
     """Population standard deviation, numpy's default."""
     if not values:
         return 0.0
-    centre = mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / len(values))
+    center = mean(values)
+    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / len(values))
 
 
 def spread(values: Sequence[float]) -> float:

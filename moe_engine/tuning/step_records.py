@@ -7,7 +7,7 @@ steps, while it moves the beginning or the end of a client's whole measurement.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_engine.errors import MoeEngineError
@@ -21,11 +21,31 @@ Step = Sequence[float]
 """Requests that decode, prompt tokens, prompts, their cached tokens, Unix time of the end, seconds."""
 
 
-class StepRecords:
-    """Steps of all schedulers of a server, in order of time."""
+def joint_steps(states: Sequence[Mapping[str, Any]]) -> list[list[Step]]:
+    """For each step of schedulers that step together, the part of each, of the states in `/server_info`. Steps that
+    only some of them have recorded so far are left out."""
+    parts = []
+    for state in states:
+        steps = state["step_times"]
+        parts.append(dict(enumerate(steps, state["total_steps"] - len(steps))))
+    return [[part[number] for part in parts] for number in parts[0] if all(number in part for part in parts)]
 
-    def __init__(self, steps: Iterable[Step]) -> None:
+
+def busiest(parts: Sequence[Step]) -> Step:
+    """A joint step as one of a single scheduler: the most requests, and the prompts of the scheduler with most of
+    their tokens, as `StepShape`; the mean of the seconds."""
+    prompts = max(parts, key=lambda step: step[1])
+    rows, end = max(step[0] for step in parts), max(step[-2] for step in parts)
+    return (rows, *prompts[1:-2], end, mean([step[-1] for step in parts]))
+
+
+class StepRecords:
+    """Steps of all schedulers of a server, in order of time; `joint`: of all together (`busiest`), if they step
+    together."""
+
+    def __init__(self, steps: Iterable[Step], joint: Iterable[Step] = ()) -> None:
         self.steps = sorted(steps, key=lambda step: step[-2])
+        self.joint = [step for step in joint if step[0] or step[1]]
         self._ends = [step[-2] for step in self.steps]
 
     @classmethod
@@ -34,11 +54,15 @@ class StepRecords:
         states = info.get("internal_states") or []
         if not states or any("step_times" not in state for state in states):
             raise MoeEngineError("the server does not record its steps; start it with --record-step-times")
-        return cls(step for state in states for step in state["step_times"])
+        return cls((step for state in states for step in state["step_times"]), map(busiest, joint_steps(states)))
 
     def between(self, begin: float, end: float) -> list[Step]:
-        """Steps that ended in a time span."""
+        """Steps of a scheduler that ended in a time span."""
         return self.steps[bisect_left(self._ends, begin) : bisect_right(self._ends, end)]
+
+    def together(self, begin: float, end: float) -> list[Step]:
+        """Steps of all schedulers together (`busiest`), if these step together, that ended in a time span."""
+        return [step for step in self.joint if begin <= step[-2] <= end]
 
     def decode(self, rows: int, begin: float, end: float) -> float | None:
         """Mean seconds of the steps in a time span in which `rows` requests decoded; None: there were none."""

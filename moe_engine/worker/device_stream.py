@@ -58,7 +58,7 @@ class StepClock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Seconds between neighbouring marks; waits until the last one is reached."""
+        """Seconds between neighboring marks; waits until the last one is reached."""
         self._marks[-1].synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
 

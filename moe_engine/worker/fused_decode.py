@@ -80,7 +80,7 @@ def fused_decode(
     sampler: Sampler,
     kv: Sequence[Any],
     windows: Sequence[int | None],
-    advance: Advance | None = None,
+    advance: Advance | None,
 ) -> FusedDecode | None:
     """None if a part of the model, of its cache or of sampling has no kernel in the call.
 

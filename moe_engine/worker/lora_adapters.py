@@ -1,6 +1,6 @@
 """Loaded LoRA adapters of a rank: their weights on the host, and the slots that the steps read.
 
-The front end loads and unloads adapters by number on all ranks; the scheduler chooses the adapter of each slot
+The frontend loads and unloads adapters by number on all ranks; the scheduler chooses the adapter of each slot
 (`StepPlan.lora_loads`). All methods run on the worker's thread, between steps.
 """
 

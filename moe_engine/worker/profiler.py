@@ -59,20 +59,21 @@ class Profiler:
         self._runner.launch = self._traced(self._runner.launch)  # type: ignore[assignment, method-assign]
         return str(path)
 
-    def stop(self) -> str:
-        """Writes the trace; returns its path.
+    def stop(self) -> str | None:
+        """Writes the trace; returns its path, or None if no trace is running.
 
         Raises:
-            MoeEngineError: no trace is running, or the file cannot be written.
+            MoeEngineError: the file cannot be written; nothing is left of it.
         """
         running, self._running = self._running, None
         if running is None:
-            raise MoeEngineError("profiling is not in progress; call /start_profile first")
+            return None
         del self._runner.launch  # the class's own again
         running.stop()
         try:
             running.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
+            self._path.unlink(missing_ok=True)
             raise MoeEngineError(f"{self._path}: cannot be written ({error})") from None
         logger.info("Profile of rank %d: %s", self._rank, self._path)
         return str(self._path)

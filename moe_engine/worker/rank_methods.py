@@ -1,4 +1,4 @@
-"""The methods of a rank that the front end may call by name (`collective_rpc`), with typed arguments."""
+"""The methods of a rank that the frontend may call by name (`collective_rpc`), with typed arguments."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ class _GraphEntry:
 class _Inputs:
     """The static input buffers. Entries after the requests of a step are neutral padding."""
 
-    def __init__(
-        self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None = None
-    ) -> None:
+    def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)
         """Context tokens of a padded request: its max number of query tokens."""

@@ -2,7 +2,7 @@
 
 `stage` and `stage_tensors` read new weights into new memory in the kernels' layouts; the weights in force are not
 touched. `commit` copies them into the tensors in force, whose addresses do not change: CUDA graphs and whole-layer
-calls hold them. Both run between steps, without a request: the front end drains the engine first. A draft model with
+calls hold them. Both run between steps, without a request: the frontend drains the engine first. A draft model with
 its own checkpoint is not replaced.
 
 A module of which only some tensors are replaced is built twice, from the tensors and from a mask of the same names

@@ -60,7 +60,7 @@ class VariableAllToAll:
         return arrived.with_ids(arrived.ids - self._group.rank * self._num_local), handle
 
     def _exchange_sizes(self, num_sent: Tensor) -> tuple[list[int], list[int]]:
-        """Rows sent to each rank, and received from it. The only synchronisation with the device."""
+        """Rows sent to each rank, and received from it. The only synchronization with the device."""
         sizes = torch.stack((num_sent, torch.zeros_like(num_sent)))
         self._group.all_to_all(sizes[1], sizes[0])
         sent, received = sizes.tolist()

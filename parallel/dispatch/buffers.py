@@ -19,7 +19,7 @@ class RowBuffer:
         self._rows = torch.empty(0, width, dtype=dtype, device=device)
 
     def take(self, count: int) -> Tensor:
-        """Uninitialised [count, width]."""
+        """Uninitialized [count, width]."""
         if count > len(self._rows):
             self._rows = self._rows.new_empty(count, self._rows.shape[1])
         return self._rows[:count]
@@ -35,7 +35,7 @@ class RecordBuffer:
         self._known: dict[int, tuple[Tensor, Tokens]] = {}
 
     def take(self, count: int) -> tuple[Tensor, Tokens]:
-        """Uninitialised uint8 [count, bytes of a record], and views of its parts."""
+        """Uninitialized uint8 [count, bytes of a record], and views of its parts."""
         known = self._known.get(count)
         if known is None:
             if count > self._most or len(self._known) == MAX_VIEWS:

@@ -31,7 +31,7 @@ class ExchangedDispatcher(Dispatcher):
     """`Dispatcher`: the exchange delivers tokens, the layout permutes them.
 
     Args:
-        checks: rejects invalid ids before they are sent; synchronises with the device, so None in low latency.
+        checks: rejects invalid ids before they are sent; synchronizes with the device, so None in low latency.
     """
 
     def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, checks: Permutation | None) -> None:

@@ -10,7 +10,7 @@ from moe_engine.parallel.collectives import Group
 
 
 def check_choices(permutation: Permutation, ids: Tensor, num_experts: int) -> None:
-    """Rejects invalid router output. Synchronises with the device, once.
+    """Rejects invalid router output. Synchronizes with the device, once.
 
     Raises:
         ValueError: an id outside -1..num_experts-1, or a repeated expert in one token.

@@ -47,7 +47,7 @@ class _PermutedRows:
 
 class GroupedLayout(_PermutedRows):
     """`grouped`: one row per local (token, choice), sorted by expert, then by arrival; `aligned` for kernels with a row
-    alignment. Synchronises with the device, unless the exchange has read the counts."""
+    alignment. Synchronizes with the device, unless the exchange has read the counts."""
 
     def expand(self, tokens: Tokens, format: ActivationFormat, slot: int) -> tuple[ExpertBatch, Tensor]:
         alignment = format.row_alignment

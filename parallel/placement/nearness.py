@@ -49,7 +49,7 @@ def _experts_in_common(old: NDArray[np.int32], new: NDArray[np.int32], num_exper
 
 
 def _match(value: NDArray[np.int64]) -> list[int]:
-    """Square [B, B] -> the column of each row; largest values first, ties in favour of the unchanged index."""
+    """Square [B, B] -> the column of each row; largest values first, ties in favor of the unchanged index."""
     value = 2 * value + np.eye(len(value), dtype=value.dtype)
     columns = [0] * len(value)
     for _ in range(len(value)):

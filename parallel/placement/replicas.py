@@ -87,7 +87,7 @@ class ReplicaChoice:
         self,
         placement: ExpertPlacement,
         rank: int,
-        algorithm: Algorithm = "static",
+        algorithm: Algorithm,
         *,
         num_nodes: int = 1,
         device: torch.device | str = "cpu",

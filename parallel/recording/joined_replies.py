@@ -1,4 +1,4 @@
-"""Replies of the cores joined in the front end: the live view, and parts of a dump. Imports nothing heavy."""
+"""Replies of the cores joined in the frontend: the live view, and parts of a dump. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def test_plan_for_gpus_that_are_not_here(capsys, model_dir):
     assert "deep_gemm" in {**found["kernels"][1]["refused"], found["kernels"][1]["backend"]: ""}
     for hardware, words in (
         ("2xh200", "this machine has 2"),
-        ("h900", "--hardware h900: must be one of h100"),
-        ("0xh200", "--hardware 0xh200"),
+        ("h900", "--hardware h900: unknown GPU h900; use one of a100"),
+        ("0xh200", "--hardware '0xh200': give a number of GPUs"),
         ("h200 --device cpu", "--device is cpu"),
     ):
         code, out, err = run(capsys, *flags, "--hardware", *hardware.split())

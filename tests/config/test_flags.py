@@ -142,8 +142,8 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--flashinfer-mla-disable-ragged", "the form of prefill attention"),
         ("--enable-piecewise-cuda-graph", "CUDA graphs of prefill"),
         ("--enable-llama4-multimodal", "multimodal models"),
-        ("--quantization marlin", "other quantisation schemes"),
-        ("--quantization quark", "other quantisation schemes"),
+        ("--quantization marlin", "other quantization schemes"),
+        ("--quantization quark", "other quantization schemes"),
         ("--load-format npcache", "other checkpoint formats"),
         ("--tool-call-parser step3", "more output parsers"),
     ],
@@ -259,7 +259,7 @@ def _any_accepted(word: str, pattern: str) -> bool:
     return "match" not in pattern or any(option.startswith(word) for option in ACCEPTED)
 
 
-def test_some_misspellings_are_recognised():
+def test_some_misspellings_are_recognized():
     for option in ACCEPTED - {option for option in ACCEPTED if len(option) < 9}:
         wrong = option[:5] + option[6:] + "x"
         if wrong not in ACCEPTED | REFUSED:

@@ -50,10 +50,10 @@ def test_v3_weights_are_counted_as_loaded(resolved):
     kv_b_copy = 61 * 128 * 256 * 512 * 2
     assert ledger.weight_bytes == pytest.approx(parameters * 2 + kv_b_copy, rel=0.002)
     detail = ledger.rows[0].detail
-    assert "671.03 B parameters" in detail and "dequantised" in detail
+    assert "671.03 B parameters" in detail and "dequantized" in detail
 
 
-def test_gpu_rows_without_fp8_hold_dequantised_weights(resolved):
+def test_gpu_rows_without_fp8_hold_dequantized_weights(resolved):
     """Each kernel family by its own row."""
     gpu = dataclasses.replace(machine(140, 141, "cuda"), capability=(9, 0))
     fp8 = SMALL | {"quantization_config": V3["quantization_config"]}

@@ -1,4 +1,4 @@
-"""Options of the worker, the scheduler and the front end are filled by name, without code for each flag."""
+"""Options of the worker, the scheduler and the frontend are filled by name, without code for each flag."""
 
 from __future__ import annotations
 

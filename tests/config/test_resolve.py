@@ -131,6 +131,30 @@ def test_v3_on_a_large_machine(resolved):
     assert "would fit" in reasons(config)["max_total_tokens"]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "default", "longest"),
+    [
+        (None, 2048, 2048),
+        (YARN, 2048, 8192),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192, 8192),
+        ({"type": "linear", "factor": 2.0}, 4096, 4096),
+        (YARN | {"original_max_position_embeddings": 512}, 2048, 2048),
+        (YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 2048, 2048),
+    ],
+)
+def test_context_length_of_scaled_rotary_embeddings(resolved, scaling, default, longest):
+    """The default is SGLang's (`get_context_length`); the flag may ask for all positions of the scaling, as in vLLM."""
+    model = SMALL | {"rope_scaling": scaling}
+    assert resolved(model).context_len == default
+    asked = resolved(model, context_length=longest)
+    assert asked.context_len == asked.model.context_length == longest
+    with pytest.raises(ConfigError, match=f"use at most {longest}"):
+        resolved(model, context_length=longest + 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -44,7 +44,7 @@ class Served:
         return [token for token, _ in self.oracle.greedy(*self.prompt(text, pictures), 5)]
 
     def vector(self, text: str, pictures: list[Any]) -> list[float]:
-        """The last token's state, normalised."""
+        """The last token's state, normalized."""
         return self.oracle.vector(*self.prompt(text, pictures))
 
     def prompt(self, text: str, pictures: list[Any]) -> tuple[list[int], list[Pixels]]:
@@ -135,6 +135,25 @@ def test_the_other_forms_of_chats(served: Served) -> None:
     assert "".join(part["text"] for item in response["output"] for part in item["content"]) == expected
     used = message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
     assert used == response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"] > 10
+
+
+def test_truncation_counts_the_tokens_of_images(served: Served) -> None:
+    """A conversation that is too long with the tokens of its images: whole turns are dropped."""
+    part = {"type": "input_image", "image_url": data_address(random_picture(100, 100, 1))}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "ok"}] * 3
+
+    def respond(turns: list[Any], room: int, truncation: str) -> httpx.Response:
+        asked = {"input": [*turns, {"role": "user", "content": "why"}], "max_output_tokens": room}
+        url = f"{served.server.url}/v1/responses"
+        return httpx.post(url, json={**asked, "truncation": truncation, "temperature": 0}, timeout=180)
+
+    lengths = [respond(turns[i:], 1, "disabled").json()["usage"]["input_tokens"] for i in (0, 2, 4)]
+    longest = httpx.get(f"{served.server.url}/v1/models").json()["data"][0]["max_model_len"]
+    room = longest - lengths[1]  # the last two images fit
+    assert respond(turns, room, "disabled").status_code == 400 and lengths[0] > lengths[1] + 10
+    cut, whole = respond(turns, room, "auto").json(), respond(turns[2:], room, "disabled").json()
+    assert cut["usage"]["input_tokens"] == whole["usage"]["input_tokens"] == lengths[1]
+    assert cut["output"][0]["content"] == whole["output"][0]["content"]
 
 
 def test_chat(served: Served) -> None:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from tests.e2e.server_process import ServerProcess, runs
 from tests.engine.harness import InProcessEngine, Scripted
-from tests.models.checkpoints import dequantised_copy, write_tensors
-from tests.models.fp8 import quantise_fp8
+from tests.models.checkpoints import dequantized_copy, write_tensors
+from tests.models.fp8 import quantize_fp8
 from tests.speculation.agreeing import agreeing_checkpoint
 from tests.waiting import until
 
@@ -48,11 +48,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("rank-calls")
     for seed, name in enumerate(("old", "new")):
         path = agreeing_checkpoint("deepseek_v3", folder / name, 60 + seed, num_mtp_layers=1)
-        write_tensors(path, quantise_fp8(load_file(path / "model.safetensors")))
+        write_tensors(path, quantize_fp8(load_file(path / "model.safetensors")))
         config = json.loads((path / "config.json").read_text())
         method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         (path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-        dequantised_copy(path, folder / f"{name}-plain")
+        dequantized_copy(path, folder / f"{name}-plain")
     return {name: folder / name for name in ("old", "new")}
 
 

@@ -1,4 +1,4 @@
-"""The end of a server whose launch is refused, that gets signals or loses its front end; in separate interpreters."""
+"""The end of a server whose launch is refused, that gets signals or loses its frontend; in separate interpreters."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def generate(http: httpx.Client, text: str, sampling: dict[str, Any]) -> httpx.R
     return http.post("/generate", json={"text": text, "sampling_params": parameters})
 
 
-def test_greedy_tokens_and_free_neighbours(server: ServerProcess, expected: dict[str, Any]) -> None:
+def test_greedy_tokens_and_free_neighbors(server: ServerProcess, expected: dict[str, Any]) -> None:
     """More requests than run at once."""
     with server.client() as http:
         free = [generate(http, text, {}).json()["output_ids"] for text in TEXTS]

@@ -89,7 +89,7 @@ class DelayedCore:
 
 @asynccontextmanager
 async def front_end(folder: Path, groups: int = 1) -> AsyncIterator[tuple[Frontend, CoreClient, DelayedCore]]:
-    """A front end over a core that steps by itself."""
+    """A frontend over a core that steps by itself."""
     async with client_of(folder, groups) as (client, (core,)):
         room = 1 << 20
         client.info = replace(client.info, context_len=room, max_total_num_tokens=room, max_req_input_len=room)

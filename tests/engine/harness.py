@@ -44,7 +44,7 @@ class Scripted:
     more: dict[str, Any] = field(default_factory=dict)
     """Further fields of `AddRequest`."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """Fields of `SamplingParams` that the front end computes."""
+    """Fields of `SamplingParams` that the frontend computes."""
 
 
 @dataclass

@@ -108,7 +108,7 @@ def test_answers_have_sglangs_shape(engine: Engine) -> None:
     assert_close(torch.tensor(by_ids["embedding"]), torch.tensor(one["embedding"]))
 
 
-def test_dimensions_cut_and_normalise_again(engine: Engine, prompts: list[list[int]], expected: Tensor) -> None:
+def test_dimensions_cut_and_normalize_again(engine: Engine, prompts: list[list[int]], expected: Tensor) -> None:
     assert_close(vectors(engine, prompts, dimensions=24), F.normalize(expected[:, :24], dim=-1))
     assert_close(vectors(engine, prompts, dimensions=64), expected)
     with pytest.raises(InputError, match="dimensions: 65 is more than the 64 numbers"):

@@ -77,7 +77,7 @@ def test_steps_of_one_request(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, overlap: bool) -> None:
-    """Random schemas, free neighbours, limits within forced tokens, aborts, log-probabilities, a pool too small."""
+    """Random schemas, free neighbors, limits within forced tokens, aborts, log-probabilities, a pool too small."""
     schemas = draw_schemas(random.randrange(1 << 30), 40)
     script = [
         constrained(

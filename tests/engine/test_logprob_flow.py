@@ -1,4 +1,4 @@
-"""Log-probabilities from the worker to the front end: packed, so that every step creates few objects."""
+"""Log-probabilities from the worker to the frontend: packed, so that every step creates few objects."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_number_of_objects_per_step_is_constant(what: str) -> None:
     assert sizes[1] < 1.1  # bytes per number of a message: only the numbers
 
 
-# -- the front end's inbox
+# -- the frontend's inbox
 
 
 DELTAS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, max_size=20)

@@ -1,4 +1,4 @@
-"""The receive loops of front end and core, with arbitrary frames between valid messages: every valid request is
+"""The receive loops of frontend and core, with arbitrary frames between valid messages: every valid request is
 answered correctly, and if a loop ends, its requests end with the reason."""
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ async def test_failed_reader_fails_all_requests_with_the_reason(
             broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
             first.bring("r0", [5])
             for waiting in (tasks[0], tasks[1], call):  # also of the other group
-                with pytest.raises(EngineDeadError, match=r"core0 failed: the front end .*ZeroDivisionError"):
+                with pytest.raises(EngineDeadError, match=r"core0 failed: the frontend .*ZeroDivisionError"):
                     await asyncio.wait_for(waiting, 60)
         healths = client.healths()
         assert [health.alive for health in healths] == [False, False, True]

@@ -92,7 +92,7 @@ def test_retries_after_every_kind_of_ending_beside_others(clients: list[list[tup
 
 
 async def settled(core: DelayedCore, frontend: Frontend) -> None:
-    """The core has ended all requests and the front end has received the ends."""
+    """The core has ended all requests and the frontend has received the ends."""
     assert not frontend._live
     async with asyncio.timeout(240):
         while core.live:

@@ -1,4 +1,4 @@
-"""Folders of killed front ends are removed at the next start; folders of running front ends and of other users stay."""
+"""Folders of killed frontends are removed at the next start; folders of running frontends and of other users stay."""
 
 from __future__ import annotations
 

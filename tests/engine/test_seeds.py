@@ -1,4 +1,4 @@
-"""Seeds: drawn once, in the front end, for every copy of a prompt; copies differ on every scheduler."""
+"""Seeds: drawn once, in the frontend, for every copy of a prompt; copies differ on every scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constrained requests in an engine: random schemas validated, drafts, overlap, neighbours, retraction."""
+"""Constrained requests in an engine: random schemas validated, drafts, overlap, neighbors, retraction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(engine: Engine, sampling: list[dict[str, Any]], prompts: list[str]) -> l
     return found
 
 
-def test_random_schemas_and_free_neighbours(engine: Engine) -> None:
+def test_random_schemas_and_free_neighbors(engine: Engine) -> None:
     validation = pytest.importorskip("jsonschema", exc_type=ImportError)
     schemas = draw_schemas(random.randrange(1 << 30), examples(40))
     constrained = [

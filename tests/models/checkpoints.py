@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
-from tests.models.fp8 import dequantise_fp8, quantise_fp8
+from tests.models.fp8 import dequantize_fp8, quantize_fp8
 
 KINDS = (
     "deepseek_v3",
@@ -287,9 +287,9 @@ def make_checkpoint(
 
     Args:
         kind: one of `KINDS` or `SPARSE_KINDS`.
-        fp8: quantise every linear of the decoder layers to e4m3 in 128 x 128 blocks (`weight_scale_inv` siblings);
+        fp8: quantize every linear of the decoder layers to e4m3 in 128 x 128 blocks (`weight_scale_inv` siblings);
             `scale_dtype` among the overrides may be float32, ``e8m0`` or ``uint8``.
-        dtype: dtype of the unquantised tensors.
+        dtype: dtype of the unquantized tensors.
         num_mtp_layers: multi-token-prediction modules after the last layer (DeepSeek V3).
         dialect: ``hub`` (rope_theta + rope_scaling, torch_dtype) or ``transformers`` (rope_parameters, dtype).
         max_shard_bytes: split into several files with an index when given.
@@ -311,7 +311,7 @@ def make_checkpoint(
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         tensors = _beside(tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if fp8:
-        tensors = quantise_fp8(tensors, scale_dtype)
+        tensors = quantize_fp8(tensors, scale_dtype)
     (path / "model.safetensors").unlink()
     write_tensors(path, tensors, max_shard_bytes)
     _write_config(path, fields, dtype, num_mtp_layers, fp8, dialect)
@@ -446,14 +446,14 @@ def _beside(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
     return found
 
 
-def dequantised_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
-    """A checkpoint directory with the FP8 weights of `source` dequantised and quantization_config dropped."""
+def dequantized_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint directory with the FP8 weights of `source` dequantized and quantization_config dropped."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= load_file(file)
-    write_tensors(path, dequantise_fp8(tensors, dtype=dtype))
+    write_tensors(path, dequantize_fp8(tensors, dtype=dtype))
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)
     (path / "config.json").write_text(json.dumps(config, indent=1))

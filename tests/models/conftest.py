@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.models import sparse
-from tests.models.checkpoints import SPARSE_KINDS, dequantised_copy, make_checkpoint
+from tests.models.checkpoints import SPARSE_KINDS, dequantized_copy, make_checkpoint
 
 PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 
@@ -35,7 +35,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Oracle]:
         key = repr((kind, seed, sorted(options.items())))
         if key not in made:
             path = make_checkpoint(kind, tmp_path_factory.mktemp(kind), seed=seed, **options)
-            plain = dequantised_copy(path, tmp_path_factory.mktemp(kind)) if options.get("fp8") else path
+            plain = dequantized_copy(path, tmp_path_factory.mktemp(kind)) if options.get("fp8") else path
             reference = sparse.reference_logits if kind in SPARSE_KINDS else reference_logits
             made[key] = Oracle(path, *reference(plain, seed))
         return made[key]

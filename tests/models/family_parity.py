@@ -65,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {},
     "kimi_k25": {},
     "mistral3": {},
+    "pixtral": {},
     "dots1": {},
     "ernie4_5": {},
     "ernie4_5_moe": {"num_mtp_layers": 1},
@@ -80,6 +81,7 @@ IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3",
+    "pixtral",
 )  # fmt: skip
 """Families without experts."""
 ROW = re.compile(r"(\| (\w+) \| [^|]+ \|)")

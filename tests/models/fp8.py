@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 
-def is_quantised(name: str) -> bool:
-    """True for tensors that FP8 checkpoints quantise: every projection of the decoder layers; not the gate, norms,
+def is_quantized(name: str) -> bool:
+    """True for tensors that FP8 checkpoints quantize: every projection of the decoder layers; not the gate, norms,
     eh_proj."""
     return name.endswith(("_proj.weight", "proj_with_mqa.weight")) and "eh_proj" not in name
 
 
-def quantise_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block: int = 128) -> dict[str, Tensor]:
+def quantize_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block: int = 128) -> dict[str, Tensor]:
     """e4m3 weights and their scale grids; blocks at the edges are shorter."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not is_quantised(name):
+        if not is_quantized(name):
             out[name] = tensor
             continue
         rows, cols = tensor.shape
         grid = torch.empty(-(-rows // block), -(-cols // block))
-        quantised = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
+        quantized = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
         for i in range(grid.shape[0]):
             for j in range(grid.shape[1]):
                 part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
@@ -29,8 +29,8 @@ def quantise_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block
                 if scale_dtype != "float32":
                     scale = torch.exp2(torch.ceil(torch.log2(scale)))
                 grid[i, j] = scale
-                quantised[part] = (tensor[part].float() / scale).to(torch.float8_e4m3fn)
-        out[name] = quantised
+                quantized[part] = (tensor[part].float() / scale).to(torch.float8_e4m3fn)
+        out[name] = quantized
         if scale_dtype == "float32":
             out[name + "_scale_inv"] = grid
         else:
@@ -39,7 +39,7 @@ def quantise_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block
     return out
 
 
-def dequantise_fp8(
+def dequantize_fp8(
     tensors: dict[str, Tensor], block: int = 128, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """The same checkpoint in plain floats, independent of the engine's loader, as an oracle's input."""

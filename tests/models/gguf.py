@@ -28,7 +28,7 @@ from benchmarks.gguf_export import (
     write_container,
 )
 
-UNKNOWN_THERE = ("Q5_0", "Q5_1")
+UNKNOWN_THERE = ("Q5_0", "Q5_1", "MXFP4")
 """Types that transformers does not read."""
 __all__ = ["NUMBERS", "gguf_name", "tokenizer_metadata", "write_container"]
 
@@ -43,7 +43,7 @@ def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
     one = {
         "Q4_0": _of_q4_0, "Q4_1": _of_q4_1, "Q5_0": _of_q5_0, "Q5_1": _of_q5_1, "Q8_0": _of_q8_0, "Q2_K": _of_q2_k,
         "Q3_K": _of_q3_k, "Q4_K": _of_q4_k, "Q5_K": _of_q5_k, "Q6_K": _of_q6_k, "IQ4_NL": _of_iq4_nl,
-        "IQ4_XS": _of_iq4_xs,
+        "IQ4_XS": _of_iq4_xs, "MXFP4": _of_mxfp4,
     }[kind]  # fmt: skip
     flat = blocks.reshape(-1, count)
     return np.stack([one(block) for block in flat]).reshape(len(blocks), -1).astype(np.float32)
@@ -84,6 +84,13 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 def _of_iq4_nl(b: np.ndarray) -> list[float]:
     return [_float(b, 0) * _IQ4[int(b[2 + j % 16]) >> 4 * (j // 16) & 15] for j in range(32)]
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def _of_mxfp4(b: np.ndarray) -> list[float]:
+    return [2.0 ** (int(b[0]) - 127) * _E2M1[int(b[1 + j % 16]) >> 4 * (j // 16) & 15] for j in range(32)]
 
 
 def _of_iq4_xs(b: np.ndarray) -> list[float]:
@@ -173,7 +180,7 @@ def write_gguf(
             heads = tensor.unflatten(0, (fields["num_attention_heads"], -1))
             keys, rest = heads.split([fields["qk_nope_head_dim"], fields["v_head_dim"]], 1)
             parts = [
-                _store(stored, own.replace("kv_b", part), value.contiguous(), type_of)
+                store(stored, own.replace("kv_b", part), value.contiguous(), type_of)
                 for part, value in (("k_b", keys.transpose(1, 2)), ("v_b", rest))
             ]
             values[name] = torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
@@ -183,16 +190,16 @@ def write_gguf(
         )
         if ARCHITECTURES[kind] == "llama" and heads_of is not None:
             count = fields[heads_of]
-            value = _store(stored, own, reorder(tensor, count), type_of)
+            value = store(stored, own, reorder(tensor, count), type_of)
             rows = torch.empty(len(tensor), dtype=torch.long)
             rows[:] = reorder(torch.arange(len(tensor)), count)
             values[name] = torch.empty_like(value)
             values[name][rows] = value
             continue
-        values[name] = _store(stored, own, tensor, type_of)
+        values[name] = store(stored, own, tensor, type_of)
     for own, parts in experts.items():
         parts.sort(key=lambda part: int(part[0].split(".experts.")[1].split(".")[0]))
-        value = _store(stored, own, torch.stack([tensor for _, tensor in parts]), type_of)
+        value = store(stored, own, torch.stack([tensor for _, tensor in parts]), type_of)
         values |= {name: value[i] for i, (name, _) in enumerate(parts)}
     factors = rope_factors(fields)
     if factors is not None:
@@ -201,7 +208,7 @@ def write_gguf(
     return values
 
 
-def _store(stored: dict[str, Any], name: str, tensor: Tensor, type_of: Callable[[str], str]) -> Tensor:
+def store(stored: dict[str, Any], name: str, tensor: Tensor, type_of: Callable[[str], str]) -> Tensor:
     kind = "F32" if tensor.dim() == 1 or "gate_inp" in name else type_of(name)
     if kind in BLOCK and tensor.shape[-1] % BLOCK[kind][0]:
         kind = "F16"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.models.byte_tokenizer import BOS, EOS
 from tests.models.checkpoints import hub_fields, write_tensors
-from tests.models.quantised import quantise, section
+from tests.models.quantized import quantize, section
 from tests.models.vision_checkpoints import Made, Pixels
 
 IMAGE, PATCH = 271, 2
@@ -64,7 +64,7 @@ def make_kimi(path: Path, seed: int, int4: bool = False, **text: Any) -> KimiOra
     model.save_pretrained(path)
     saved = load_file(path / "model.safetensors")
     if int4:
-        saved, values = quantise(saved, "pack-quantized", chosen=lambda name: ".mlp.experts." in name)
+        saved, values = quantize(saved, "pack-quantized", chosen=lambda name: ".mlp.experts." in name)
         write_tensors(path, values)
         model = type(model).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         raw = json.loads((path / "config.json").read_text())

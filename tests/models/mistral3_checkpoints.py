@@ -89,11 +89,11 @@ def make_mistral3(
     return _write(path, seed, transformers.Mistral3ForConditionalGeneration, config)
 
 
-def make_pixtral(path: Path, seed: int) -> Mistral3Oracle:
-    """Pixtral 12B in the layout of transformers' Llava."""
+def make_pixtral(path: Path, seed: int, **more: Any) -> Mistral3Oracle:
+    """Pixtral 12B in the layout of transformers' Llava. `more`: fields of the text model."""
     import transformers
 
-    fields = hub_fields("mistral") | {"initializer_range": 0.15, "sliding_window": None}
+    fields = hub_fields("mistral") | {"initializer_range": 0.15, "sliding_window": None} | more
     config = transformers.LlavaConfig(
         text_config=transformers.MistralConfig(**fields).to_dict(), vision_config=VISION | {"hidden_act": "silu"},
         image_token_index=IMAGE, vision_feature_layer=-1, vision_feature_select_strategy="full", image_seq_length=1,

@@ -15,7 +15,7 @@ from tests.models.checkpoints import write_tensors
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[E, K, N] -> blocks uint8 [E, N, K / 32, 16], the first number of a byte in its low bits, and scales."""
     groups = weight.transpose(1, 2).unflatten(2, (-1, 32))  # [E, N, G, 32]
     exponent = groups.abs().amax(-1).clamp(min=1e-20).log2().floor() - 2  # the largest becomes at most 8, clipped to 6
@@ -25,7 +25,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4_copy(source: Path, directory: Path) -> tuple[Path, Path]:
-    """The checkpoint in MXFP4, and the same values unquantised, decoded by transformers."""
+    """The checkpoint in MXFP4, and the same values unquantized, decoded by transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored, plain = directory / "mxfp4", directory / "plain"
@@ -35,7 +35,7 @@ def mxfp4_copy(source: Path, directory: Path) -> tuple[Path, Path]:
         packed[name] = decoded[name] = tensor
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             del packed[name]
-            packed[f"{name}_blocks"], packed[f"{name}_scales"] = quantise(tensor)
+            packed[f"{name}_blocks"], packed[f"{name}_scales"] = quantize(tensor)
             blocks, scales = packed[f"{name}_blocks"], packed[f"{name}_scales"]
             decoded[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
     config = json.loads((source / "config.json").read_text())

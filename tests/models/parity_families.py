@@ -97,20 +97,31 @@ def kimi_family(kind: str, path: Path, seed: int) -> Family:
 
 def mistral3_family(kind: str, path: Path, seed: int) -> Family:
     made = mistral3_checkpoints.make_mistral3(path, seed, "ministral3", max_position_embeddings=1024)
+    return _with_rows(path, made, mistral3_checkpoints.RowPixels, side=80)
+
+
+def pixtral_family(kind: str, path: Path, seed: int) -> Family:
+    made = mistral3_checkpoints.make_pixtral(path, seed, max_position_embeddings=1024)
+    return _with_rows(path, made, mistral3_checkpoints.PatchPixels, side=40)
+
+
+def _with_rows(path: Path, made: mistral3_checkpoints.Mistral3Oracle, image: type[Pixels], side: int) -> Family:
     processor = load_processor(str(path))
 
     def pixels(picture: Any) -> Pixels:
         found = processor(images=[picture])
         grid = tuple(found["image_grid_thw"][0].tolist())
-        return mistral3_checkpoints.RowPixels(grid, torch.from_numpy(found["pixel_values"]))
+        return image(grid, torch.from_numpy(found["pixel_values"]))
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        return image_prompts(seed, count, longest, pixels, ([], mistral3_checkpoints.IMAGE, []), side=80)
+        return image_prompts(seed, count, longest, pixels, ([], mistral3_checkpoints.IMAGE, []), side)
 
     return Family(path, made.logits, prompts)
 
 
-OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {"kimi_k25": kimi_family, "mistral3": mistral3_family}
+OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
+    "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
+}  # fmt: skip
 
 
 def text_prompts(seed: int, count: int, longest: int) -> list[Prompt]:

@@ -132,6 +132,15 @@ def test_the_ledger_counts_what_is_held(tmp_path: Path) -> None:
     assert model.weight_bytes == pytest.approx(sizes.weight_bytes(load_model_config(path), 4), rel=0.005)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "compressed-tensors", "gptq"])
+def test_other_formats_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    path = make_checkpoint("gpt_oss", tmp_path, tokenizer=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(ConfigError, match=f"quant_method '{method}' is not served for gpt-oss; use its MXFP4"):
+        load_model_config(path)
+
+
 def test_libraries_without_sinks_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
     need = need_of_model(load_model_config(tmp_path), "bfloat16")

@@ -17,8 +17,8 @@ from moe_engine.models.formats.table import parse_format
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, write_pair
-from tests.models.fp8 import is_quantised
-from tests.models.quantised import quantise, section
+from tests.models.fp8 import is_quantized
+from tests.models.quantized import quantize, section
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "compressed int4": {"layout": "pack-quantized"},
@@ -39,12 +39,12 @@ EIGHTHS = {"kv_lora_rank": 32, "v_head_dim": 16}
 
 
 def write_both(
-    folder: Path, kind: str, options: dict[str, Any], chosen: Any = is_quantised, **sizes: int
+    folder: Path, kind: str, options: dict[str, Any], chosen: Any = is_quantized, **sizes: int
 ) -> tuple[Path, Path]:
-    """A quantised checkpoint, and one with its values."""
+    """A quantized checkpoint, and one with its values."""
     overrides = (EIGHTHS if kind.startswith("deepseek") else {}) | sizes
-    path = make_checkpoint(kind, folder / "quantised", seed=4, tokenizer=False, **overrides)
-    stored, plain = quantise(load_file(path / "model.safetensors"), seed=3, chosen=chosen, **options)
+    path = make_checkpoint(kind, folder / "quantized", seed=4, tokenizer=False, **overrides)
+    stored, plain = quantize(load_file(path / "model.safetensors"), seed=3, chosen=chosen, **options)
     dtype = "float16" if options["layout"] in ("awq", "gptq") else "bfloat16"
     return write_pair(path, stored, plain, {"torch_dtype": dtype, "quantization_config": section(**options)})
 
@@ -52,7 +52,7 @@ def write_both(
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "llama", "mixtral"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, layout: str, kind: str) -> None:
+def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, layout: str, kind: str) -> None:
     path, plain = write_both(tmp_path, kind, LAYOUTS[layout])
     check_headers(path, read_checkpoint(path), load_model_config(path))
     torch.testing.assert_close(logits_of(path), logits_of(plain), rtol=1e-5, atol=1e-5)
@@ -92,7 +92,7 @@ def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, l
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slices_are_those_of_the_whole_matrix(tmp_path: Path, layout: str) -> None:
     options = LAYOUTS[layout]
-    stored, plain = quantise({"x_proj.weight": torch.randn(48, 128)}, **options)
+    stored, plain = quantize({"x_proj.weight": torch.randn(48, 128)}, **options)
     check_slices(tmp_path, stored, plain["x_proj.weight"], section(**options), rtol=0, atol=0)
 
 
@@ -133,13 +133,13 @@ def test_autoround(tmp_path: Path, layout: str, symmetric: bool) -> None:
         return {"layout": layout, "symmetric": symmetric, "bits": width}
 
     def chosen(name: str) -> bool:
-        return is_quantised(name) and not name.startswith((plain_part, *bits))
+        return is_quantized(name) and not name.startswith((plain_part, *bits))
 
-    path = make_checkpoint("llama", tmp_path / "quantised", seed=4, tokenizer=False)
+    path = make_checkpoint("llama", tmp_path / "quantized", seed=4, tokenizer=False)
     tensors = load_file(path / "model.safetensors")
-    stored, values = quantise(tensors, chosen=chosen, **made(4))
+    stored, values = quantize(tensors, chosen=chosen, **made(4))
     for name, width in bits.items():
-        more, known = quantise(tensors, chosen=f"{name}.weight".__eq__, **made(width))
+        more, known = quantize(tensors, chosen=f"{name}.weight".__eq__, **made(width))
         stored = {k: t for k, t in stored.items() if not k.startswith(name)}
         stored |= {k: t for k, t in more.items() if k.startswith(name)}
         values[f"{name}.weight"] = known[f"{name}.weight"]

@@ -26,7 +26,7 @@ from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint, write_tensors
-from tests.models.fp8 import dequantise_fp8, quantise_fp8
+from tests.models.fp8 import dequantize_fp8, quantize_fp8
 from tests.models.stepper import Chunk
 
 Tensors = dict[str, Tensor]
@@ -206,11 +206,11 @@ def test_tied_head_in_the_file_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "e8m0", "uint8"])
-def test_slices_of_a_quantised_weight(tmp_path: Path, scale_dtype: str) -> None:
+def test_slices_of_a_quantized_weight(tmp_path: Path, scale_dtype: str) -> None:
     weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
-    tensors = quantise_fp8({"x_proj.weight": weight}, scale_dtype)
+    tensors = quantize_fp8({"x_proj.weight": weight}, scale_dtype)
     write_tensors(tmp_path, tensors)
-    want = dequantise_fp8(tensors)["x_proj.weight"]
+    want = dequantize_fp8(tensors)["x_proj.weight"]
     for rows, cols in ((None, None), (slice(100, 290), None), (None, slice(64, 200)), (slice(130, 131), slice(5, 129))):
         reader = WeightReader(tmp_path, torch.float32)
         got = reader.linear("x_proj", (300, 200), Cut(rows, cols))

@@ -16,7 +16,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_mtp
 from tests.models import stepper
-from tests.models.checkpoints import dequantised_copy, make_checkpoint
+from tests.models.checkpoints import dequantized_copy, make_checkpoint
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, make_kv
 from tests.models.test_parity import FP8_DIMS, assert_close
@@ -75,7 +75,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
         if key not in made:
             folder = tmp_path_factory.mktemp("mtp")
             path = make_checkpoint(kind, folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
-            plain = dequantised_copy(path, folder / "plain") if options.get("fp8") else path
+            plain = dequantized_copy(path, folder / "plain") if options.get("fp8") else path
             if kind in OWN_NAMES:
                 more = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
                 plain = make_checkpoint(kind, folder / "plain", 3, num_mtp_layers=1, deepseek_names=True, **options)

@@ -27,7 +27,7 @@ from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import step_logits
-from tests.models.quantised_floats import FLOATS
+from tests.models.quantized_floats import FLOATS
 from tests.models.stepper import Stepper, make_backends
 
 ROWS = frozenset(("linear", "experts"))

@@ -31,7 +31,7 @@ def headers(*places: tuple[str, int, int]) -> dict[str, TensorHeader]:
     return {name: TensorHeader("BF16", (), start, stop) for name, start, stop in places}
 
 
-def test_spans_follow_the_layers_and_join_neighbours() -> None:
+def test_spans_follow_the_layers_and_join_neighbors() -> None:
     one = SimpleNamespace(
         path=Path("1"),
         entries=headers(

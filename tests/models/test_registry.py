@@ -52,7 +52,7 @@ def test_register_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(stepper.load(path).model, module.OutsideModel)
 
 
-def test_default_parser_recognises_mla(tmp_path: Path) -> None:
+def test_default_parser_recognizes_mla(tmp_path: Path) -> None:
     path = rename(make_checkpoint("deepseek_v2", tmp_path), "OutsideForCausalLM")
     register("OutsideForCausalLM", "nowhere:Model")
     assert load_model_config(path).attention.kind == "mla"

@@ -37,7 +37,7 @@ from moe_engine.models.weights import WeightReader
 from moe_engine.planning.checkpoint import sums
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.format_checks import step_logits
-from tests.models.fp8 import is_quantised
+from tests.models.fp8 import is_quantized
 from tests.models.stepper import Stepper, make_backends
 
 
@@ -164,7 +164,7 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in load_file(path / "model.safetensors").items():
-        if not is_quantised(name):
+        if not is_quantized(name):
             stored[name] = plain[name] = tensor
             continue
         scales = tensor.abs().amax(1).clamp_min(1e-12) / 127
@@ -239,7 +239,7 @@ def test_other_methods_are_refused_with_the_supported_ones(checkpoints: tuple[Pa
 
 
 def test_choice_of_a_format() -> None:
-    """Block FP8 is also recognised by its scales; blocks of other sizes are dequantized everywhere."""
+    """Block FP8 is also recognized by its scales; blocks of other sizes are dequantized everywhere."""
     names = ["a.weight", "a.weight_scale_inv"]
     assert format_in_files(PLAIN, names) == BlockFP8Format() and format_in_files(PLAIN, names[:1]) == PLAIN
     declared = BlockFP8Format((128, 64), "ue8m0")

@@ -251,7 +251,7 @@ class Oracle(GreedyOracle):
 
     @torch.no_grad()
     def vector(self, ids: list[int], images: list[Pixels]) -> list[float]:
-        """The last token's state after the final norm, normalised."""
+        """The last token's state after the final norm, normalized."""
         state = self.run(ids, images, output_hidden_states=True).hidden_states[-1][0, -1]
         return torch.nn.functional.normalize(state, dim=-1).tolist()
 

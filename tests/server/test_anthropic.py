@@ -285,6 +285,18 @@ def test_the_budget_of_thinking(kind: str, limit: int | None):
     assert wrong.status_code == 400 and "thinking.budget_tokens: expected" in wrong.text
 
 
+def test_thinking_between_tools():
+    """On behind the results of tools, off elsewhere."""
+    call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "sunny"}
+    talked = [*ASK["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    for messages, on in ((ASK["messages"], False), (talked, True)):
+        body = {**ASK, "messages": messages, "thinking": {"type": "between_tools"}}
+        asked = chat_request(checked(body, MessagesRequest), limits_thinking=True)[0]
+        assert asked.chat_template_kwargs == {"thinking": on, "enable_thinking": on}
+        assert asked.max_thinking_tokens is None
+
+
 def blocks(*parts: Any) -> dict[str, Any]:
     return {"max_tokens": 5, "messages": [{"role": "user", "content": list(parts)}]}
 

@@ -1,4 +1,4 @@
-"""Front-end errors are reported while the cores load, not after minutes, and no process remains."""
+"""Frontend errors are reported while the cores load, not after minutes, and no process remains."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError
-from moe_engine.frontend import engine
+from moe_engine.frontend import engine, start
 from moe_engine.frontend.engine import Engine
 from moe_engine.server import launch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cores_that_load_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def waited(*_: object) -> None:
         raise AssertionError("the error came only after the weights were loaded")
@@ -35,16 +35,40 @@ def broken(folder: Path, name: str, text: str) -> str:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("tokenizer.json", "{", "cannot be read as a tokenizer"),
+        ("tokenizer.json", '{"model": {}}', "cannot be read as a tokenizer"),
         ("chat_template.jinja", "{% for %}", "Expected an expression"),
         ("generation_config.json", '{"temperature": -1}', "temperature: expected a number >= 0"),
     ],
 )
+@pytest.mark.usefixtures("cores_that_load_for_ever")
 def test_server(tmp_path: Path, name: str, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         launch.serve(EngineArgs.from_kwargs(model_path=broken(tmp_path, name, text), port=0))
 
 
+@pytest.mark.usefixtures("cores_that_load_for_ever")
 def test_offline(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
-        Engine(model_path=broken(tmp_path, "tokenizer.json", "{"))
+        Engine(model_path=broken(tmp_path, "tokenizer.json", '{"model": {}}'))
+
+
+@pytest.mark.parametrize(("left", "words"), [(None, "has no tokenizer.json"), (0.5, "cannot be read as a tokenizer")])
+def test_no_process_starts_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float | None, words: str
+) -> None:
+    """Without the file, and with a part of it, as an interrupted download leaves it."""
+    monkeypatch.setattr(start, "CoreProcess", lambda *_, **__: pytest.fail("a process has started"))
+    folder = Path(broken(tmp_path, "chat_template.jinja", "{{ messages }}"))
+    file = folder / "tokenizer.json"
+    content = file.read_bytes()
+    file.unlink()
+    if left is not None:
+        file.write_bytes(content[: int(len(content) * left)])
+    for begin in (
+        lambda: launch.serve(EngineArgs.from_kwargs(model_path=str(folder), port=0)),
+        lambda: Engine(str(folder)),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"{words}.*--tokenizer-path, or serve token ids with --skip-tokenizer-init"
+        ):
+            begin()

@@ -39,7 +39,7 @@ def test_every_form_of_input(client):
     assert floats.data[0].embedding[:3] == [2.0, 2.0, 3.0]
 
 
-def test_dimensions_normalise_again(client):
+def test_dimensions_normalize_again(client):
     (item,) = client.embeddings.create(model="any", input=[5, 6, 7], dimensions=2).data
     assert item.embedding == pytest.approx([3 / math.sqrt(13), 2 / math.sqrt(13)])
     for wrong, words in ((0, ">= 1"), (5, "more than the 4 numbers")):

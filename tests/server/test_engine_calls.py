@@ -286,6 +286,12 @@ def test_a_profile_starts_on_all_ranks_or_none() -> None:
     assert client.called == ["start_profile", "stop_profile"]
 
 
+def test_a_trace_that_cannot_be_written_is_no_fault_of_the_client() -> None:
+    answer = get(Ranks(stop_profile="/traces/a: cannot be written (No space left on device)"), "/stop_profile")
+    assert answer.status_code == 500
+    assert "rank 1: /traces/a: cannot be written (No space left on device)" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("body", [{"start_step": 3}, {"profile_by_stage": True}, {"profile_id": "../x"}])
 def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
     response = post(Ranks(), "/start_profile", body)

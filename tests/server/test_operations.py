@@ -84,8 +84,10 @@ def test_times_of_a_request(caplog: pytest.LogCaptureFixture):
 def test_advice_to_retry():
     client = FakeClient()
     client.refuse = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
-    response = post(client, "/generate", {"text": "a"})
+    page = {"origin": "http://page", "x-api-key": "k"}
+    response = post(client, "/generate", {"text": "a"}, headers=page, api_key="k")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "retry-after" in response.headers["access-control-expose-headers"]  # for programs in a browser
     assert "retry-after" not in post(FakeClient(), "/generate", {"text": 5}).headers
 
 

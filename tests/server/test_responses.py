@@ -305,16 +305,16 @@ def test_large_bodies_cannot_continue_a_stored_response():
 def test_the_store_is_bounded():
     store = ResponseStore(max_responses=3, max_bytes=1000)
     for i in range(5):
-        store.put({"id": f"r{i}"}, [{"role": "user", "content": str(i)}], [])
+        store.put({"id": f"r{i}"}, [{"role": "user", "content": str(i)}])
     assert len(store) == 3
-    assert store.messages("r2") == [{"role": "user", "content": "2"}]  # now the most recent
-    store.put({"id": "r5"}, [], [])
+    assert store.items("r2") == [{"role": "user", "content": "2"}]  # now the most recent
+    store.put({"id": "r5"}, [])
     with pytest.raises(InputError, match="'r3'"):
         store.response("r3")
     assert json.loads(store.response("r2")) == {"id": "r2"}
-    store.put({"id": "r2", "again": 1}, [], [])
+    store.put({"id": "r2", "again": 1}, [])
     assert len(store) == 3
-    store.put({"id": "large", "text": "x" * 970}, [], [])
+    store.put({"id": "large", "text": "x" * 970}, [])
     assert len(store) == 1 and store.num_bytes <= 1000
-    store.put({"id": "too large", "text": "x" * 2000}, [], [])
+    store.put({"id": "too large", "text": "x" * 2000}, [])
     assert len(store) == 0 and store.num_bytes == 0

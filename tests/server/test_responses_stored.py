@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from moe_engine.server.responses_types import InputTokens, ItemList, ResponseObject
 from tests.server.harness import make_app, post, talk
-from tests.server.test_anthropic import PARSERS, fake
+from tests.server.test_anthropic import PARSERS, TEXTS, fake
 from tests.server.test_responses import ASK, WEATHER
 from tests.server.test_schema import conforms
 
@@ -137,6 +137,37 @@ def test_items_of_an_input():
         assert streamed.status_code == 400 and streamed.json()["error"]["param"] == "stream"
 
     talk(fake("</think>Hello"), session, **PARSERS)
+
+
+@pytest.mark.parametrize("text", ["", *TEXTS.values()], ids=["empty", *TEXTS])
+def test_items_of_a_conversation(text: str):
+    """They are everything that a response was made from: sent as an input, they give the same prompt."""
+    client = fake(text)
+    body = {**ASK, "tools": [WEATHER], "top_logprobs": 1}
+    more = [{"role": "assistant", "content": "Well."}, {"role": "user", "content": "And?"}]
+
+    async def session(http: httpx.AsyncClient) -> list[Any]:
+        earlier = None
+        for question in ("Weather?", more, "Bye"):
+            asked = {**body, "input": question, "previous_response_id": earlier}
+            earlier = (await http.post("/v1/responses", json=asked)).json()["id"]
+        path, found, page = f"/v1/responses/{earlier}/input_items", [], {"last_id": None, "has_more": True}
+        while page["has_more"]:
+            after = {"after": page["last_id"]} if found else {}
+            page = (await http.get(path, params={"order": "asc", "limit": 3, **after})).json()
+            conforms(page, ItemList)
+            found += page["data"]
+        await http.post("/v1/responses", json={**body, "input": found})
+        return found
+
+    items = talk(client, session, **PARSERS)
+    for item in items:
+        ITEM.validate_python(item)
+        assert not any(part.get("logprobs") for part in item.get("content", ()))
+    assert len({item["id"] for item in items}) == len(items) > 5
+    shown = [item["content"][0]["text"] for item in items if item.get("role") == "user"]
+    assert shown == ["Weather?", "And?", "Bye"]
+    assert client.requests[2].prompt_ids == client.requests[3].prompt_ids
 
 
 @pytest.mark.parametrize("more", [{}, {"instructions": "Be brief."}, {"tools": [WEATHER]}, {"input": "x " * 3000}])

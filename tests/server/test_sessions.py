@@ -95,7 +95,7 @@ def test_replace_forgets_what_follows_and_names_what_runs() -> None:
     assert prompt == [1, 2, 3, 9]
     new = generation("e", prompt)
     new.session = joined
-    assert sessions.begin(new) == ["d"], "aborted by the front end"
+    assert sessions.begin(new) == ["d"], "aborted by the frontend"
     for one in (running, new):
         one.finish = {"type": "abort"}
         sessions.end(one)

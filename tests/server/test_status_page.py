@@ -1,4 +1,4 @@
-"""The page at `/`: the response for browsers, and its behaviour in a browser if one is installed."""
+"""The page at `/`: the response for browsers, and its behavior in a browser if one is installed."""
 
 from __future__ import annotations
 

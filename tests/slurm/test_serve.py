@@ -1,4 +1,4 @@
-"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: the behaviour documented in their headers."""
+"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: the behavior documented in their headers."""
 
 from __future__ import annotations
 

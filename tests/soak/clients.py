@@ -71,9 +71,9 @@ class Client:
         self._rid = rid
         self._connection = Connection(port)
 
-    async def ask_next(self, behaviours: dict[str, int] | None = None) -> None:
-        """One request of a random kind; `behaviours`: their weights, by name."""
-        weights = behaviours or BEHAVIOURS
+    async def ask_next(self, behaviors: dict[str, int] | None = None) -> None:
+        """One request of a random kind; `behaviors`: their weights, by name."""
+        weights = behaviors or BEHAVIORS
         (name,) = self._rng.choices(list(weights), weights=list(weights.values()))
         behave: Callable[[], Awaitable[str | None]] = getattr(self, f"_{name}")
         try:
@@ -230,7 +230,7 @@ class Client:
         return None if status in due else f"{method} {path}: status {status}, {content[:200]!r}"
 
 
-BEHAVIOURS = {
+BEHAVIORS = {
     "whole": 300,
     "streamed": 300,
     "leaves_a_stream": 100,

@@ -3,7 +3,7 @@
 Each form of the engine is started with the embedded model in float32. First a reference server of one rank answers a
 set of random questions, one at a time. Then ordinary clients load the form under test (the quiet phase), then mixed
 clients: some disconnect, abort, retry with the same id, read slowly, send large or wrong bodies. Every answer must be
-the known one, none may be lost, the KV pool must be complete afterwards, and the gaps of the neighbours' streams are
+the known one, none may be lost, the KV pool must be complete afterwards, and the gaps of the neighbors' streams are
 compared between the two phases. With ``--elastic`` forms a rank is killed in the middle.
 """
 
@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from tests.e2e.server_process import ServerProcess
 from tests.soak import answers, questions
-from tests.soak.clients import BEHAVIOURS, ORDINARY, Client, Known, Tally
+from tests.soak.clients import BEHAVIORS, ORDINARY, Client, Known, Tally
 from tests.soak.http import Connection
-from tests.soak.neighbours import Neighbours, quantile
+from tests.soak.neighbors import Neighbors, quantile
 
 COMMON = ("--dtype", "float32", "--random-seed", "7", "--log-level", "warning")
 TIGHT = ("--max-total-tokens", "6000", "--chunked-prefill-size", "128", "--max-running-requests", "24")
@@ -55,7 +55,7 @@ SETTLE_SECONDS = 60.0
 LEAST_GAPS = 100
 """Min number of gaps for a p99."""
 ALLOWED_GAP_RATIO = 5.0
-"""Limit of the largest gap of a neighbour's stream with mixed clients, in p99 gaps with ordinary ones."""
+"""Limit of the largest gap of a neighbor's stream with mixed clients, in p99 gaps with ordinary ones."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Plan:
 
     num_requests: int
     num_clients: int = 24
-    num_neighbours: int = 4
+    num_neighbors: int = 4
     quiet_share: float = 0.2
     seed: int = 0
 
@@ -93,7 +93,7 @@ def reference(folder: Path, count: int, seed: int) -> list[Known]:
 
 
 async def load(
-    port: int, bank: Sequence[Known], plan: Plan, count: int, behaviours: dict[str, int], tally: Tally
+    port: int, bank: Sequence[Known], plan: Plan, count: int, behaviors: dict[str, int], tally: Tally
 ) -> None:
     """`count` requests by concurrent clients; a third of the clients use one id for all of their requests."""
     rng = random.Random(plan.seed + count)
@@ -105,30 +105,30 @@ async def load(
 
     async def work(client: Client) -> None:
         while (before := tally.total) < end:
-            await client.ask_next(behaviours)
+            await client.ask_next(behaviors)
             bar.update(tally.total - before)
         client.close()
 
-    with tqdm(total=count, desc="mixed" if behaviours is BEHAVIOURS else "quiet", disable=None) as bar:
+    with tqdm(total=count, desc="mixed" if behaviors is BEHAVIORS else "quiet", disable=None) as bar:
         await asyncio.gather(*map(work, clients))
 
 
 def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: bool = False) -> dict[str, Any]:
     """Both phases against a ready server. With `strikes`, the last rank is killed during the mixed phase."""
     tally, empty = Tally(), settle(server)
-    neighbours = Neighbours(server.port, plan.num_neighbours)
+    neighbors = Neighbors(server.port, plan.num_neighbors)
     began = time.monotonic()
     asyncio.run(load(server.port, bank, plan, int(plan.num_requests * plan.quiet_share), ORDINARY, tally))
-    quiet = neighbours.gaps(LEAST_GAPS)
+    quiet = neighbors.gaps(LEAST_GAPS)
     rest = plan.num_requests - tally.total
     memory = _memory(server)
     for part in (rest // 2, rest - rest // 2):
-        asyncio.run(load(server.port, bank, plan, part, BEHAVIOURS, tally))
+        asyncio.run(load(server.port, bank, plan, part, BEHAVIORS, tally))
         if strikes:
             _ranks(server)[-1].kill()
             strikes = False
-    mixed = neighbours.gaps(LEAST_GAPS)
-    problems = neighbours.finish()
+    mixed = neighbors.gaps(LEAST_GAPS)
+    problems = neighbors.finish()
     seconds = time.monotonic() - began
     return {
         "requests": tally.total,
@@ -136,7 +136,7 @@ def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: b
         "wrong": tally.wrong,
         "lost": tally.lost,
         "problems": tally.problems,
-        "neighbour_problems": problems,
+        "neighbor_problems": problems,
         "counts": dict(tally.counts),
         "gaps": {"quiet": _summary(quiet), "mixed": _summary(mixed), "ratio": mixed[-1] / quantile(quiet, 0.99)},
         "pool": settle(server),
@@ -181,7 +181,7 @@ def verdicts(result: dict[str, Any]) -> dict[str, bool]:
     return {
         "no wrong answer": not result["wrong"],
         "no lost request": not result["lost"],
-        "neighbours got the same answer each time": not result["neighbour_problems"],
+        "neighbors got the same answer each time": not result["neighbor_problems"],
         "the KV pool is as empty as before": all(pool in result["pool_before"] for pool in result["pool"]),
         "no traceback in the log": not result["tracebacks"],
     }
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  memory grew by {result['memory_growth_bytes'] / 2**20:.0f} MiB")
         for name, fine in checks.items():
             print(f"  {'pass ' if fine else 'SHORT'} {name}")
-        for problem in result["problems"] + result["neighbour_problems"]:
+        for problem in result["problems"] + result["neighbor_problems"]:
             print(f"    {problem}")
     if args.json:
         args.json.write_text(json.dumps({"seed": args.seed, "forms": results}, indent=1))

@@ -22,5 +22,5 @@ def test_mixed_clients_get_right_answers(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, *COMMON, *TIGHT, *FORMS["dp"], *FORMS["speculation"]) as server:
         result = soak(server, bank, Plan(120, num_clients=16, seed=SEED))
     short = [name for name, fine in verdicts(result).items() if not fine]
-    assert not short, (short, result["problems"], result["neighbour_problems"], result["pool"])
+    assert not short, (short, result["problems"], result["neighbor_problems"], result["pool"])
     assert result["requests"] >= 120

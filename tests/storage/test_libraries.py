@@ -1,5 +1,5 @@
 """Storage rows over third-party libraries: NIXL's POSIX plugin and Mooncake's store, the real ones if they are
-installed, and emulators of their documented behaviour."""
+installed, and emulators of their documented behavior."""
 
 from __future__ import annotations
 

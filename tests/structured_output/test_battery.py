@@ -83,7 +83,7 @@ def test_what_only_seems_enforced_is_refused(backend: GrammarBackend, schema: An
         ({"const": {"pattern": '[^"]'}}, '{"pattern":"[^\\"]"}', "{}"),
     ],
 )
-def test_neighbours_of_what_is_refused(
+def test_neighbors_of_what_is_refused(
     backend: GrammarBackend, tokenizer: Tokenizer, schema: Any, good: str, bad: str
 ) -> None:
     grammar = compiled(backend, schema)

@@ -143,7 +143,7 @@ def test_window_emits_invalid_characters():
 
 def test_a_folder_without_tokenizer_says_what_to_add(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
-    with pytest.raises(ConfigError, match=r"^--tokenizer-path .* add the model's tokenizer\.json") as caught:
+    with pytest.raises(ConfigError, match=r"^--tokenizer-path .* copy the model's tokenizer\.json") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -223,8 +223,8 @@ def test_a_retraction_of_several_ranks_counts_once():
 
 def test_evidence_has_no_control_sequences():
     shown = decodes(queue=2001)
-    coloured = [f"\x1b[32m{line[:21]}\x1b[0m{line[21:]}\x07" for line in shown]
-    assert findings(coloured)["queue_long"].line == shown[-1].strip()
+    colored = [f"\x1b[32m{line[:21]}\x1b[0m{line[21:]}\x07" for line in shown]
+    assert findings(colored)["queue_long"].line == shown[-1].strip()
 
 
 def test_without_times_no_rate_is_claimed():

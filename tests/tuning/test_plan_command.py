@@ -12,6 +12,7 @@ import pytest
 from benchmarks.planner_points import FOLDER
 from moe_engine.cli.main import main
 from moe_engine.tuning.hardware.table import FOLDER as HARDWARE
+from moe_engine.tuning.hardware.table import gpu_names
 from tests.examples import examples
 from tests.tuning.plan_models import V3, write
 
@@ -114,10 +115,24 @@ def test_a_picture(capsys, tmp_path: Path, model: str):
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_workload_the_command_is_the_old_one(capsys, model: str):
-    code, out, _ = run(capsys, "--model-path", str(Path(model).parent), "--hardware", "8xH200", "--tp-size", "8",
+@pytest.mark.parametrize("gpu", ["H200", "GB200-NVL72", "FILE"])
+def test_without_a_workload_the_command_is_the_old_one(capsys, tmp_path: Path, model: str, gpu: str):
+    """For every GPU that has a file."""
+    own = tmp_path / "own.toml"
+    own.write_text((HARDWARE / "gpus" / "b200.toml").read_text())
+    hardware = f"8x{own if gpu == 'FILE' else gpu}"
+    code, out, _ = run(capsys, "--model-path", str(Path(model).parent), "--hardware", hardware, "--tp-size", "8",
                        "--load-format", "dummy")  # fmt: skip
     assert code == 0 and "kernels:" in out and "memory:" in out
+
+
+@pytest.mark.parametrize("gpu", gpu_names())
+def test_every_gpu_has_plans(capsys, tmp_path: Path, gpu: str):
+    folder = write(tmp_path / "dense", DENSE)
+    code, out, err = run(capsys, "--model-path", folder, "--hardware", f"4x{gpu}", *BASE[2:], "--top", "1", "--json")
+    assert code == 0, err
+    (plan,) = json.loads(out)["plans"]
+    assert plan["predicted"]["output_tokens_per_second_per_gpu"] > 0 and plan["command"].startswith("moe-engine serve")
 
 
 BASE = ["--hardware", "8xH200", "--workload", "in=2000,out=200"]
@@ -140,12 +155,14 @@ WRONG = [
     ([*BASE, "--slo", "itl=5"], r"itl=5: give a time above 0 with its unit"),
     ([*BASE, "--slo", "itl=-5ms"], r"itl=-5ms: give a time above 0"),
     ([*BASE, "--slo", "itl=1us"], r"--slo: no configuration of 8 GPUs meets it"),
-    ([*BASE, "--interconnect", "wet string"], r"--interconnect wet string: use one of ib400"),
+    ([*BASE, "--interconnect", "wet string"], r"--interconnect wet string: use one of ib200"),
     ([*BASE, "--interconnect", "none.toml"], r"none.toml: cannot be read as TOML"),
     ([*BASE, "--like", "ollama"], r"--like ollama: must be one of"),
     ([*BASE, "--concurrency", "0"], r"--concurrency 0: give a whole number above 0"),
     (["--autopilot", "--slo", "itl=5"], r"itl=5: give a time above 0 with its unit"),  # a flag of serve there
     (["--hardware", "7xH200", *BASE[2:]], r"nothing fits 7xh200.*try 4xh200 or 8xh200"),
+    (["--hardware", "2000000000xH200", *BASE[2:]], r"give a number of GPUs up to \d+"),
+    (["--hardware", "7xH100", *BASE[2:]], r"nothing fits 7xh100; the last of \d+ forms, 7 x 1 GPUs: TP1"),
     (["--hardware", "H200x8", *BASE[2:]], r"write the number first, 8xH200"),
     ([*BASE, "--top", "many"], r"--top many: give a whole number"),
     ([*BASE, "--plot", "front.gif"], r"must end in .svg or .png"),

@@ -11,6 +11,7 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.step_settings import GraphSettings
+from moe_engine.tuning.costs.measured import CostFile, Curve
 from moe_engine.tuning.doctor.log_lines import parse
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
@@ -71,6 +72,14 @@ def test_retractions():
     outcome, events = simulated(spec, arrivals(6, prompt_len=60, output_len=200, seconds=0.0))
     assert outcome.retractions > 0
     assert sum(event.values["retracted"] for event in events if event.kind == "retraction") == outcome.retractions
+
+
+def test_a_disk_that_fills_during_the_run_is_named(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    path.write_text(CostFile({0: Curve((1.0,), (0.002,))}, Curve((1.0,), (0.002,))).to_json())
+    assert main(["simulate", "--cost-file", str(path), "--num-prompts", "200", "--log-file", "/dev/full"]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert len(error) == 1 and "--log-file /dev/full: cannot be written (No space left on device)" in error[0]
 
 
 def test_the_command_writes_a_log_that_the_doctor_reads(tmp_path, capsys):

@@ -20,10 +20,11 @@ from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.measured_points import CACHED, LONG_TAILS, PREFILL, Limits, MeasuredPoints
 from moe_engine.tuning.rounds import Rounds
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.joint_step import joint_cost
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed
 from moe_engine.tuning.stats import median
-from moe_engine.tuning.step_records import StepRecords
+from moe_engine.tuning.step_records import StepRecords, busiest, joint_steps
 from moe_engine.types import Request, SamplingParams, StepResult
 
 COSTS = MeasuredCosts(CostFile({0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), pair_second=1e-7))
@@ -51,7 +52,8 @@ def test_phases_of_a_simulated_request_add_up_to_its_times(exact):
         assert whole == pytest.approx(answer.latency)
     steps = outcome.recorder.steps
     assert len(steps) == outcome.num_steps
-    assert sum(seconds for *_, seconds in steps) == pytest.approx(outcome.busy_seconds)
+    delays = sum(seconds for *_, seconds in steps) - outcome.busy_seconds
+    assert 1e-3 < delays < 30e-3 + 1e-9  # of the requests that arrive during a step
     assert sum(tokens for _, tokens, _ in steps) == sum(len(arrival.prompt_ids) for arrival in arrivals)
     assert sum(rows for rows, *_ in steps) >= sum(arrival.output_len - 1 for arrival in arrivals)
 
@@ -85,8 +87,9 @@ def test_steps_that_a_server_records():
     state = reporter.state()
     assert [step[:4] for step in state["step_times"]] == [(0, 40, 2, 0), (2, 0, 0, 0), (2, 0, 0, 0)]
     assert all(0 < step[-1] < 60 and abs(step[4] - time.time()) < 60 for step in state["step_times"])
-    info = {"internal_states": [state]}
-    assert len(simulation_phases.step_times(info, [1])) == 2 and not simulation_phases.step_times(info, [3])
+    for states in ([state], [state, state]):  # two schedulers that step together
+        found = [simulation_phases.step_times({"internal_states": states}, [done] * len(states)) for done in (1, 3)]
+        assert [step[:2] for step in found[0]] == [(2 * len(states), 0)] * 2 and not found[1]
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
 
 
@@ -96,7 +99,8 @@ def recorded_parts(rng, arrival, end, prefill_factor):
     parts, now = [], 1e9
     for _ in range(4):
         slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
-        calls = [due := due + rng.expovariate(mixed_probe.rate_of(COSTS, 0)) for _ in range(90)]
+        rate = 0.8 * mixed_probe.rate_of(COSTS, 0)
+        calls = [due := due + rng.expovariate(rate) for _ in range(90)]
         waiting, running, steps, arrivals, ends, ended = [], [], [], [], [], 0
         while calls or running or waiting:
             if not running and not waiting:
@@ -152,7 +156,9 @@ def test_load_of_the_measurement_beside_each_other():
     lengths = [mixed_probe.request_lengths(rng, 70) for _ in range(2000)]
     assert min(lengths)[0] >= 1 and max(lengths)[0] <= 70
     assert sum(answer for _, answer in lengths) / 2000 == pytest.approx(mixed_probe.MEAN_ANSWER, rel=0.1)
-    assert mixed_probe.rate_of(COSTS, 0) == pytest.approx(0.6 / (0.002 + 63e-4 + 32 * 0.004 / 8), rel=0.01)
+    for tokens, groups in ((1.0, 1), (1.6, 1), (1.0, 2)):
+        expected = groups / (0.002 + 63e-4 + 32 / tokens * 0.004 / 8)
+        assert mixed_probe.rate_of(COSTS, 0, tokens, groups) == pytest.approx(expected, rel=0.01)
 
 
 def test_points_of_rounds_on_a_machine_that_drifts():
@@ -179,16 +185,106 @@ def test_points_of_rounds_on_a_machine_that_drifts():
 
 
 def test_steps_of_a_measurement():
-    info = {"internal_states": [{"step_times": [(4, 0, 0, 0, 10.0 + i, 0.002 + (i == 3)) for i in range(8)]}]}
-    info["internal_states"].append(
-        {"step_times": [(0, 20, 1, 8, 20.5, 0.01), (0, 12, 1, 0, 20.9, 0.02), (1, 0, 0, 0, 21.0, 1.0)]}
-    )
-    records = StepRecords.of(info)
+    first = [(4, 0, 0, 0, 10.0 + i, 0.002 + (i == 3)) for i in range(8)]
+    second = [(0, 20, 1, 8, 20.5, 0.01), (0, 12, 1, 0, 20.9, 0.02), (1, 0, 0, 0, 21.0, 1.0)]
+    states = [{"step_times": steps, "total_steps": len(steps)} for steps in (first, second)]
+    records = StepRecords.of({"internal_states": states})
     assert records.decode(4, 10.5, 20.0) == pytest.approx(0.002) and records.decode(3, 0, 99) is None
     assert records.prompt(32, 20.1, 21.0) == pytest.approx(0.03) and records.prompt(64, 20.1, 21.0) is None
     assert records.prompt(20, 20.1, 21.0) == pytest.approx(0.01)  # beside one of 12 tokens
     with pytest.raises(MoeEngineError, match="--record-step-times"):
         StepRecords.of({"internal_states": [{}]})
+
+
+def test_steps_of_schedulers_that_step_together():
+    """The lists begin and end at different steps: old ones are dropped, and one of them may not have ended."""
+    rng = random.Random(random.getrandbits(32))
+    steps = [
+        [(rng.randint(0, 9), rng.choice([0, rng.randint(1, 99)]), 1, 0, float(n), 0.01) for n in range(40)]
+        for _ in "ab"
+    ]
+    (first, to), (begin, last) = [(rng.randint(0, 9), rng.randint(30, 40)) for _ in "ab"]
+    states = [
+        {"step_times": steps[0][first:to], "total_steps": to},
+        {"step_times": steps[1][begin:last], "total_steps": last},
+    ]
+    both = range(max(first, begin), min(to, last))
+    assert joint_steps(states) == [[steps[0][n], steps[1][n]] for n in both]
+    found = StepRecords.of({"internal_states": states}).together(0.0, 99.0)
+    expected = [(max(steps[0][n][0], steps[1][n][0]), max(steps[0][n][1], steps[1][n][1]), n) for n in both]
+    assert [(rows, tokens, end) for rows, tokens, _, _, end, _ in found] == [
+        one for one in expected if one[0] or one[1]
+    ]
+    assert all(step[-1] == pytest.approx(0.01) for step in found)
+
+
+def test_a_joint_step_costs_as_much_in_the_calibration_as_in_the_simulator():
+    """Groups with a prompt and groups that decode compute at the same time: the slower one counts, not the sum."""
+    rng = random.Random(random.getrandbits(32))
+    for _ in range(50):
+        shapes, parts = [], []
+        for _ in range(rng.randint(2, 4)):
+            rows, tokens = rng.choice([(rng.randint(1, 60), 0), (0, rng.randint(1, 99)), (0, 0)])
+            parts.append((rows, tokens, int(tokens > 0), 0, 1.0, 0.01))
+            shapes.append(StepShape(rows, rows * 80, 0, tokens, tokens * (tokens + 1) // 2, rows + tokens))
+        shapes = [shape for shape in shapes if shape.global_tokens]
+        if not shapes:
+            continue
+        whole = joint_cost(COSTS, shapes).seconds
+        assert whole == pytest.approx(max(COSTS.step(shape).seconds for shape in shapes))
+        (found,) = mixed_probe._joint_costs_of([busiest(parts)], COSTS, 0)
+        assert found.min() == 0 and found.max() == pytest.approx(whole)
+
+
+def test_steps_are_slower_beside_requests_than_alone():
+    """The slowness of the parts is that of the steps under load, times that of the machine, and goes into the costs."""
+    rng = random.Random(random.getrandbits(32))
+    decode, prefill, machine = rng.uniform(1, 1.4), rng.uniform(0.7, 1.3), [rng.uniform(0.8, 1.2) for _ in range(4)]
+    parts = [tuple(factor * slow for slow in machine) for factor in (decode, prefill)]
+    effects = mixed_probe.Effects(0.001, 0.0005, *parts)
+    assert effects.slowness(machine) == pytest.approx((decode, prefill))
+    relative = effects.against(decode, prefill)
+    assert relative.decode == pytest.approx(machine) and relative.prefill == pytest.approx(machine)
+    unknown = mixed_probe.Effects(0.001, 0.0005, (decode, 0.0), (0.0, 0.0))
+    assert unknown.slowness([1.0, 1.0]) == pytest.approx((decode, 1.0))
+
+    file = CostFile(
+        {0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), context_second=1e-6, cached_second=1e-6,
+        pair_second=1e-7, behind=Curve((1, 64), (0.001, 0.003)), idle_seconds=0.02,
+    )  # fmt: skip
+    slower = file.slower(Curve((1.0,), (decode,)), prefill)
+    before, after = MeasuredCosts(file), MeasuredCosts(slower)
+    for shape, factor in (
+        (StepShape(5, 500, 0, 0, 0, 5), decode),
+        (StepShape(0, 0, 0, 64, 64 * 65 // 2, 64), prefill),
+        (StepShape(0, 0, 0, 32, 32 * 100 + 32 * 33 // 2, 32, prefill_cached=100), prefill),
+    ):
+        assert after.step(shape).seconds == pytest.approx(before.step(shape).seconds * factor)
+    lone = file.prefill.at(64) + file.idle_seconds
+    assert slower.prefill.at(64) + slower.idle_seconds == pytest.approx(lone)
+
+
+def test_many_decodes_are_slower_by_another_factor_than_few():
+    """The factor is that of each load at its mean number of requests, a line between, constant beyond."""
+    rng = random.Random(random.getrandbits(32))
+    few, many, machine = rng.uniform(1, 1.3), rng.uniform(0.8, 1.2), [rng.uniform(0.8, 1.2) for _ in range(4)]
+    parts = []
+    for place, slow in enumerate(machine):
+        rows = (8, 40)[place % 2]
+        steps = [(rows - 2, 0, 0, 0, 1.0, 0.01), (0, 50, 1, 0, 2.0, 0.01), (rows + 2, 0, 0, 0, 3.0, 0.01)]
+        parts.append(mixed_probe.Part(steps, [], [], load=mixed_probe.LOADS[place % 2], machine=slow))
+    decode = tuple((few, many)[place % 2] * slow for place, slow in enumerate(machine))
+    effects = mixed_probe.Effects(0.0, 0.0, decode, (1.0,) * 4)
+    found = mixed_probe.slowness_by_rows(parts, effects)
+    assert found.counts == (8, 40) and found.seconds == pytest.approx((few, many))
+    alone = mixed_probe.slowness_by_rows(parts[::2], effects.of([0, 2]))
+    assert alone.counts == (8,) and alone.seconds == pytest.approx((few,))
+
+    counts = (1, 8, 24, 40, 64)
+    before = CostFile({0: Curve(counts, (0.001, 0.002, 0.004, 0.008, 0.016))}, Curve((1,), (0.002,)))
+    curve = before.slower(found, 1.0).decode[0]
+    factors = [after / seconds for after, seconds in zip(curve.seconds, before.decode[0].seconds)]
+    assert factors == pytest.approx([few, few, (few + many) / 2, many, many])
 
 
 def test_steps_with_several_prompts_and_with_cached_prefixes():

@@ -10,6 +10,7 @@ from itertools import islice, pairwise, repeat
 
 import pytest
 
+from moe_engine.frontend.dp_routing import WEIGHTS, Load, Room, Router
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.prefill_delay import DelayerSettings
@@ -22,9 +23,10 @@ from moe_engine.tuning.simulator.arrivals import arrival_times
 from moe_engine.tuning.simulator.expert_load import ExpertLoad, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
+from moe_engine.tuning.simulator.load_table import TableRouter
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
-from moe_engine.types import SpeculationConfig
+from moe_engine.types import SpeculationConfig, StepPlan
 from tests.examples import examples
 
 pytestmark = pytest.mark.drawn(16)
@@ -176,6 +178,41 @@ def test_chunks_of_long_prompts_are_planned_many_at_once(monkeypatch):
         simulate(FleetSpec(spec), Fixed(arrivals, len(arrivals)))
         found.append(planned[0])
     assert found[1] < found[0] / 8
+
+
+def test_an_answer_takes_two_plans(monkeypatch):
+    """The prompt and the first decode: a run takes all further decodes of answers that end by their length."""
+    planned, schedule = [], Scheduler.schedule
+
+    def counted(scheduler, hold_prefill=False):
+        plan = schedule(scheduler, hold_prefill)
+        planned.extend([plan] if isinstance(plan, StepPlan) else [])
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    for num_groups in (1, 4):
+        planned.clear()
+        arrivals = [Arrival(10.0 * number, [number, number], random.randint(3, 90)) for number in range(1, 9)]
+        simulate(FleetSpec(ReplicaSpec(config(), Linear(), num_groups=num_groups)), Fixed(arrivals, len(arrivals)))
+        assert len(planned) == 2 * len(arrivals)
+
+
+@pytest.mark.parametrize("method", sorted(WEIGHTS))
+def test_loads_in_a_table_are_routed_as_by_the_production_router(method):
+    rng = random.Random(random.getrandbits(32))
+    count, room = rng.randint(1, 9), Room(4000, 5)
+    ours, theirs = TableRouter(count, method, room), Router(count, method, room)
+    for number in range(200):
+        loads = [Load(rng.randint(0, 3), rng.choice([0, 40, 900]), rng.randint(0, 90)) for _ in range(count)]
+        theirs.loads = loads
+        for column in ("num_requests", "num_tokens", "num_uncomputed"):
+            getattr(ours.table, column)[:] = [getattr(load, column) for load in loads]
+        assert list(ours.loads) == loads and ours.table[1:].num_tokens.base is not None
+        able = sorted(rng.sample(range(count), rng.randint(1, count)))
+        prompt = [rng.randint(0, 1)] * rng.choice([20, 100, 300]) + [number] * 20
+        chosen = ours.choose(able, ours.blocks_of(prompt))
+        assert chosen == theirs.choose(able, theirs.blocks_of(prompt)) and chosen in able
+        assert ours.sent(chosen, ours.blocks_of(prompt)) == theirs.sent(chosen, theirs.blocks_of(prompt))
 
 
 def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
@@ -431,7 +468,7 @@ def test_the_front_end_is_a_queue_in_front_of_the_scheduler_and_behind_it():
 
 
 def test_a_busy_front_end_delays_first_tokens_and_not_the_engine():
-    """Ten requests decode; their tokens take the front end longer than a step of the engine."""
+    """Ten requests decode; their tokens take the frontend longer than a step of the engine."""
     first = [Arrival(0.0, [number], 100) for number in range(1, 11)]
     spec = FleetSpec(ReplicaSpec(config(), Linear(fixed=0.01, row=0, token=0)))
     found = []

@@ -21,7 +21,7 @@ from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
 from moe_engine.tuning.gap_histogram import GapHistogram
-from moe_engine.tuning.measured_points import DECODE_TOKENS, PREFILL, Limits, MeasuredPoints, ascending
+from moe_engine.tuning.measured_points import DECODE, DECODE_TOKENS, PREFILL, Limits, MeasuredPoints, ascending
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
@@ -252,6 +252,27 @@ def test_long_contexts_fit_into_a_small_pool():
         found = points.long_decode()
         assert found is not None and found[1] >= 160 and found[0] * (found[1] + DECODE_TOKENS) < pool
         assert found[0] == 8 or found[0] * 2 * (160 + 2 * DECODE_TOKENS) > pool  # as many as fit
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_jump_of_the_decodes_is_measured_on_both_sides(groups: int):
+    """A kernel that takes so many tokens in one call: both sides of its limit are points; a line has no more points."""
+    limit, jump = random.randint(9, 63), random.choice([0.0, random.uniform(0.4, 2.0)])
+    points = MeasuredPoints(Limits(64 * groups, 4000, 1 << 20, 512, range(2), num_groups=groups))
+    points.rounds.begin()
+    before = points.row_counts()
+
+    def measure(count: int) -> None:
+        rows = count // groups
+        points.rounds.add((DECODE, count), (1 + rows / 10) * (1 + jump * (rows > limit)) * random.uniform(0.99, 1.01))
+
+    for count in before:
+        measure(count)
+    while (count := points.halve_jump()) is not None:
+        measure(count)
+    counts = points.row_counts()
+    assert counts == sorted(counts) and len(counts) <= len(before) + (4 if jump else 0)
+    assert not jump or {limit * groups, (limit + 1) * groups} <= {*counts}
 
 
 def test_acceptance_that_explains_the_accepted_drafts():

@@ -120,7 +120,7 @@ def test_large_vocabulary_token_by_token(kernel: SamplingKernel, values: dict, v
 
 
 @pytest.mark.parametrize("at_once", [1 << 24, 7000])
-def test_a_row_does_not_depend_on_its_neighbours(
+def test_a_row_does_not_depend_on_its_neighbors(
     kernel: SamplingKernel, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(reference_module, "CACHED_ELEMENTS", at_once)

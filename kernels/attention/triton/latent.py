@@ -66,7 +66,7 @@ class LatentTile:
     num_stages: int
 
 
-def latent_tile(num_rows: int, dtype: torch.dtype, form: int = PLAIN) -> LatentTile:
+def latent_tile(num_rows: int, dtype: torch.dtype, form: int) -> LatentTile:
     """The tile for requests of at most `num_rows` rows, for q of `dtype`; chosen to fit registers and shared
     memory (227 KiB) of sm_90 and sm_100, not by measurement."""
     if dtype == torch.float32:
@@ -232,7 +232,7 @@ def latent_attention(
     q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
     form: int,
 ) -> Tensor:  # fmt: skip
-    """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronisation.
+    """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronization.
 
     Args:
         schedule: schedule of these queries, H rows per token, with the tile's block size.

@@ -87,7 +87,7 @@ def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor
     """Writes to out [T, H, V] the rows that were split over several programs.
 
     Args:
-        partial: [P, G, B, V] float32, each normalised.
+        partial: [P, G, B, V] float32, each normalized.
         lse: [P, G, B] float32, to base 2.
         sinks: float32 [H], logits without a value.
     """

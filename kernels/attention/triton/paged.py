@@ -153,9 +153,9 @@ def paged_kernel(
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronisation.
+    """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronization.
 
     Args:
         schedule: schedule of these queries, H / G rows per token, with the tile's block size.

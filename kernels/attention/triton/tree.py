@@ -90,7 +90,7 @@ def add_tree(
     out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float,
     *, base_2: bool = False,
 ) -> None:  # fmt: skip
-    """Merges the attention among the query tokens, by `queries.visible`, into `out`, in place. No host synchronisation.
+    """Merges the attention among the query tokens, by `queries.visible`, into `out`, in place. No host synchronization.
 
     Args:
         out: [T, H, V], attention over the context before the query tokens; the last dimension is contiguous.

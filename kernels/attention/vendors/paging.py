@@ -1,6 +1,6 @@
 """A group of queries in the libraries' formats: tables or lists of pages, lengths on the host and on the device.
 
-Everything is built once per step, without device synchronisation: sizes come from the host's lists, page numbers are
+Everything is built once per step, without device synchronization: sizes come from the host's lists, page numbers are
 gathered on the device. Requests without query tokens are left out, since no library documents support for them.
 
 Legend: R requests with query tokens, T their query tokens, W pages of the longest.

@@ -1,4 +1,4 @@
-"""The report as text: tables and a character heat map, coloured if the terminal supports it.
+"""The report as text: tables and a character heat map, colored if the terminal supports it.
 
 Legend: L layers, E experts.
 """
@@ -20,7 +20,7 @@ from moe_engine.parallel.placement.gain import Gain
 SHADES = " ·░▒▓█"
 LIMITS = (0.25, 0.75, 1.5, 3.0, 6.0)
 """Multiples of the layer's mean at which the next shade starts."""
-COLOURS = ("grey35", "grey50", "green", "yellow", "dark_orange", "red")
+COLORS = ("grey35", "grey50", "green", "yellow", "dark_orange", "red")
 
 
 def summary(counts: ExpertCounts, layers: Sequence[LayerStatistics]) -> str:
@@ -46,7 +46,7 @@ def layer_table(layers: Sequence[LayerStatistics]) -> Table:
         table.add_row(
             str(layer.layer),
             str(layer.choices),
-            Text(f"{layer.imbalance:.2f}", style=COLOURS[_shade(layer.imbalance)]),
+            Text(f"{layer.imbalance:.2f}", style=COLORS[_shade(layer.imbalance)]),
             str(layer.num_idle),
             f"{layer.top10:.1%}",
             f"{layer.top25:.1%}",
@@ -102,12 +102,12 @@ def heat_map(total: NDArray[np.int64], width: int) -> Text:
     for layer, row in zip(layers.tolist(), cells.tolist()):
         text.append(f"{layer:>5}  ")
         for value in row:
-            text.append(SHADES[_shade(value)], style=COLOURS[_shade(value)])
+            text.append(SHADES[_shade(value)], style=COLORS[_shade(value)])
         text.append("\n")
     text.append(f"layer  {per_cell} experts per character; multiples of the layer's mean:")
     for index, shade in enumerate(SHADES):
         below = f"<{LIMITS[index]:g}" if index < len(LIMITS) else f">={LIMITS[-1]:g}"
-        text.append(f" '{shade}' {below}", style=COLOURS[index])
+        text.append(f" '{shade}' {below}", style=COLORS[index])
     return text
 
 

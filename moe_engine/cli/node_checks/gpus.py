@@ -148,5 +148,5 @@ def check_kernel_log(log: Text) -> Check:
     counts = Counter((gpu, int(code)) for gpu, code in _XID.findall(log) if int(code) not in APPLICATION)
     if counts:
         listed = ", ".join(f"{code} on {gpu} ({count} times)" for (gpu, code), count in sorted(counts.items()))
-        return problem("Xid", listed, "look the numbers up in NVIDIA's Xid catalogue; reset or replace the GPU")
+        return problem("Xid", listed, "look the numbers up in NVIDIA's Xid catalog; reset or replace the GPU")
     return ok("Xid", "no errors of GPUs in the kernel's log")

@@ -1,6 +1,6 @@
 """Which ranks of two servers exchange KV, when their attention groups have different sizes.
 
-A rank has one of `num_shares` equal shares of a token's KV heads; neighbouring ranks have the same share if there are
+A rank has one of `num_shares` equal shares of a token's KV heads; neighboring ranks have the same share if there are
 more ranks than shares. MLA's latent is one share, which every rank has. A decode rank takes each head from one prefill
 rank that has it; decode ranks are spread over these prefill ranks.
 """

@@ -161,7 +161,7 @@ def main() -> None:
         from .export import load_state
 
         master, report["steps"] = load_state(args.state)
-        report["accuracy_unquantised"] = accuracy(master, tokenizer, examples, "float32 weights")
+        report["accuracy_unquantized"] = accuracy(master, tokenizer, examples, "float32 weights")
     chosen = []
     for task in dict.fromkeys(e.task for e in examples):
         group = [e for e in examples if e.task == task]

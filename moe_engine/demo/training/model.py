@@ -65,7 +65,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learnt gain; the statistics are float32."""
+    """Root-mean-square norm with a learned gain; the statistics are float32."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Normalise the last axis; the result has `dtype`, or that of x."""
+        """Normalize the last axis; the result has `dtype`, or that of x."""
         f = x.float()
         f = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + self.eps) * self.weight
         return f.to(dtype or x.dtype)

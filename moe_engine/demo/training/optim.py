@@ -1,4 +1,4 @@
-"""Muon for the matrices (orthogonalised momentum), AdamW for everything else."""
+"""Muon for the matrices (orthogonalized momentum), AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalise(g: Tensor) -> Tensor:
+def orthogonalize(g: Tensor) -> Tensor:
     """Newton-Schulz iteration: g [n, rows, cols] with its singular values pushed towards one."""
     a, b, c = COEFFICIENTS
     tall = g.shape[-2] > g.shape[-1]
@@ -24,7 +24,7 @@ def orthogonalise(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, scaled to the update size of AdamW. Stacked matrices [n, rows, cols] are n matrices."""
+    """Momentum, orthogonalized, scaled to the update size of AdamW. Stacked matrices [n, rows, cols] are n matrices."""
 
     def __init__(
         self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                 update = p.grad.lerp(buf, group["momentum"])
                 shapes[(p.shape[-2], p.shape[-1])].append((p, update.view(-1, p.shape[-2], p.shape[-1])))
             for (rows, cols), items in shapes.items():
-                updates = orthogonalise(torch.cat([u for _, u in items])).split([len(u) for _, u in items])
+                updates = orthogonalize(torch.cat([u for _, u in items])).split([len(u) for _, u in items])
                 scale = group["lr"] * 0.2 * max(rows, cols) ** 0.5
                 for (p, _), u in zip(items, updates):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def split(params: list[nn.Parameter], workers: int) -> list[list[nn.Parameter]]:
-    """Distributes the matrices so that every worker has about the same orthogonalisation work."""
+    """Distributes the matrices so that every worker has about the same orthogonalization work."""
     shares: list[list[nn.Parameter]] = [[] for _ in range(workers)]
     for p in sorted(params, key=lambda p: -p.numel()):
         min(shares, key=lambda share: sum(q.numel() for q in share)).append(p)

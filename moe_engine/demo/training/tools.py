@@ -87,7 +87,7 @@ def schemas(tools: list[Tool]) -> list[Schema]:
     return [tool.schema for tool in tools]
 
 
-def make_tool(rng: random.Random, kind: str, names: Names = "trained") -> Tool:
+def make_tool(rng: random.Random, kind: str, names: Names) -> Tool:
     """A function schema with the small variations found between clients."""
     held_out = names == "held out"
     subject, usual = kind, names == "usual" or (names == "trained" and rng.random() < 0.4)

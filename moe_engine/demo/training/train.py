@@ -2,7 +2,7 @@
 
 The number of steps is fixed by --minutes (for the speed of a two-core machine) or given by --steps, so a run does not
 depend on the speed of the machine. Every few minutes the state is saved to DIR/state.pt, which `export.py` reads.
-The batch is split over single-threaded worker processes, which synchronise only once per step.
+The batch is split over single-threaded worker processes, which synchronize only once per step.
 """
 
 from __future__ import annotations

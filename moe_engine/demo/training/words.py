@@ -1,4 +1,4 @@
-"""Invented words and the names of tools and arguments: too many to memorise, so they have to be copied.
+"""Invented words and the names of tools and arguments: too many to memorize, so they have to be copied.
 
 One in ten invented words, chosen by its checksum, and the held-out verbs, subjects and arguments are kept for
 evaluation.
@@ -78,7 +78,7 @@ def function_name(rng: random.Random, topic: str, held_out: bool = False) -> str
     return words[0] + "".join(w.capitalize() for w in words[1:]) if style < 0.9 else "-".join(words)
 
 
-def argument_name(rng: random.Random, held_out: bool = False) -> str:
+def argument_name(rng: random.Random, held_out: bool) -> str:
     """A name for an argument."""
     if rng.random() < 0.4:
         return invented(rng, held_out)

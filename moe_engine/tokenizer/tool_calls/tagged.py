@@ -283,7 +283,7 @@ MINIMAX_M2 = TaggedFormat(
 DOTS = replace(MINIMAX_M2, begin="<dots_function_call>", end="</dots_function_call>", block_may_be_json=True)
 
 
-def hunyuan(suffix: str = "") -> TaggedFormat:
+def hunyuan(suffix: str) -> TaggedFormat:
     """The format of Hy3 and, as JSON, of Hunyuan-A13B. Args: suffix: of the names of tags."""
     open_, close = (f"<{{}}{suffix}>".format, f"</{{}}{suffix}>".format)
     return TaggedFormat(

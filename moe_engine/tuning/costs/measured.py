@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ STEP_FLAGS = (
     "speculative_num_steps",
 )  # fmt: skip
 """Flags that change what a step costs."""
+LONE_TOKENS = 64
+"""Prompt tokens of requests that find the server idle, in the measurement of `idle_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,33 @@ class CostFile:
     launch: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def slower(self, decode: Curve, prefill: float) -> CostFile:
+        """With decodes and prompts that take times as long; answers to lone requests take as long as before, as far as
+        their `idle_seconds` allow it.
+
+        Args:
+            decode: the factor over the number of requests; constant beyond the last one.
+        """
+
+        def times(curve: Curve, factor: Curve) -> Curve:
+            known = factor.counts[-1]
+            values = [second * factor.at(min(count, known)) for count, second in zip(curve.counts, curve.seconds)]
+            return Curve(curve.counts, tuple(accumulate(values, max)))
+
+        prompts = Curve((1.0,), (prefill,))
+        idle = self.idle_seconds - (prefill - 1) * self.prefill.at(LONE_TOKENS)
+        return replace(
+            self,
+            decode={drafts: times(curve, decode) for drafts, curve in self.decode.items()},
+            context_second=self.context_second * decode.seconds[0],
+            prefill=times(self.prefill, prompts),
+            behind=times(self.behind, prompts) if self.behind is not None else None,
+            cached_second=self.cached_second * prefill,
+            pair_second=self.pair_second * prefill,
+            split_second=self.split_second * prefill if self.split_second is not None else None,
+            idle_seconds=max(idle, 0.0),
+        )
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"

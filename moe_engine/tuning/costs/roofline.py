@@ -7,10 +7,9 @@ from moe_engine.tuning.costs.attention import Attention
 from moe_engine.tuning.costs.collectives import Collectives
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form, Precision
-from moe_engine.tuning.costs.host import Host
 from moe_engine.tuning.costs.imbalance import expected_skew
-from moe_engine.tuning.costs.launches import Launches
 from moe_engine.tuning.costs.model_facts import ModelFacts
+from moe_engine.tuning.costs.overheads import Host, Launches
 from moe_engine.tuning.costs.products import Products
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.hardware.table import Cluster

@@ -126,7 +126,7 @@ def _group(rank: str) -> str:
     return " ".join(word for word in rank.split() if word.startswith(("DP", "PP")))
 
 
-def progress_lines(file: Iterable[bytes], report: Callable[[int], None] | None = None) -> Iterator[str]:
+def progress_lines(file: Iterable[bytes], report: Callable[[int], None] | None) -> Iterator[str]:
     """Decoded lines of a binary file; bytes that are not UTF-8 are replaced. `report`: gets the bytes of each step."""
     size = 0
     for number, raw in enumerate(file, 1):

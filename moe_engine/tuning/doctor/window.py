@@ -248,7 +248,7 @@ class Window:
 
 
 def _printable(text: str) -> str:
-    """Without colours and other control sequences, which a terminal would obey."""
+    """Without colors and other control sequences, which a terminal would obey."""
     return "".join(filter(str.isprintable, _ESCAPES.sub("", text))).strip()
 
 

@@ -19,6 +19,9 @@ from moe_engine.planning.machine import Machine
 
 FOLDER = Path(__file__).parent
 T = TypeVar("T")
+FORM_FACTOR = re.compile(r"-(sxm\d?|nvl(4|72)?|80gb)$")
+"""Ends of names as vendors and clouds write them: GB200-NVL72, H100-SXM5."""
+MOST_GPUS = 1 << 20
 PCIE_BYTES_PER_S = 5.5e10
 """PCIe 5.0 with 16 lanes."""
 
@@ -112,13 +115,16 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
         ConfigError: an unknown name, a file that cannot be read, no number of GPUs.
     """
     found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\S+)", hardware.strip(), re.IGNORECASE)
-    if found is None or found[1] == "0":
-        raise ConfigError(f"--hardware {hardware!r}: give a number of GPUs and their name, as in 16xH200")
+    if found is None or (found[1] and not 0 < int(found[1][:9]) <= MOST_GPUS):
+        raise ConfigError(
+            f"--hardware {hardware!r}: give a number of GPUs up to {MOST_GPUS} and their name, as in 16xH200"
+        )
     name = found[2]
+    known = [each for each in (name.lower(), FORM_FACTOR.sub("", name.lower())) if each in gpu_names()]
     if name.endswith(".toml"):
         gpu = _read(Path(name), GpuFacts, "--hardware")
-    elif name.lower() in gpu_names():
-        name = name.lower()
+    elif known:
+        name = known[0]
         gpu = _built_in("gpus", name, GpuFacts)
     else:
         if turned := re.fullmatch(r"(\S+?)\s*[x*]\s*(\d+)", name):

@@ -18,7 +18,7 @@ def host_bytes(args: EngineArgs) -> int:
     return int(args.memory.cpu_offload_gb * GB)
 
 
-def given_form(args: EngineArgs, cluster: Cluster, engine: str = OURS) -> tuple[Form, int]:
+def given_form(args: EngineArgs, cluster: Cluster, engine: str) -> tuple[Form, int]:
     """The ranks of a replica, and the number of replicas.
 
     Raises:

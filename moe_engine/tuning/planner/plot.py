@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_front(front: Sequence[Point], title: str, path: Path) -> None:
-    """Writes the picture; each form of parallelism has its own marker colour."""
+    """Writes the picture; each form of parallelism has its own marker color."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -78,6 +78,7 @@ class Search:
                     tried += 1
                     chosen = candidate.with_rows(rows, self.concurrency)
                     points.append((chosen, self.predictor.predict(chosen, self.load)))
+        of_whole = dict(refused)
         if self.concurrency is None and self.space.separate:
             apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.space, self.progress)
             points += apart.run(gpus, model_path, refused)
@@ -90,7 +91,7 @@ class Search:
                 "requests of this length at once; lower it, or use more GPUs or shorter requests"
             )
         if not points:
-            raise ConfigError(_nothing_fits(refused, gpus, self.predictor.cluster.gpu_key))
+            raise ConfigError(_nothing_fits(of_whole or refused, gpus, self.predictor.cluster.gpu_key))
         met = [(c, p) for c, p in points if self._ratio(p) <= 1]
         if not met:
             raise ConfigError(self._missed(points))

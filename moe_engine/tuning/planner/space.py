@@ -65,10 +65,8 @@ class Space:
     def _sizes(self, name: str, whole: int) -> Iterator[int]:
         """Divisors of `whole`: powers of two, or the one given for this field."""
         asked = self.form.get(name)
-        return (
-            size for size in range(1, whole + 1)
-            if whole % size == 0 and (not size & (size - 1) if asked is None else size == asked)
-        )  # fmt: skip
+        sizes = [1 << power for power in range(whole.bit_length())] if asked is None else [asked]
+        return (size for size in sizes if whole % size == 0)
 
     def _experts(self, facts: ModelFacts, ranks: int, dp: int) -> list[Form]:
         """Divisions of the experts, without the options of a form."""

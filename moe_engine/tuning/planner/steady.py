@@ -78,7 +78,7 @@ def steady_state(
         drafts, accepted: draft tokens that a step verifies, and the mean number of accepted ones.
         prompt_deviation: measured factor on the time to the first token.
         beside_s: seconds by which another request lengthens steps beside its prompt.
-        front_end_s: seconds of the front end for a request, which it takes one after the other.
+        front_end_s: seconds of the frontend for a request, which it takes one after the other.
         mixed: steps have prompts and decodes (`--enable-mixed-chunk`).
     """
     groups, outside_s = form.attn_dp, share.request_ms * 1e-3

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_engine.frontend.dp_routing import Room, Router
+from moe_engine.frontend.dp_routing import Room
 from moe_engine.tuning.simulator import expert_load
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.front_end import FrontEnd
+from moe_engine.tuning.simulator.load_table import TableRouter
 from moe_engine.tuning.simulator.rank_log import GroupLogs, RankLog
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica import Replica
@@ -108,9 +109,9 @@ class Fleet:
         self._able = list(range(len(self._places)))
         scheduler = spec.replica.scheduler
         room = Room(scheduler.num_slots, scheduler.max_rows)
-        self._router = Router(len(self._places), spec.method, room)
-        loads = self._router.loads
-        self._loads = [loads[i : i + groups] for i in range(0, len(loads), groups)]
+        self._router = TableRouter(len(self._places), spec.method, room)
+        table = self._router.table
+        self._loads = [table[i : i + groups] for i in range(0, len(table), groups)]
         """By replica."""
         self._clocks: list[tuple[float, int]] = []
         self._timed: set[int] = set()

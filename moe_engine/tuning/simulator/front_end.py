@@ -1,4 +1,4 @@
-"""The front end of a simulated server: one thread that reads requests and sends tokens.
+"""The frontend of a simulated server: one thread that reads requests and sends tokens.
 
 On a machine that computes a step in a millisecond it is as busy as the engine: requests wait in front of the
 scheduler, and first tokens wait behind the tokens of other requests. As in the server, the results of a step are sent

@@ -13,7 +13,7 @@ from dataclasses import replace
 from moe_engine.errors import InputError
 from moe_engine.scheduler.chunk_run import ChunkLimits, ChunkRun, ChunkTimes, chunk_limits, has_chunk_runs, run_chunks
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.decode_run import decode_run_limit, run_decodes
+from moe_engine.scheduler.decode_run import decode_run_limit, decodes_after, run_decodes
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
 from moe_engine.scheduler.step_sums import Steps, StepSums
@@ -179,7 +179,7 @@ class Group:
 
     # -- runs of decode steps
 
-    def run_limit(self, hold_prefill: bool = False) -> int:
+    def run_limit(self, hold_prefill: bool) -> int:
         """Decode steps that can pass without the scheduler, starting with the step in flight; 0: the scheduler must
         plan.
 
@@ -187,6 +187,10 @@ class Group:
             hold_prefill: prompts wait for the turn of their group, which must end the run.
         """
         return decode_run_limit(self.scheduler, self._remaining, hold_prefill)
+
+    def rows_after(self, steps: int) -> int:
+        """Requests that still decode after a run of so many steps."""
+        return len(decodes_after(self.scheduler.table.decodes, steps))
 
     def chunk_limits(self) -> ChunkLimits | None:
         """The run with chunks that may begin with the step in flight. The replica has several groups."""

@@ -45,7 +45,7 @@ class Recorder:
     """Requests that decoded, prompt tokens and seconds of each step, of all groups together."""
 
     def tokens(self, running: Running, count: int, now: float, delay: float = 0.0) -> None:
-        """Records the arrival of `count` tokens of a request. `delay`: of a first token, by the front end."""
+        """Records the arrival of `count` tokens of a request. `delay`: of a first token, by the frontend."""
         if running.first:
             self.gaps.add((now - running.last) / count, count)
         else:
@@ -56,7 +56,7 @@ class Recorder:
         self.gaps.add_tokens(now, count)
 
     def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int, delay: float = 0.0) -> None:
-        """Records the end of an answer. `delay`: of its last token, by the front end."""
+        """Records the end of an answer. `delay`: of its last token, by the frontend."""
         arrival = running.arrival
         count = arrival.output_len if running.request is None else len(running.request.output_ids)
         answer = Answer(len(arrival.prompt_ids), count, success=True, started=arrival.seconds)

@@ -7,23 +7,23 @@ steps, by which idle groups join the others, change no scheduler and are left ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 from moe_engine.core.dp_sync import PrefillTurns
-from moe_engine.frontend.dp_routing import Load
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
-from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group, loaded_tokens, shape_of
+from moe_engine.tuning.simulator.joint_step import busiest, joint_cost
+from moe_engine.tuning.simulator.load_table import LoadTable
 from moe_engine.tuning.simulator.rank_log import GroupLogs
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
-from moe_engine.tuning.simulator.runs import NEVER, Runs
+from moe_engine.tuning.simulator.runs import NEVER, Runs, RunStep
 from moe_engine.types import StepFacts, StepPlan
 
 MAX_JUMP = 64
@@ -110,16 +110,15 @@ class Replica:
         """Whether a step runs at a moment up to which it has been simulated."""
         return self.is_active or self.now > moment
 
-    def read_loads(self, loads: Sequence[Load]) -> None:
+    def read_loads(self, loads: LoadTable) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
         for index in self._changed:
-            load, group = loads[index], self.groups[index]
-            load.num_requests = len(group.running)
-            load.num_uncomputed = group.load_uncomputed
+            group = self.groups[index]
+            loads.num_requests[index] = len(group.running)
+            loads.num_uncomputed[index] = group.load_uncomputed
             self._runs.set_load(index, group.load_tokens - group.run_rows * group.run_from)
         self._changed.clear()
-        for load, tokens in zip(loads, self._runs.loads()):
-            load.num_tokens = tokens
+        self._runs.read_loads(loads.num_tokens)
 
     @property
     def generated(self) -> int:
@@ -193,9 +192,8 @@ class Replica:
                 self._held.add(index)
         of_runs = runs.planned(hold) if runs.members else None
         if of_runs is not None:
-            shapes.append(of_runs[0])
             prefilled |= of_runs[2] > 0
-        if not shapes:
+        if not shapes and of_runs is None:
             if self._flight is None and not hold and self._num_live:
                 self._wait_for_sessions(until)
             if self._has_delayer and hold:
@@ -222,13 +220,15 @@ class Replica:
         self.now = min(after, until) if until > self.now else after
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
-        waiting, running = len(self._runs.waiting) + len(self._held), self._runs.most_rows
+        """`steps`: those that have been planned. Requests whose last step is among them do not count."""
+        waiting, most = len(self._runs.waiting) + len(self._held), 0
         for index in self._awake:
             scheduler = self.groups[index].scheduler
             waiting += scheduler.num_waiting > 0
-            running = max(running, len(scheduler.table.decodes))
-        for _ in range(steps):
-            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, running)
+            most = max(most, len(scheduler.table.decodes))
+        num_groups = len(self.groups) - len(self.lost)
+        for planned in range(1, steps + 1):
+            self._turns.after_counts(num_groups, waiting, prefilled, max(most, self._runs.rows_after(planned)))
 
     def _agree(self, planned: set[int], prefilled: bool) -> None:
         """The schedulers exchange their facts for a prefill delayer; those that planned nothing join with an idle
@@ -246,9 +246,9 @@ class Replica:
         for turns, of_group in zip(self._turns_of.values(), facts):
             turns.after(tuple(facts), of_group.delay)
 
-    def _launch(self, shapes: list[StepShape], pending: set[int], of_runs: tuple[StepShape, int, int] | None) -> Flight:
-        """`of_runs`: as of `Runs.planned`."""
-        cost = self.spec.costs.step(self._busiest(shapes))
+    def _launch(self, shapes: list[StepShape], pending: set[int], of_runs: RunStep | None) -> Flight:
+        """`shapes`: of groups that are in no run."""
+        cost = joint_cost(self.spec.costs, shapes if of_runs is None else [*shapes, *of_runs[0]], self._skew)
         if self.balancer is not None:
             self.balancer.passed(1)
         begin = self.now if self._flight is None else max(self.now, self._flight.end)
@@ -256,38 +256,29 @@ class Replica:
         self.busy_seconds += cost.seconds
         rows = sum([shape.decode_rows for shape in shapes])
         tokens = sum([shape.prefill_tokens for shape in shapes])
+        most_rows = max([shape.decode_rows for shape in shapes], default=0)
         chunks: set[int] = set()
-        if of_runs is not None:  # their shape has the counts of the busiest group
-            shape, run_rows, run_tokens = of_runs
-            rows += run_rows - shape.decode_rows
-            tokens += run_tokens - shape.prefill_tokens
+        if of_runs is not None:
+            run_shapes, run_rows, run_tokens = of_runs
+            rows, tokens = rows + run_rows, tokens + run_tokens
+            most_rows = max(most_rows, *[shape.decode_rows for shape in run_shapes])
             chunks |= self._runs.chunking if run_tokens else chunks
-        if self._recorder.keeps_details:
-            self._recorder.steps.append((rows, tokens, cost.seconds))
-        is_graph = not tokens and self.spec.graphs.size_for(max(shape.decode_rows for shape in shapes)) is not None
-        return Flight(cost, begin + cost.seconds, pending, rows, chunks=chunks, is_graph=is_graph)
+        is_graph = not tokens and self.spec.graphs.size_for(most_rows) is not None
+        return Flight(cost, begin + cost.seconds, pending, rows, tokens, begin, chunks=chunks, is_graph=is_graph)
 
-    def _busiest(self, shapes: list[StepShape]) -> StepShape:
-        """The shape that determines the step: the maximum over the groups, with the tokens of all."""
-        skew = self.spec.expert_skew if self.balancer is None else self.balancer.skew
-        if len(shapes) == 1:
-            return replace(shapes[0], expert_skew=skew) if skew else shapes[0]
-        return StepShape(
-            max(shape.decode_rows for shape in shapes),
-            max(shape.decode_context for shape in shapes),
-            max(shape.drafts for shape in shapes),
-            max(shape.prefill_tokens for shape in shapes),
-            max(shape.prefill_pairs for shape in shapes),
-            sum(shape.global_tokens for shape in shapes),
-            skew,
-            max(shape.prefill_cached for shape in shapes),
-            max(shape.prefill_fresh for shape in shapes),
-        )
+    @property
+    def _skew(self) -> float:
+        return self.spec.expert_skew if self.balancer is None else self.balancer.skew
+
+    def _decode_cost(self, ahead: int = 0) -> StepCost:
+        """Of the step `ahead` steps after the next one, in which all groups are in a run without chunks."""
+        return self.spec.costs.step(busiest([self._runs.shape(ahead)], self._skew))
 
     def _collect(self, behind: Flight | None) -> None:
         """Applies the step in flight; then `behind` is in flight."""
         if self._flight is not None:
             self.now = max(self.now, self._flight.end)
+            self._record(self._flight)
             previous, self._collected = self._collected, self.now
             for index in sorted(self._flight.pending):
                 self._apply(index)
@@ -303,6 +294,10 @@ class Replica:
         elif not self._exact:
             for index in sorted(behind.pending):
                 self._begin_run(index, behind)
+
+    def _record(self, flight: Flight) -> None:
+        if self._recorder.keeps_details:
+            self._recorder.steps.append((flight.rows, flight.tokens, flight.end - flight.began))
 
     def _apply(self, index: int) -> None:
         """Gives a group the result of the step in flight."""
@@ -353,7 +348,7 @@ class Replica:
             return
         shape, waits = group.decode_shape(), group.scheduler.num_waiting > 0
         group.begin_run(shape.decode_rows, self._runs)
-        self._runs.join(index, shape, limit, holds and waits, waits)
+        self._runs.join(index, shape, limit, group.rows_after(limit), holds and waits, waits)
         self._awake.discard(index)
         flight.pending.discard(index)
         self._changed.add(index)
@@ -407,10 +402,10 @@ class Replica:
         if flight is None or flight.end >= until or waits or not runs.members:
             return False
         room = until - flight.end
-        first = self.spec.costs.step(self._busiest([runs.shape()])).seconds
+        first = self._decode_cost().seconds
         steps = min(runs.next_end - runs.step, MAX_JUMP, self._same_skew, 1 + int(min(room / first, MAX_JUMP)))
         while steps >= 2:
-            last = self.spec.costs.step(self._busiest([runs.shape(steps - 1)]))
+            last = self._decode_cost(steps - 1)
             total = steps * (first + last.seconds) / 2
             is_even = last.seconds <= SLOWER * first and self._is_linear(first, last.seconds, steps)
             if total - last.seconds <= room and is_even:
@@ -423,6 +418,7 @@ class Replica:
         if self.balancer is not None:
             self.balancer.passed(steps)
         self.now = begin = flight.end
+        self._record(flight)
         self._counts.count(runs, self.groups, flight, self._collected, self.now)
         self.now = begin + total - last.seconds
         gap = (self.now - begin) / (steps - 1)
@@ -433,16 +429,17 @@ class Replica:
         runs.step += steps - 1
         runs.sums.add(first, last.seconds - (last.seconds - first) / (steps - 1), steps - 1)
         self._collected = self.now
-        self._flight = Flight(last, begin + total, flight.pending, runs.total_rows)
+        began = begin + total - last.seconds
+        self._flight = Flight(last, begin + total, flight.pending, runs.total_rows, began=began)
         self.num_steps += steps
         if self._recorder.keeps_details:
-            self._recorder.steps += [(runs.total_rows, 0, total / steps)] * steps
+            self._recorder.steps += [(runs.total_rows, 0, gap)] * (steps - 1)
         self.busy_seconds += total
         return True
 
     def _is_linear(self, first: float, last: float, steps: int) -> bool:
         """Whether the step in the middle of a jump costs what the line between its first and its last step says."""
-        seconds = self.spec.costs.step(self._busiest([self._runs.shape(steps // 2)])).seconds
+        seconds = self._decode_cost(steps // 2).seconds
         return abs(first + (last - first) * (steps // 2) / (steps - 1) - seconds) <= BENT * first
 
     @property

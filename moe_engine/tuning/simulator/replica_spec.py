@@ -16,7 +16,7 @@ class ReplicaSpec:
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
     every step, even if nothing can change. `arrival_seconds`, `end_seconds`: delays of the running step by a request
-    that arrives or has ended, if the front end shares the step's cores. `idle_seconds`: additional time of the first
+    that arrives or has ended, if the frontend shares the step's cores. `idle_seconds`: additional time of the first
     step after an idle time. `load_seconds`: of a token from the host-RAM tier, copied while its step runs.
     """
 

@@ -19,7 +19,8 @@ class Flight:
 
     Attributes:
         pending: groups that have not received its result, except those in a run.
-        rows: decoding requests of all groups.
+        rows: decoding requests of all groups. tokens: their prompt tokens.
+        began: when it began to run. `end` is later by its seconds and by the delays of arrivals and ends.
         hold: it has no prompts. chunks: groups in a run that compute a chunk in it.
         is_graph: a recorded step replays.
         launched: time of planning; `relaunched`: by groups behind `drained`, the first one that needed a result first.
@@ -29,6 +30,8 @@ class Flight:
     end: float
     pending: set[int]
     rows: int = 0
+    tokens: int = 0
+    began: float = 0.0
     hold: bool = False
     chunks: set[int] = field(default_factory=set)
     is_graph: bool = False

@@ -16,6 +16,9 @@ from moe_engine.scheduler.step_sums import StepSums
 from moe_engine.tuning.costs.step_cost import StepShape
 
 NEVER = 1 << 62
+RunStep = tuple[list[StepShape], int, int]
+"""A step of the groups in runs: the shapes of the busiest with a chunk and of the busiest that decodes, the requests
+that decode and the prompt tokens of all."""
 
 
 class Runs:
@@ -37,6 +40,8 @@ class Runs:
         self.waiting: set[int] = set()
         self.chunking: set[int] = set()
         self._rows = np.zeros(num_groups, np.int64)
+        self._rows_after = np.zeros(num_groups, np.int64)
+        """Requests that still decode after the run."""
         self._context = np.zeros(num_groups, np.int64)
         """Context tokens extrapolated back to step 0."""
         self._ends = np.full(num_groups, NEVER, np.int64)
@@ -47,14 +52,16 @@ class Runs:
         self._most_rows = 0
         self._is_stale = False
 
-    def join(self, group: int, shape: StepShape, limit: int, holds: bool, waits: bool) -> None:
-        """Adds a group's run of at most `limit` steps; `shape`: that of the first step."""
+    def join(self, group: int, shape: StepShape, limit: int, rows_after: int, holds: bool, waits: bool) -> None:
+        """Adds a group's run of at most `limit` steps, after which `rows_after` requests still decode; `shape`: that of
+        the first step."""
         self.members.add(group)
         self.fresh.add(group)
         self.total_rows += shape.decode_rows
         self._rows[group] = shape.decode_rows
         self._context[group] = shape.decode_context - shape.decode_rows * self.step
         self._ends[group] = self.step + limit
+        self._rows_after[group] = rows_after
         self._is_stale = True
         if waits:
             self.wait(group, holds)
@@ -62,7 +69,7 @@ class Runs:
     def join_chunks(self, group: int, shape: StepShape, limits: ChunkLimits, most_in_a_row: int) -> None:
         """Adds a group's run with chunks; `shape`: that of the next decode step; `most_in_a_row`: chunks after which
         running requests decode."""
-        self.join(group, shape, limits.decodes, holds=False, waits=True)
+        self.join(group, shape, limits.decodes, shape.decode_rows, holds=False, waits=True)
         self.chunking.add(group)
         self._chunks.join(group, shape.decode_rows, limits, most_in_a_row)
 
@@ -79,7 +86,7 @@ class Runs:
         for names in (self.fresh, self.holding, self.waiting, self.chunking):
             names.discard(group)
         self.total_rows -= int(self._rows[group])
-        self._rows[group] = self._context[group] = 0
+        self._rows[group] = self._rows_after[group] = self._context[group] = 0
         self._ends[group] = NEVER
         self._is_stale = True
 
@@ -87,20 +94,21 @@ class Runs:
         """Sets the tokens of a group's requests; of a member, extrapolated back to step 0."""
         self._loads[group] = tokens
 
-    def loads(self) -> list[int]:
-        """Tokens of the requests of each group now."""
-        found: list[int] = (self._loads + self._rows * self.step).tolist()
-        return found
+    def read_loads(self, tokens: NDArray[np.int64]) -> None:
+        """Sets the tokens of the requests of each group now."""
+        np.multiply(self._rows, self.step, out=tokens)
+        tokens += self._loads
 
     def chunks_in_a_row(self, group: int) -> int:
         """Chunks of a member since its last decode step."""
         return int(self._chunks.in_a_row[group])
 
-    @property
-    def most_rows(self) -> int:
-        """Requests that decode in the member with most of them."""
+    def rows_after(self, steps: int) -> int:
+        """Requests that still decode after so many further plans, in the member with most of them."""
         self._refresh()
-        return self._most_rows
+        if self.step + steps < self._next_end:
+            return self._most_rows
+        return int(np.where(self._ends <= self.step + steps, self._rows_after, self._rows).max())
 
     @property
     def next_end(self) -> int:
@@ -126,25 +134,26 @@ class Runs:
         context = self._context + self._rows * (self.step + ahead)
         return StepShape(self._most_rows, int(context.max()), 0, 0, 0, self.total_rows)
 
-    def planned(self, hold: bool) -> tuple[StepShape, int, int] | None:
-        """Plans the next step of all members: its shape, as of `shape`, with the requests that decode and the prompt
-        tokens of all; None if no member has a part in it. `hold`: it has no prompts."""
+    def planned(self, hold: bool) -> RunStep | None:
+        """Plans the next step of all members; None if no member has a part in it. `hold`: it has no prompts."""
         chunks = self._chunks
         if hold or not self.chunking:
             if chunks.some_in_a_row:
                 chunks.decoded(self._rows)
-            return (self.shape(), self.total_rows, 0) if self.total_rows else None
+            return ([self.shape()], self.total_rows, 0) if self.total_rows else None
         rows = self._rows * ~chunks.mask
         context = self._context + self._rows * self.step
         context *= ~chunks.mask
         decodes, tokens = self.total_rows - chunks.num_rows, chunks.num_tokens
-        counts = int(rows.max()), int(context.max()), 0, *chunks.shape(), decodes + tokens
-        shape = StepShape(*counts, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)
+        most = chunks.shape()
+        shapes = [StepShape(0, 0, 0, *most, tokens, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)]
+        if decodes:
+            shapes.append(StepShape(int(rows.max()), int(context.max()), 0, 0, 0, decodes))
         chunks.computed()
         self._context -= self._rows - rows
         self._ends += chunks.mask
         self._is_stale = True
-        return shape, decodes, tokens
+        return shapes, decodes, tokens
 
     def _refresh(self) -> None:
         if self._is_stale:

@@ -56,7 +56,7 @@ class MLAFormPolicy:
 def form_policy(
     attention: MLAConfig | GQAConfig,
     *,
-    deterministic: bool = False,
+    deterministic: bool,
     break_even: float | None = None,
     shares: bool = False,
 ) -> MLAFormPolicy:

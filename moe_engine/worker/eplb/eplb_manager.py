@@ -137,7 +137,6 @@ class EPLBManager:
         world: all ranks of the model. Its collectives run between passes, so they cannot interleave with a step's.
         planner: used on the planning rank only, rank 0 until `restart`.
         drafts: counts of MTP layers, which are then planned and moved like the model's own layers.
-        clock: seconds.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class EPLBManager:
         world: Group,
         planner: Planner,
         drafts: DraftCounts | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.stats = BalanceStats(interval=settings.interval)
         self._interval = EPLBInterval(settings.interval, settings.adaptive)
@@ -162,7 +160,6 @@ class EPLBManager:
         self.planner = planner
         self._planning_rank = 0
         self._drafts = drafts
-        self._clock = clock
         self._passes = 0  # in this stage
         self._stage: Callable[[], None] = self._count
         self._planning: Future[Plan] | None = None
@@ -260,7 +257,7 @@ class EPLBManager:
 
     def _move(self) -> None:
         self._recorder.settle()  # due in this pass anyway: not part of the cost of moves
-        began = self._clock()
+        began = time.perf_counter()
         if (self._passes - 1) % self.stats.passes_per_move:
             self._record_pause(began)
             return
@@ -284,7 +281,7 @@ class EPLBManager:
 
     def _record_pause(self, began: float) -> float:
         """Records a pause that began at `began` and ends now; returns its seconds."""
-        stats, pause = self.stats, self._clock() - began
+        stats, pause = self.stats, time.perf_counter() - began
         if self._last_call is not None:
             stats.moving_seconds += began - self._last_call
             stats.moving_passes += 1

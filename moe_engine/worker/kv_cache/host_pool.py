@@ -58,7 +58,7 @@ class HostPool:
                 out[:, begin:end] = part.index_select(0, places)
 
     def download(self, rows: Tensor, places: list[int]) -> None:
-        """Device rows [n, W] to places, one copy for each run of neighbouring places; on the current stream."""
+        """Device rows [n, W] to places, one copy for each run of neighboring places; on the current stream."""
         for part, left, right in self._parts:
             columns = rows if len(self._parts) == 1 else rows[:, left:right].contiguous()
             for begin, end in runs(places):
@@ -101,6 +101,6 @@ def _bytes_of(rows: Tensor) -> memoryview:
 
 
 def runs(places: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [begin, end) of indices whose places are neighbours, ascending."""
+    """Ranges [begin, end) of indices whose places are neighbors, ascending."""
     cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
     yield from pairwise([0, *cuts, len(places)])

@@ -42,7 +42,7 @@ class KVCopies:
         num_places: tokens of the host pool.
         layout: of the host pool (`host_pool.LAYOUTS`).
         staged: on an accelerator a copy is one transfer between the device and a staging buffer, whose rows the CPU
-            scatters and gathers (`--hicache-io-backend kernel`); else a transfer for each run of neighbouring places.
+            scatters and gathers (`--hicache-io-backend kernel`); else a transfer for each run of neighboring places.
         states: host memory for the states of prefixes, if the model has states.
         num_window_slots: tokens of the host's pool of windowed layers; 0: they have no slots of their own.
     """

@@ -95,7 +95,7 @@ def make_copies(
     pool: KVPool,
     parallel: ParallelContext,
     stream: DeviceStream,
-    states: StatePool | None = None,
+    states: StatePool | None,
 ) -> Any:
     """An instance of `copies_class`.
 

@@ -39,7 +39,7 @@ class TransferCopies(KVCopies):
         return 0 if self._states is None else -(-self._states.each_bytes // self.row_bytes)
 
     def _state_part(self, places: list[int]) -> np.ndarray | None:
-        """The bytes of a state in these places, which are neighbours; the last row may be shorter. None: the places are
+        """The bytes of a state in these places, which are neighbors; the last row may be shorter. None: the places are
         of tokens."""
         if self._states is None or places[0] < self._num_places:
             return None

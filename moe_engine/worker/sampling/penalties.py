@@ -4,7 +4,7 @@ The repetition penalty counts prompt and output (CTRL, Hugging Face); frequency 
 (OpenAI). The work is proportional to the number of tokens, not to the vocabulary, except for one zeroed count of each
 vocabulary entry. Scratch memory is bounded (`EDIT_BYTES`, which the memory ledger counts).
 
-Legend: S rows of logits, V vocabulary, Q penalised rows among them, W max tokens of the Q rows.
+Legend: S rows of logits, V vocabulary, Q penalized rows among them, W max tokens of the Q rows.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Penalties:
         while begin < len(places):
             width = min(int(ends[places[begin]]), self._slot_table.shape[1])
             at_once = max(1, EDIT_BYTES // (PENALTY_COUNT_BYTES * self._vocab_size + PENALTY_TOKEN_BYTES * width))
-            self._penalise(logits, places[begin : begin + at_once], rows, seen, width, tokens, trees)
+            self._penalize(logits, places[begin : begin + at_once], rows, seen, width, tokens, trees)
             begin += at_once
 
-    def _penalise(
+    def _penalize(
         self,
         logits: Tensor,
         places: np.ndarray,
@@ -95,7 +95,7 @@ class Penalties:
         slot_tokens: SlotTokens,
         trees: TreeText | None,
     ) -> None:
-        """Penalises the rows `places` [Q] of logits: the first `seen` tokens of a row count, and of a tree the nodes on
+        """Penalizes the rows `places` [Q] of logits: the first `seen` tokens of a row count, and of a tree the nodes on
         the path. No row has more than `width` tokens."""
         which, count = rows[places], len(places)
         ints = np.stack([places, which, seen[places], self._num_prompt[which]])

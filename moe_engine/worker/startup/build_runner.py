@@ -188,7 +188,7 @@ def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> No
     compile_kernels(backends, options.shapes)
 
 
-def kernels_for(plan: KernelPlan, options: WorkerOptions, regions: CompiledRegions | None = None) -> Backends:
+def kernels_for(plan: KernelPlan, options: WorkerOptions, regions: CompiledRegions | None) -> Backends:
     """The built kernels of the model, or of its draft model."""
     fused = not options.disable_shared_experts_fusion and options.lora is None  # adapters are joined to linear layers
     return replace(build_backends(plan), regions=regions, fuse_shared_experts=fused)

@@ -60,7 +60,7 @@ def attach_experts(
     settings: ExpertSettings,
     parallel: ParallelContext,
     kernel: ExpertsKernel,
-    mtp: MTPLayers | None = None,
+    mtp: MTPLayers | None,
 ) -> ExpertControl:
     """Attaches recorder and EPLB to a loaded, warmed-up model, as configured. Collective with EPLB.
 

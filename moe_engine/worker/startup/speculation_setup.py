@@ -40,7 +40,7 @@ def add_speculation(
     config: SpeculationConfig,
     options: WorkerOptions,
     load: LoadOptions,
-    draft_backends: Backends | None = None,
+    draft_backends: Backends | None,
 ) -> None:
     """Sets a runner's speculative step.
 

@@ -43,7 +43,7 @@ def why_not(device_kind: str, version: str = "auto") -> str | None:
     return None
 
 
-def is_first_generation(version: str = "auto") -> bool:
+def is_first_generation(version: str) -> bool:
     """True if `Buffer` is used; does not import the library."""
     installed = importlib.util.find_spec("deep_ep") is not None
     return version == "1" or (installed and version == "auto" and not _has_second_generation())

@@ -101,9 +101,7 @@ class LegacyExchange:
         cleans: shape of the low-latency mode that shares the buffer; cleaned after use across nodes.
     """
 
-    def __init__(
-        self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, cleans: DispatchShape | None = None
-    ) -> None:
+    def __init__(self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, cleans: DispatchShape | None) -> None:
         self._buffer = buffer
         self._shape = shape
         self._cleans = cleans if shape.num_ranks > NVLINK_RANKS else None

@@ -54,7 +54,7 @@ def set_environment(num_nodes: int, environ: MutableMapping[str, str], adapters:
         environ.setdefault(NIC, adapter)
 
 
-def adapter_of(hca: str, adapters: Path = ADAPTERS) -> str | None:
+def adapter_of(hca: str, adapters: Path) -> str | None:
     """The first adapter of this machine that NCCL_IB_HCA selects: ``=name:port,...``, prefixes, or ``^`` and the
     excluded ones; empty: any."""
     present = sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else []

@@ -2,7 +2,7 @@
 its experts; that rank sums its experts' weighted results and returns one row.
 
 Received rows are copied to their experts' rows; FP8 rows are dequantized for experts that need it. There
-is no host synchronisation and no size on the host, so a captured graph may hold it: epochs and counts are on the
+is no host synchronization and no size on the host, so a captured graph may hold it: epochs and counts are on the
 device. A kernel's wait for a missing peer ends after the group's timeout; the host finds the late ranks in memory
 shared with the device, at its next call.
 Legend: T tokens, K experts per token, M max tokens of a rank, R ranks, El experts of a rank, D hidden.

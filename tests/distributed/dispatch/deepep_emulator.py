@@ -2,7 +2,7 @@
 refuses.
 
 Every rank shares all its data and takes its own part: slow, and independent of the tested code. Memory that the
-library leaves uninitialised is NaN. Contracts: deep_ep/buffers/legacy.py and elastic.py, utils/comm.py and
+library leaves uninitialized is NaN. Contracts: deep_ep/buffers/legacy.py and elastic.py, utils/comm.py and
 utils/envs.py, csrc/kernels/backend/nccl.cu, csrc/kernels/legacy/internode.cu. `Machine` is the emulated environment.
 """
 
@@ -17,20 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.vendors.contract import must
+
 PRESETS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 NVLINK_RANKS = 8
 """Normal mode with more ranks uses the RDMA part of the buffer."""
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 FP8 = torch.float8_e4m3fn
-
-
-class ContractBroken(Exception):
-    """The caller violated the real library's contract."""
-
-
-def must(condition: bool, text: str) -> None:
-    if not condition:
-        raise ContractBroken(text)
 
 
 def check_x(x: Any) -> tuple[Tensor, Tensor | None]:
@@ -238,7 +231,7 @@ class Buffer:
     ):  # fmt: skip
         data, scales = check_x(x)
         m, hidden, size = num_max_dispatch_tokens_per_rank, data.shape[1], self._ranks.size
-        must(scales is None, "low latency quantises by itself")
+        must(scales is None, "low latency quantizes by itself")
         must(self._low_latency, "the buffer was not made with low_latency_mode")
         must(not self._dirty, "normal mode ran before: clean_low_latency_buffer first")
         must(len(data) <= m, f"{len(data)} tokens, at most {m}")
@@ -272,9 +265,9 @@ class Buffer:
             return rows, counts, handle, object(), None
         blocks = rows.float().unflatten(2, (-1, 128))
         row_scales = blocks.abs().amax(3).clamp_min(1e-4) / 448
-        quantised = (blocks / row_scales.unsqueeze(3)).to(FP8).flatten(2)
+        quantized = (blocks / row_scales.unsqueeze(3)).to(FP8).flatten(2)
         column_major = row_scales.transpose(1, 2).contiguous().transpose(1, 2)
-        return (quantised, column_major), counts, handle, object(), None
+        return (quantized, column_major), counts, handle, object(), None
 
     def low_latency_combine(
         self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False,

@@ -102,8 +102,8 @@ def test_a_token_crosses_once_to_a_node_and_to_the_same_place_in_it(four: Ranks,
 def test_fp8_halves_what_is_sent_out(four: Ranks) -> None:
     routing = routing_of(7)
     plain = four.call(run_counted, Setup("all_to_all", "normal", "bfloat16", hidden=HIDDEN), routing)
-    quantised = four.call(run_counted, Setup("all_to_all", "normal", "bfloat16", True, HIDDEN), routing)
-    for one, two in zip(plain, quantised):
+    quantized = four.call(run_counted, Setup("all_to_all", "normal", "bfloat16", True, HIDDEN), routing)
+    for one, two in zip(plain, quantized):
         assert sum(two[0][2]) < 0.54 * sum(one[0][2])
         assert two[1] == one[1]
 

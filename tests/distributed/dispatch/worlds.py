@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 class Setup:
     """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks; `as_device`
     uses the forms of ranks on devices; `room_tokens` is the buffer size of all_to_all on the host; `compiled` False:
-    rows are arranged as on a machine without a compiler. `rows`: the experts read FP8, and tokens arrive quantised if
+    rows are arranged as on a machine without a compiler. `rows`: the experts read FP8, and tokens arrive quantized if
     the dispatcher accepts it. `aligned`: the experts take aligned groups."""
 
     backend: str

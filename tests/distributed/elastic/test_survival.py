@@ -29,11 +29,6 @@ LONG = 90
 """Tokens of a request whose rank is lost while it runs."""
 
 
-@pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model") / "plain", SEED)

@@ -1,4 +1,4 @@
-"""The front end's client over several schedulers: routing, and the loss of replicas and groups."""
+"""The frontend's client over several schedulers: routing, and the loss of replicas and groups."""
 
 from __future__ import annotations
 

@@ -29,11 +29,6 @@ PATIENCE = 120.0
 LONG, LONG_PROMPT = 500, 1500
 
 
-@pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @dataclass
 class Ask:
     """A request and its result: HTTP status, received tokens, reason of the end. With `again` it is sent again after

@@ -72,7 +72,7 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list
     before = await settled(engine, pieces)
     aborted = any(output["meta_info"]["finish_reason"]["type"] == "abort" for output in ended)
     if not aborted and (mode == "abort" or not any(0 < count < many for count in before)):
-        # every request had ended or had not begun: the front end also counts these requests as waiting
+        # every request had ended or had not begun: the frontend also counts these requests as waiting
         await call(engine, pausing.resume())
         await asyncio.gather(*tasks)
         return None

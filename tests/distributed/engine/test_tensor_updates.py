@@ -25,7 +25,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     under_load,
 )
 from tests.models.checkpoints import make_checkpoint
-from tests.models.fp8 import dequantise_fp8
+from tests.models.fp8 import dequantize_fp8
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
 
@@ -114,7 +114,7 @@ def test_quantized_weights_arrive_with_their_scales(tmp_path: Path) -> None:
     """Quantized in the checkpoint, dequantized for the kernels of this machine."""
     old, new = (make_checkpoint("deepseek_v3", tmp_path / str(i), i, tokenizer=False, fp8=True) for i in (1, 2))
     before, after = (load_file(path / "model.safetensors") for path in (old, new))
-    plain = {name: dequantise_fp8(tensors, dtype=torch.float32) for name, tensors in (("old", before), ("new", after))}
+    plain = {name: dequantize_fp8(tensors, dtype=torch.float32) for name, tensors in (("old", before), ("new", after))}
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     scale = name.replace("weight", "weight_scale_inv")
     with open_engine(old) as engine:

@@ -44,7 +44,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layer in range(LAYERS):
         bias = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
         bias.copy_(0.25 * torch.rand(bias.shape, generator=rng))
-        bias[8 + 4 * layer : 11 + 4 * layer] += 0.7  # neighbours, with one copy each on one rank
+        bias[8 + 4 * layer : 11 + 4 * layer] += 0.7  # neighbors, with one copy each on one rank
     save_file(tensors, path / "model.safetensors")
     return path
 

@@ -61,8 +61,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert re.search(r'id="rows"><tr[^>]*><td[^>]*>2</td>', done.stdout), "what EPLB would gain on two ranks"
     assert re.search(r'id="layer-rows"><tr[^>]*><td[^>]*>1</td>', done.stdout), "the layer's own number"
     assert re.search(r'id="empty" hidden', done.stdout) and not re.search(r'id="heat" hidden', done.stdout)
-    colours = pixels(picture)
-    assert len(colours) > 20, "the heat map and its scale are drawn in many colours"
+    colors = pixels(picture)
+    assert len(colors) > 20, "the heat map and its scale are drawn in many colors"
 
 
 EMPTY_STATES = {
@@ -96,4 +96,4 @@ def test_the_script_asks_for_elements_that_exist() -> None:
 
 def pixels(picture: Path) -> set[Any]:
     image = pytest.importorskip("PIL.Image").open(picture).convert("RGB")
-    return {colour for _, colour in image.getcolors(image.width * image.height)}
+    return {color for _, color in image.getcolors(image.width * image.height)}

@@ -23,10 +23,10 @@ from moe_engine.parallel.topology import Topology
 from tests.distributed.models.test_shards import imagine
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import write_pair
-from tests.models.fp8 import is_quantised
+from tests.models.fp8 import is_quantized
 from tests.models.gguf import BLOCK
-from tests.models.quantised import quantise, section
-from tests.models.quantised_floats import FLOATS, quantise_floats
+from tests.models.quantized import quantize, section
+from tests.models.quantized_floats import FLOATS, quantize_floats
 from tests.models.stepper import Chunk, Stepper, make_backends
 from tests.models.test_gguf import FAMILIES, WIDE, write_both
 from tests.models.test_integer_formats import LAYOUTS
@@ -53,16 +53,16 @@ def write(folder: Path, kind: str, format: str) -> tuple[Path, Path]:
         widths = {"kv_lora_rank": 32, "v_head_dim": 16} | ({} if "lite" in kind else {"q_lora_rank": 32})
     if kind in ("deepseek_v3", "glm4_moe"):
         widths["num_mtp_layers"] = random.randrange(2)
-    path = make_checkpoint(kind, folder / "quantised", seed=random.randrange(1000), tokenizer=False, **widths)
+    path = make_checkpoint(kind, folder / "quantized", seed=random.randrange(1000), tokenizer=False, **widths)
     tensors = load_file(path / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "weights_proj" in name}  # of indexers
     if format not in LAYOUTS:
         rest = {name: tensor for name, tensor in tensors.items() if name not in kept}
-        stored, plain = quantise_floats(rest, format)
+        stored, plain = quantize_floats(rest, format)
         return write_pair(path, stored | kept, plain | kept, {"quantization_config": FLOATS[format][1]})
     options = LAYOUTS[format]
-    chosen = lambda name: name not in kept and is_quantised(name)  # noqa: E731
-    stored, plain = quantise(tensors, seed=random.randrange(1000), chosen=chosen, **options)
+    chosen = lambda name: name not in kept and is_quantized(name)  # noqa: E731
+    stored, plain = quantize(tensors, seed=random.randrange(1000), chosen=chosen, **options)
     dtype = "float16" if options["layout"] in ("awq", "gptq") else "bfloat16"
     return write_pair(path, stored, plain, {"torch_dtype": dtype, "quantization_config": section(**options)})
 

@@ -82,8 +82,8 @@ def test_the_page_needs_nothing_from_elsewhere():
 def test_numbers_of_the_page():
     checks = """
     const assert = require("assert");
-    assert.deepStrictEqual(colour(0), STOPS[0]);
-    assert.deepStrictEqual(colour(7), STOPS[4]);
+    assert.deepStrictEqual(color(0), STOPS[0]);
+    assert.deepStrictEqual(color(7), STOPS[4]);
     assert.deepStrictEqual(difference([[3, 5]], [[1, 5]]), [[2, 0]]);
     assert.strictEqual(difference([[3, 5]], [[4, 5]]), null);
     const layers = busyLayers([[0, 0], [3, 1], [2, 2]]);

@@ -72,7 +72,7 @@ def test_requests_need_the_secret(sockets: list[zmq.Socket[bytes]], tmp_path: Pa
 def test_a_socket_with_an_address_on_the_node_and_one_for_others(
     sockets: list[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:
-    """A socket as the front end has it, in both orders of binding."""
+    """A socket as the frontend has it, in both orders of binding."""
     for order in (0, 1):
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         sockets.append(socket)

@@ -55,7 +55,7 @@ def test_an_error_of_the_compiler_is_the_reason(
     monkeypatch.setattr(module, "_built", lambda flags: pytest.fail("compiled again"))
     with pytest.raises(LibraryError, match="error"):
         load(march)
-    kept = [file.name for file in (tmp_path / "moe_engine").iterdir() if file.suffix != ".lock"]
+    kept = [file.name for file in (tmp_path / "moe-engine").iterdir() if file.suffix != ".lock"]
     assert kept == []
 
 
@@ -78,9 +78,9 @@ def test_a_full_disk_is_named_with_the_fix(library: Library, tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(module, "cpu_device", lambda: Device("cpu", "a machine", compiler=str(compiler)))
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
-    with pytest.raises(LibraryError, match=f"{cache}/moe_engine is full: free space there, or set XDG_CACHE_HOME"):
+    with pytest.raises(LibraryError, match=f"{cache}/moe-engine is full: free space there, or set XDG_CACHE_HOME"):
         module._built([])
-    assert [file.suffix for file in (cache / "moe_engine").iterdir()] == [".lock"]  # no temporary files
+    assert [file.suffix for file in (cache / "moe-engine").iterdir()] == [".lock"]  # no temporary files
     started = pids.read_text().split()
     assert len(started) == 2
     until(lambda: not any(is_running(int(pid)) for pid in started), "processes of the compiler are left")

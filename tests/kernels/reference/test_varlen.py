@@ -12,7 +12,7 @@ from moe_engine.kernels.registry import Choice
 
 
 def compare(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Random runs, some neighbours of equal length, of queries, keys and values that are views of one product."""
+    """Random runs, some neighbors of equal length, of queries, keys and values that are views of one product."""
     heads, width = random.choice(((2, 20), (3, 16), (1, 40)))
     lens = [random.randint(1, 40) for _ in range(random.randint(1, 4))]
     lens += [lens[-1]] * random.randint(0, 2)

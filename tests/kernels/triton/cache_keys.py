@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -14,6 +15,11 @@ from moe_engine.kernels.triton.absent_device import absent_device
 from moe_engine.kernels.triton.aot import AotCase, compiler_input
 
 Key = tuple[str, str]
+
+
+def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor of the absent device."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def key_of(src: Any, target: GPUTarget, options: dict[str, Any]) -> Key:

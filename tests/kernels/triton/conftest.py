@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -62,3 +63,12 @@ def compiling() -> ForkServer:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Uninitialized memory holds NaN."""
+    from tests.kernels.triton.poison import poisoned_memory
+
+    with poisoned_memory():
+        yield

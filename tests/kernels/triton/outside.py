@@ -35,7 +35,7 @@ from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from tests.examples import FACTOR
-from tests.kernels.triton.cache_keys import difference
+from tests.kernels.triton.cache_keys import difference, there
 
 ARCH = 90
 
@@ -47,11 +47,6 @@ QWEN3_MOE: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "attention_bias": False,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
 }  # fmt: skip
-
-
-def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor of the absent device."""
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def launch(count: int) -> None:

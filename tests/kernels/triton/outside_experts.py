@@ -30,7 +30,7 @@ from moe_engine.kernels.quantization import triton_groups, triton_rows
 from moe_engine.kernels.quantization.codes import CodedWeight
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.triton.aot import AotCase
-from tests.kernels.triton.cache_keys import difference
+from tests.kernels.triton.cache_keys import difference, there
 
 ARCH = 90
 MODULES = triton_rows, triton_groups, triton_permute, triton_expert_cases
@@ -38,10 +38,6 @@ HIDDEN, WIDTH, RANK = 7168, 2048, 16  # DeepSeek V3's, and the experts of one of
 SOME = 48
 FEW = 16
 """Rows of an expert for which experts in 4 bits are launched too."""
-
-
-def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def launch(tokens: int, capacity: int) -> None:

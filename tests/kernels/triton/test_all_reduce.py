@@ -1,5 +1,5 @@
 """All-reduce through symmetric memory: all ranks in this process, with all programs concurrent in random order, against
-float64; and the behaviour of a rank with a missing peer. tests/distributed/dispatch and tests/simulated_cuda run it
+float64; and the behavior of a rank with a missing peer. tests/distributed/dispatch and tests/simulated_cuda run it
 across processes."""
 
 from __future__ import annotations

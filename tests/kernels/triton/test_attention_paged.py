@@ -105,7 +105,7 @@ def test_deterministic_bits_depend_on_the_request_alone() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_neighbours_change_bits_unless_the_launch_forbids_it(deterministic: bool) -> None:
+def test_neighbors_change_bits_unless_the_launch_forbids_it(deterministic: bool) -> None:
     gqa = chosen(tables.GQA, "triton", deterministic).build()
     queries, size = paged_queries([(1, 1100), (1, 620), (1, 900)], 16)
     keys, values = (filled_cache(queries, size, 1, 16, dtype=FP32) for _ in range(2))

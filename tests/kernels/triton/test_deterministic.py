@@ -143,11 +143,11 @@ def test_a_whole_model(tmp_path: Path) -> None:
         backends = replace(make_backends(config), **ours)  # type: ignore[arg-type]
         return Stepper(load_model(path, config, LoadOptions("float32"), backends), config, backends)
 
-    prompt, neighbour, long = [5, 9, 200], [77, 3], list(range(40, 47))
+    prompt, neighbor, long = [5, 9, 200], [77, 3], list(range(40, 47))
     alone = fresh()
     want = [alone.step([Chunk(0, prompt, True)])[0], alone.step([Chunk(0, [8], True)])[0]]
     beside = fresh()
-    beside.step([Chunk(1, neighbour, True)])
+    beside.step([Chunk(1, neighbor, True)])
     first = beside.step([Chunk(1, [6], True), Chunk(0, prompt, True)])[1]
     second = beside.step([Chunk(2, long, True), Chunk(1, [13], True), Chunk(0, [8], True)])[2]
     assert torch.equal(first[-1:], want[0][-1:]) and torch.equal(second, want[1])

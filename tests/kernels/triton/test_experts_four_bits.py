@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import kept_format
 from tests.kernels.cpu.formulas import NAN, biased, gated
-from tests.kernels.triton.poison import poisoned_memory
 
 MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
 FORMS = {
@@ -34,13 +32,10 @@ FORMS = {
 BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}  # of the largest result
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 kernel = TritonExperts()
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN in poisoned rows
+]
 
 
 def sizes_of(form: GroupCodes) -> tuple[int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,13 +15,8 @@ from moe_engine.kernels.quantization.protocol import QuantizedRows
 from tests.distributed.dispatch.row_sums import check_row_sums
 from tests.kernels.triton import beside
 from tests.kernels.triton.launches import launches
-from tests.kernels.triton.poison import poisoned_memory
 
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 both = pytest.mark.parametrize("kernels", [TritonPermutation(), TorchPermutation()], ids=lambda kernels: kernels.name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,19 +15,15 @@ from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
 from tests.kernels.cpu.formulas import NAN, biased, block_product, gated, silu
-from tests.kernels.triton.poison import poisoned_memory
 
 KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
 # of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
 BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2}
 kernel = TritonExperts()
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN in poisoned rows
+]
 
 
 class Experts:
@@ -59,7 +53,7 @@ class Experts:
         return torch.randn(*shape).to(self.dtype)
 
     def apply(self, x: Tensor, expert: int) -> Tensor:
-        """x [M, D] through one expert in float64, quantised as in the kernel's contract."""
+        """x [M, D] through one expert in float64, quantized as in the kernel's contract."""
         parts = self.parts[expert]
         if not self.kind.startswith("fp8"):
             return gated(x, *parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,18 +12,14 @@ from moe_engine.kernels.linear.triton_four_bits_gemm import tiles_for
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from tests.kernels.triton.launches import launches
-from tests.kernels.triton.poison import poisoned_memory
 from tests.kernels.triton.test_experts_four_bits import BOUND, FORMS, coded
 
 kernel = TritonLinear()
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN in poisoned rows
+]
 ROWS = [1, 5, 17, 33, 70, 130]  # every row of the tile table
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 def columns_of(form: GroupCodes, most: int) -> int:

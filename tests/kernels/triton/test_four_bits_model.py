@@ -36,8 +36,8 @@ from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import step_logits, write_pair
-from tests.models.quantised import quantise, section
-from tests.models.quantised_floats import FLOATS, quantise_floats
+from tests.models.quantized import quantize, section
+from tests.models.quantized_floats import FLOATS, quantize_floats
 from tests.models.stepper import Stepper, make_backends
 
 SIZES = {
@@ -63,10 +63,10 @@ def written(folder: Path, name: str, **fields: int) -> tuple[Path, Path]:
     path = make_checkpoint("qwen3_moe", folder / name, seed=4, tokenizer=False, **(SIZES | fields))
     tensors = load_file(path / "model.safetensors")
     if name in INTEGERS:
-        stored, plain = quantise(tensors, seed=3, **INTEGERS[name])
+        stored, plain = quantize(tensors, seed=3, **INTEGERS[name])
         dtype = "float16" if name in ("awq", "gptq") else "bfloat16"
         return write_pair(path, stored, plain, {"torch_dtype": dtype, "quantization_config": section(**INTEGERS[name])})
-    return write_pair(path, *quantise_floats(tensors, name), {"quantization_config": FLOATS[name][1]})
+    return write_pair(path, *quantize_floats(tensors, name), {"quantization_config": FLOATS[name][1]})
 
 
 def loaded(path: Path, **rows: Any) -> Stepper:

@@ -1,8 +1,6 @@
-"""Products with block-FP8 weights, against float64 products of the same quantised numbers."""
+"""Products with block-FP8 weights, against float64 products of the same quantized numbers."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,16 +16,11 @@ from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedRows
 from tests.kernels.cpu.formulas import block_product, rms_norm, silu
-from tests.kernels.triton.poison import poisoned_memory
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Error of one result, relative to the sum of the magnitudes of its terms."""
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 def operands(m: int, n: int, k: int) -> tuple[QuantizedRows, BlockWeight]:
@@ -122,8 +115,8 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     assert normed.unquantized is None and len(normed) == rows
     got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype
-    _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
-    want = block_product(quantised, weight) + prepared.bias.double()
+    _, quantized = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
+    want = block_product(quantized, weight) + prepared.bias.double()
     if rows:
         assert (got - want).abs().max() < 0.01 * want.abs().max()  # ties of the cast
         exact = rms_norm(x, norm, 1e-5) @ reference.dequantize_weight(weight, torch.float64).T + prepared.bias.double()

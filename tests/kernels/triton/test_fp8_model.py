@@ -1,6 +1,6 @@
-"""A tiny DeepSeek V3 in block FP8, loaded without dequantising, on the Triton linear and expert rows.
+"""A tiny DeepSeek V3 in block FP8, loaded without dequantizing, on the Triton linear and expert rows.
 
-Its logits equal an emulation in plain torch that dequantises weights and rounds activations as FP8 does, and are near
+Its logits equal an emulation in plain torch that dequantizes weights and rounds activations as FP8 does, and are near
 those of the torch rows, which do not round activations.
 """
 
@@ -49,7 +49,7 @@ from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from tests.kernels.cpu.formulas import gated
 from tests.models.checkpoints import make_checkpoint
-from tests.models.fp8 import dequantise_fp8, quantise_fp8
+from tests.models.fp8 import dequantize_fp8, quantize_fp8
 from tests.models.stepper import Chunk, Stepper, make_backends
 
 SIZES = {
@@ -118,7 +118,7 @@ def stepper(
     config = load_model_config(path, overrides)
     backends = make_backends(config)
     if linear is not None:
-        ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # with norms that quantise
+        ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # with norms that quantize
         backends = replace(backends, ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
     model = load_model(path, config, LoadOptions("float32", **options), backends)
     return Stepper(model, config, backends)
@@ -196,9 +196,9 @@ def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
     """Slices at block edges are returned as stored; other slices and plain weights are refused."""
     from safetensors.torch import save_file
 
-    tensors = quantise_fp8({"x_proj.weight": torch.randn(300, 400)}, "e8m0") | {"y_proj.weight": torch.randn(8, 8)}
+    tensors = quantize_fp8({"x_proj.weight": torch.randn(300, 400)}, "e8m0") | {"y_proj.weight": torch.randn(8, 8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    want, shape = dequantise_fp8(tensors)["x_proj.weight"], (300, 400)
+    want, shape = dequantize_fp8(tensors)["x_proj.weight"], (300, 400)
     reader = WeightReader(tmp_path, torch.float32, format=BlockFP8Format(scale_format="ue8m0"))
     kernel_format = reader.format.kernel_format("x_proj")
     assert kernel_format == BlockFP8(power_of_two=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import triton
@@ -13,18 +11,14 @@ from torch import Tensor
 from moe_engine.kernels.quantization import reference, triton_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AMAX, QuantizedRows
 from tests.kernels.cpu.formulas import close, normal, rms_norm, silu
-from tests.kernels.triton.poison import poisoned_memory
 
 HALF_STEP = 2.0**-4  # of an e4m3 number: 3 bits of mantissa
 SMALLEST_STEP = 2.0**-9
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity times zero
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinity times zero
+]
 POWERS = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "ue8m0"])
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Activations are quantised once, by the norm before their readers: values, bits, and the number of kernels."""
+"""Activations are quantized once, by the norm before their readers: values, bits, and the number of kernels."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def decode_launches(loaded: Stepper) -> Counter[str]:
 
 
 class NormsApart(TritonOps):
-    """Ops without quantized norms: norms and quantisation are two kernels."""
+    """Ops without quantized norms: norms and quantization are two kernels."""
 
     @property
     def capabilities(self) -> OpsCapabilities:
         return replace(super().capabilities, quantized_norms=None)
 
 
-def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
-    """A dense layer and a mixture: q_a and kv_a read one quantisation, gate and up one; the router, the shared expert
+def test_a_layer_quantizes_once_for_all_that_read(tmp_path: Path) -> None:
+    """A dense layer and a mixture: q_a and kv_a read one quantization, gate and up one; the router, the shared expert
     and the routed experts of the mixture all read the output of the norm before them."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=3, fp8=True, **SIZES)
     shared = stepper(path, TritonOps(), TritonLinear(), TritonExperts())
@@ -81,8 +81,8 @@ def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
-    """The rows are the quantised numbers, bit for bit, and the numbers are those of the plain norm."""
+def test_norms_quantize_what_they_give(power_of_two: bool, adds: bool) -> None:
+    """The rows are the quantized numbers, bit for bit, and the numbers are those of the plain norm."""
     ops, norm, reads = TritonOps(), torch.rand(300) + 0.5, ActivationFormat(True, True, power_of_two)
     x, stream = torch.randn(5, 300).bfloat16(), torch.randn(5, 300).bfloat16()
     once = stream.clone()
@@ -115,8 +115,8 @@ def test_what_serves_several_readers() -> None:
 
 
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
-def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
-    """Quantised by the norm; unquantized tokens are quantised by dispatch. Experts give the results of local tokens."""
+def test_tokens_that_travel_in_fp8_are_quantized_once(layout: str) -> None:
+    """Quantized by the norm; unquantized tokens are quantized by dispatch. Experts give the results of local tokens."""
     num, top_k, hidden, width, tokens = 4, 2, 256, 128, 9
     kernel = TritonExperts()
     weights = kernel.allocate_blocks(num, hidden, width, "cpu")

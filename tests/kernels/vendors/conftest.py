@@ -1,4 +1,4 @@
-"""A tiny DeepSeek V3 with head widths that the vendor libraries support."""
+"""A tiny DeepSeek V3 with head widths that the vendor libraries support, and libraries that count as installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_engine.kernels.vendors import probe
 from tests.models.checkpoints import make_checkpoint
 
 SIZES = {
@@ -20,3 +21,9 @@ SIZES = {
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint in block FP8."""
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("v3"), seed=3, fp8=True, **SIZES)
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every library counts as installed."""
+    monkeypatch.setattr(probe, "_found", lambda name: True)

@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 class ContractBroken(Exception):
-    """The caller violated the real library's contract, or relies on unspecified behaviour."""
+    """The caller violated the real library's contract, or relies on unspecified behavior."""
 
 
 def must(condition: bool, text: str) -> None:

@@ -27,11 +27,6 @@ VENDOR_ROWS = {"deep_gemm", "flashinfer", "flashmla", "fa3", "trtllm_mla"}
 
 
 @pytest.fixture
-def everything_installed(monkeypatch):
-    monkeypatch.setattr(probe, "_found", lambda name: True)
-
-
-@pytest.fixture
 def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     """A folder whose modules can be imported, and are forgotten afterwards: an imported module counts as installed."""
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,6 +1,6 @@
 """The DeepGEMM adapters with an emulator that refuses invalid calls as the library does, against float64.
 
-Results must be within tight bounds of the products of the quantised numbers, and within a loose bound of the true
+Results must be within tight bounds of the products of the quantized numbers, and within a loose bound of the true
 product.
 """
 
@@ -152,8 +152,8 @@ def fp8_experts(kernel: DeepGemmExperts, num: int, hidden: int, width: int) -> t
     return weights, parts
 
 
-def quantised_mlp(arch: int, parts: Parts) -> Callable[[Tensor, int], Tensor]:
-    """The expert on quantised numbers in float64, with the rounding to bf16 and FP8 between the products."""
+def quantized_mlp(arch: int, parts: Parts) -> Callable[[Tensor, int], Tensor]:
+    """The expert on quantized numbers in float64, with the rounding to bf16 and FP8 between the products."""
 
     def run(x: Tensor, expert: int) -> Tensor:
         gate, up, down = (as_used(part, arch) for part in parts[expert])
@@ -202,7 +202,7 @@ def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
     hidden, width = 256, 128
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
     batch = grouped(counts, hidden, extra)
-    check_grouped(kernel, weights, batch, (quantised_mlp(arch, parts), fp8_close), (true_mlp(parts), near))
+    check_grouped(kernel, weights, batch, (quantized_mlp(arch, parts), fp8_close), (true_mlp(parts), near))
 
 
 @pytest.mark.each_value
@@ -220,7 +220,7 @@ def test_fp8_experts_padded(arch, counts, capacity):
     assert got.shape == x.shape
     for expert, count in enumerate(counts):
         if count:
-            fp8_close(got[expert, :count], quantised_mlp(arch, parts)(x[expert, :count], expert))
+            fp8_close(got[expert, :count], quantized_mlp(arch, parts)(x[expert, :count], expert))
             near(got[expert, :count], true_mlp(parts)(x[expert, :count], expert))
     assert arch == 10 or emulator.transposed == 0  # Hopper: scales have the layout of its kernels
 
@@ -277,7 +277,7 @@ def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatc
         assert got.shape == batch.x.shape and got.dtype == BF16
         for expert, span in enumerate(spans):
             if counts[expert]:
-                fp8_close(got[span], quantised_mlp(arch, parts)(batch.x[span], expert))
+                fp8_close(got[span], quantized_mlp(arch, parts)(batch.x[span], expert))
     assert arch == 10 or emulator.transposed == 0
     weights = kernel.allocate(len(counts), 64, 48, BF16, "cpu")
     plain = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in counts]
@@ -330,7 +330,7 @@ def routed(x: Tensor, weights: Tensor, ids: Tensor, mlp: Callable[[Tensor, int],
 @pytest.mark.parametrize("arch,takes_ends", BUILDS)
 @pytest.mark.parametrize("tokens", [1, 21, 150])
 def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
-    """Unquantised inputs, and inputs quantised by the norm, give the same bits."""
+    """Unquantized inputs, and inputs quantized by the norm, give the same bits."""
     emulator, gemm = library(arch, takes_ends)
     kernel, num = DeepGemmExperts(gemm), 5
     weights, parts = fp8_experts(kernel, num, 256, 128)
@@ -338,7 +338,7 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     topk_weights = torch.rand(tokens, 3)
     got = kernel.run_routed(x, topk_weights, ids, weights, add)
     assert got.shape == x.shape and got.dtype == BF16
-    fp8_close(got, routed(x, topk_weights, ids, quantised_mlp(arch, parts), num) + add.double())
+    fp8_close(got, routed(x, topk_weights, ids, quantized_mlp(arch, parts), num) + add.double())
     assert kernel.input_format(weights) == gemm.expert_format(False) == ActivationFormat.fp8(arch == 10)
     before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
     assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)
@@ -374,7 +374,7 @@ def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
 
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
-def test_rows_that_travelled_in_fp8_are_not_quantised_again(arch, layout, monkeypatch):
+def test_rows_that_travelled_in_fp8_are_not_quantized_again(arch, layout, monkeypatch):
     """Scales may have any strides; the results are those of the numbers."""
     _, gemm = library(arch)
     kernel, counts, capacity = DeepGemmExperts(gemm), [3, 0, 8, 1], 9
@@ -421,7 +421,7 @@ def test_an_expert_moves_with_its_memory(arch):
         assert theirs.is_contiguous() and theirs.shape == ours.shape
         ours.view(torch.uint8).copy_(theirs.view(torch.uint8))
     parts[2] = parts[0]
-    check_grouped(kernel, weights, grouped([2, 3, 5], 128), (quantised_mlp(arch, parts), fp8_close))
+    check_grouped(kernel, weights, grouped([2, 3, 5], 128), (quantized_mlp(arch, parts), fp8_close))
 
 
 def test_nothing_compiles_after_warm_up():

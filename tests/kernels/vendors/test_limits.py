@@ -16,12 +16,12 @@ from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.device import Device, HeadWidths, Need
 from moe_engine.kernels.registry import Row, select
-from moe_engine.kernels.vendors import probe
 from moe_engine.models.config import GQAConfig, MLAConfig
 from moe_engine.models.needs import head_widths
 from tests.kernels.cpu.formulas import filled_cache, normal, paged_queries
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
+pytestmark = pytest.mark.usefixtures("everything_installed")
 HOPPER = Device("cuda", "GPU 9", (9, 0))
 V3 = HeadWidths(128, 1, 192, 128, 512, 64)
 LLAMA = HeadWidths(32, 8, 128, 128)
@@ -44,11 +44,6 @@ REFUSED: list[tuple[str, str, dict[str, int], str]] = [
     ("gqa", "fa3", {"key": 320, "value": 320}, "keys of 320"),
     ("gqa", "fa3", {"key": 100, "value": 100}, "keys of 100"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_found", lambda name: True)
 
 
 def rows(table: str) -> list[Row]:

@@ -65,7 +65,7 @@ def test_logits(checkpoint, name, arch):
     trial = {"bf16 contiguous"} if arch == 9 else set()  # True if Hopper's build takes group ends
     assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"} | trial
     assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
-    assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
+    assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantized twice
 
 
 def test_logits_of_fused_experts(checkpoint):

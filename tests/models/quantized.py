@@ -1,6 +1,6 @@
 """Integer formats by their definitions, in numpy, written independently of the engine's loaders.
 
-`quantise(tensors, layout, ...)` returns the tensors of a checkpoint in that layout and the same weights dequantised.
+`quantize(tensors, layout, ...)` returns the tensors of a checkpoint in that layout and the same weights dequantized.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.fp8 import is_quantised
+from tests.models.fp8 import is_quantized
 
 AWQ_PACK = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -117,7 +117,7 @@ WRITERS: dict[str, Callable[..., dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
-def quantise(
+def quantize(
     tensors: dict[str, Tensor],
     layout: str,
     bits: int = 4,
@@ -125,7 +125,7 @@ def quantise(
     symmetric: bool = True,
     shuffled: bool = False,
     seed: int = 0,
-    chosen: Callable[[str], bool] = is_quantised,
+    chosen: Callable[[str], bool] = is_quantized,
     **more: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(the stored tensors, plain tensors with their values)."""

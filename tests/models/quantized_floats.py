@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.fp8 import is_quantised
+from tests.models.fp8 import is_quantized
 
 Written = tuple[dict[str, Tensor], Tensor]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -185,12 +185,12 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
 """By name: the writer of a matrix, and `quantization_config`."""
 
 
-def quantise_floats(tensors: dict[str, Tensor], name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def quantize_floats(tensors: dict[str, Tensor], name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(the stored tensors, plain tensors with their values)."""
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        if not is_quantised(key):
+        if not is_quantized(key):
             stored[key] = plain[key] = tensor
             continue
         parts, plain[key] = FLOATS[name][0](tensor.float())

@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {
 }
 
 
-class Neighbours:
+class Neighbors:
     """`count` streams in a process, from the first answer until `finish`."""
 
     def __init__(self, port: int, count: int) -> None:

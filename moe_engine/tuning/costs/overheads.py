@@ -1,4 +1,4 @@
-"""Seconds of a step that neither bytes nor operations explain: launches, gaps, small kernels."""
+"""Seconds of a step that neither bytes nor operations explain."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from moe_engine.tuning.costs.step_cost import StepShape
 
 
 class Launches:
+    """Launches, gaps, small kernels."""
+
     def __init__(self, model: ModelFacts, share: Efficiency) -> None:
         self.decode_s = model.layers * share.layer_us * 1e-6
         self.prefill_s = model.layers * share.prefill_layer_us * 1e-6
 
     def seconds(self, shape: StepShape) -> float:
         return self.decode_s + (self.prefill_s if shape.prefill_tokens else 0.0)
+
+
+class Host:
+    """The device waits for the host: schedule, inputs, tokens out."""
+
+    def __init__(self, share: Efficiency) -> None:
+        self.step_s, self.row_s = share.step_us * 1e-6, share.row_us * 1e-6
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.step_s + shape.decode_rows * self.row_s
