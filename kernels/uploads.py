@@ -10,7 +10,8 @@ from torch import Tensor
 def pinned(values: np.ndarray, device: torch.device) -> Tensor:
     """A pinned host tensor, copied asynchronously: a copy from pageable memory waits for all queued device work."""
     tensor = torch.from_numpy(values)
-    pins = device != torch.device("cpu") and torch.accelerator.is_available()  # else a compile-only target
+    # kernels are only compiled for meta tensors and absent devices, perhaps in a process that must not initialize CUDA
+    pins = device not in (torch.device("cpu"), torch.device("meta")) and torch.accelerator.is_available()
     return tensor.pin_memory() if pins else tensor
 
 

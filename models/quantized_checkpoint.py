@@ -162,10 +162,21 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
             raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
     else:
         output.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps(settings))
+        _write(marker, json.dumps(settings))
     for file in source.iterdir():  # also after an interruption: it may have come before the last copy
         if file.is_file() and file.suffix not in _SKIPPED and file.name not in _WRITTEN:
             shutil.copy2(file, output / file.name)
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes the whole file, or none. Raises OSError."""
+    part = file.with_suffix(".part")
+    try:
+        part.write_text(text)
+        part.rename(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _save(part: Path, tensors: dict[str, Tensor]) -> None:

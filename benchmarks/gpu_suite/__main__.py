@@ -3,14 +3,16 @@
     python -m benchmarks.gpu_suite [--parts parity kernels ...] [--seconds 590] [--output FILE] [--dry-run [cpu|cuda]]
 
 Takes less than ten minutes on one H200. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to it,
-updated after every part, and prints tables. A failed part is reported and the others continue. Exit code: 0; 1 if a
-part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
+updated after every part, and prints tables. A failed part is reported and the others continue. A file that exists is
+continued: its other parts of this commit and GPU stay, so that several short runs (`--parts`) make one result. Exit
+code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
 `--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
 `--output` is given: its numbers are meaningless, but it detects errors before a real run.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -18,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_suite.parts import PARTS, run_apart, run_part, shares
+from benchmarks.gpu_suite.parts import MISSING, NO_DEVICE, PARTS, run_apart, run_part, shares
 from benchmarks.gpu_suite.setting import Setting
-from benchmarks.report import command_parser, result_path, write_result
+from benchmarks.report import command_parser, commit, device_name, result_path, write_result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     dry = options.dry_run
-    if dry != "cpu":
-        import torch
-
-        if not torch.cuda.is_available():
-            print("benchmarks.gpu_suite: needs a CUDA device; torch sees none (--dry-run)", file=sys.stderr)
-            return 2
+    setting = Setting.of(dry, options.seconds, options.output)
     if options.run_part:
-        return run_part(options.run_part, Setting.of(dry, options.seconds, options.output))
+        return run_part(options.run_part, setting)
+    if not setting.has_device():
+        print(MISSING, file=sys.stderr)
+        return NO_DEVICE
     output = options.output
     if output is None:
         output = Path(tempfile.mkdtemp(), "dry_run.json") if dry else result_path("gpu_suite", "cuda")
@@ -54,22 +54,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_all(names: Sequence[str], seconds: float, output: Path, dry: str | None = None) -> int:
-    """Runs the parts in order, within `seconds`; the file is written after each."""
+    """Runs the parts in order, within `seconds`; the file is written after each, with the other parts it had."""
     from benchmarks.gpu_suite.picture import draw
     from benchmarks.gpu_suite.texts import part_text, summary
 
     ends = time.monotonic() + seconds
-    result: dict[str, Any] = {}
+    result, ran = earlier(output, dry or "cuda"), dict[str, Any]()
     parts = [part for part in PARTS if part.name in names]
     for place, part in enumerate(parts):
         limit = shares(parts[place:], ends - time.monotonic())
         values = run_apart(part, limit, dry) if limit > 5 else {"failed": "no time left"}
-        result[part.name] = values
+        result[part.name] = ran[part.name] = values
         print(f"\n== {part.name} ({values.get('seconds', 0)} s)\n{part_text(part.name, values)}", flush=True)
         write_result("gpu_suite", result, device=dry or "cuda", path=output)
     picture = draw(result, output.with_suffix(".png"))
     print(f"\n{summary(result)}\n\n{output}" + (f"\n{picture}" if picture else ""))
-    return 1 if any("failed" in values or values.get("wrong") for values in result.values()) else 0
+    return 1 if any("failed" in values or values.get("wrong") for values in ran.values()) else 0
+
+
+def earlier(output: Path, device: str) -> dict[str, Any]:
+    """The parts in a result file of this commit and device."""
+    try:
+        saved = json.loads(output.read_text())
+    except (OSError, ValueError):
+        return {}
+    about = saved.pop("about")
+    same = about["commit"] == commit() and about["machine"]["device"] == device_name(device)
+    return {part.name: saved[part.name] for part in PARTS if same and part.name in saved}
 
 
 if __name__ == "__main__":

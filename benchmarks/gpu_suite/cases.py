@@ -70,8 +70,14 @@ def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
     def prepare(kernel: Any, device: str) -> Call:
         x = normal(tokens, model.hidden, device=device)
         ids = torch.rand(tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
-        order = kernel.sort_by_expert(ids, model.num_experts)
-        return lambda: kernel.permute(x, order)
+        positions = kernel.sort_by_expert(ids, model.num_experts).positions.view(tokens, model.top_k)
+        out = x.new_empty(positions.numel(), model.hidden)
+
+        def call() -> torch.Tensor:
+            kernel.permute(x, positions, out)
+            return out
+
+        return call
 
     moved = 2 * tokens * model.hidden * (1 + model.top_k)
     return KernelCase("permutation", f"permute.{model.hidden}x{model.top_k}.t{tokens}", moved, 0, False, prepare)
@@ -89,6 +95,7 @@ def parity_cases() -> list[KernelCase]:
         padded_experts(8),
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
+        permute(130),
         *fused_cases.parity_cases(),
     ]
 
@@ -105,5 +112,5 @@ def tiny_cases() -> list[KernelCase]:
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
     shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
-    rows = [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256)]
+    rows = [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
     return [*map(attention_case, shapes), *rows, *fused_cases.tiny_cases()]

@@ -1,20 +1,25 @@
-"""Compiles all kernels of the suite in advance on all cores, into the cache used by the other parts: compilation one by
-one at launch would take minutes of these parts.
+"""Compiles all kernels of the suite in advance on all cores, into the caches of the other parts: compilation one by
+one at launch would take minutes of these parts. Also the C++ kernels of the CPU, whose tokens the GPU's are compared
+with.
 
 Every process makes all launches on an absent device, and compiles its share of the requested kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import subprocess
+import sys
+import time
 import zlib
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_suite.setting import Setting
+from benchmarks.gpu_suite.setting import RESERVE, Setting
 from moe_engine.planning.machine import Machine, probe_machine
 
 Found = tuple[list[dict[str, Any]], list[str], int]
@@ -25,12 +30,13 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     """The number of kernels for this GPU, kernels that spill or do not fit, and launches that did not compile."""
     from triton import knobs
 
+    machine, count = _machine(setting), len(os.sched_getaffinity(0))
     if knobs.runtime.interpret:
         return {"skipped": "kernels are interpreted on this machine"}
-    machine, count = _machine(setting), len(os.sched_getaffinity(0))
     reports: list[dict[str, Any]] = []
     failures: set[str] = set()
     values: dict[str, Any] = {"arch": _arch(machine), "num_kernels": 0, "left_out": 0}
+    cpu_kernels = subprocess.Popen([sys.executable, "-m", "moe_engine.kernels.cpu"], stdout=subprocess.DEVNULL)
     with multiprocessing.get_context("fork").Pool(count) as pool:
         share = partial(_share, count=count, folder=folder, machine=machine, setting=setting)
         for found, failed, left_out in pool.imap_unordered(share, range(count)):
@@ -43,6 +49,8 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
                 "left_out": values["left_out"] + left_out,
             }  # fmt: skip
             setting.save(values)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # else the part that needs them waits or compiles
+        cpu_kernels.wait(max(0.0, setting.ends - RESERVE - time.monotonic()))
     return values
 
 
@@ -67,7 +75,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
     with absent_device(_arch(machine)) as compilations:
         before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_other_share
         try:
-            for name, launch in of_suite(own, machine, setting.dry):
+            for name, launch in of_suite(own, machine, setting):
                 try:
                     launch()
                 except Exception as error:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite import cases
-from benchmarks.gpu_suite.engine_points import FULL, V2_LITE, V3_LAYERS, write_model
-from benchmarks.gpu_suite.exchange import V3_BESIDE, V3_EP8, Load, RanksHere
+from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, load_of, model_of
+from benchmarks.gpu_suite.exchange import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere
 from benchmarks.gpu_suite.rows import FAMILIES, PARTS
-from benchmarks.gpu_suite.tokens import PROMPTS
+from benchmarks.gpu_suite.setting import Setting
+from benchmarks.gpu_suite.tokens import PROMPTS, SMALL
 from benchmarks.kernel_cases import all_cases
 from moe_engine.kernels.registry import Choice
 from moe_engine.planning.machine import Machine
@@ -22,30 +23,37 @@ Launches = tuple[str, Callable[[], Any]]
 """A name, and a function that makes the launches."""
 
 
-def of_suite(folder: Path, machine: Machine, dry: bool) -> Iterator[Launches]:
-    """Launches of kernels, of the exchange, and of every engine started on the machine. A dry run has few."""
-    yield from of_kernels([case for case in cases.tiny_cases() if dry and "quantize" in case.name])
-    if dry:
+def of_suite(folder: Path, machine: Machine, setting: Setting) -> Iterator[Launches]:
+    """Launches of kernels, of the exchange, and of every engine started on the machine. A dry run on a CPU has few."""
+    dry = setting.dry
+    if setting.kind == "cpu":
+        yield from of_kernels([case for case in cases.tiny_cases() if "quantize" in case.name])
         return
-    yield from of_kernels([*cases.parity_cases(), *cases.timed_cases(), *all_cases()])
-    for load in (V3_EP8, V3_BESIDE):
+    asked = cases.tiny_cases() if dry else [*cases.parity_cases(), *cases.timed_cases(), *all_cases()]
+    yield from of_kernels(asked)
+    for load in (TINY, TINY_BESIDE) if dry else (V3_EP8, V3_BESIDE):
         for fp8 in (False, True):
             yield f"exchange of {load.num_local} experts", partial(_exchange, replace(load, fp8=fp8))
-    lite, layers = (write_model(folder / model["model_type"], model) for model in (V2_LITE, V3_LAYERS))
-    context, tokens = 2 * FULL.context, FULL.offline_tokens
-    dummy: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
-    decode = dummy | {"model_path": str(lite), "context_length": context}
-    engines: dict[str, dict[str, Any]] = {
-        "decode": decode | {"max_running_requests": max(FULL.decode_batches)},
-        "profile": decode | {"max_running_requests": FULL.layer_batches[-1]},
-        "offline": decode | {"context_length": 2 * tokens + 64, "max_running_requests": FULL.offline_requests},
-        "fp8_layers": dummy
-        | {"model_path": str(layers), "context_length": context, "max_running_requests": max(FULL.layer_batches)},
-    }
-    for dtype in ("float32", "bfloat16"):
-        engines[f"tokens in {dtype}"] = {"dtype": dtype, "max_running_requests": len(PROMPTS)}
-    for name, flags in engines.items():
+    for name, flags in _engines(folder, setting).items():
         yield name, partial(_engine, flags, machine)
+
+
+def _engines(folder: Path, setting: Setting) -> dict[str, dict[str, Any]]:
+    """Flags of the engines that the parts start."""
+    sizes = load_of(setting)
+    lite, layers = (model_of(model, folder, setting) for model in (V2_LITE, V3_LAYERS))
+    dummy = dict(sizes.flags) | {"load_format": "dummy", "skip_tokenizer_init": True}
+    decode = dummy | {"model_path": str(lite), "context_length": 2 * sizes.context}
+    rows, last = "max_running_requests", sizes.layer_batches[-1]
+    offline = {"context_length": 2 * sizes.offline_tokens + 64, rows: sizes.offline_requests}
+    tokens = {rows: len(PROMPTS), **(SMALL if setting.dry else {})}
+    return {
+        "decode": decode | {rows: max(sizes.decode_batches)},
+        "profile": decode | {rows: last},
+        "offline": decode | offline,
+        "fp8_layers": decode | {"model_path": str(layers), rows: last},
+        **{f"tokens in {dtype}": tokens | {"dtype": dtype} for dtype in ("float32", "bfloat16")},
+    }
 
 
 def of_kernels(asked: list[cases.KernelCase]) -> Iterator[Launches]:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,16 +19,26 @@ import psutil
 from benchmarks.gpu_suite.attempts import DEVICE_LOST, DeviceLost
 from benchmarks.gpu_suite.setting import Setting
 
+NO_DEVICE = 2
+"""Exit code without a CUDA device."""
+MISSING = "benchmarks.gpu_suite: needs a CUDA device; torch sees none (--dry-run)"
+
 
 @dataclass(frozen=True)
 class Part:
     """`run(folder, setting)` returns the part's result, and may use the folder. The part gets at most `limit_s`
-    seconds, and at least `least_s` even if earlier parts use all their time."""
+    seconds, and at least `least_s` even if earlier parts use all their time.
+
+    `environment`: variables of its process, set before it initializes CUDA, which reads them then. `forks`: its process
+    is forked and must not use CUDA, not even to look for devices: a forked process cannot initialize it again.
+    """
 
     name: str
     least_s: int
     limit_s: int
     run: Callable[[Path, Setting], dict[str, Any]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    forks: bool = False
 
 
 def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -62,7 +72,6 @@ def _tokens(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def _exchange(folder: Path, setting: Setting) -> dict[str, Any]:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # mutually waiting kernels must not share a queue
     from benchmarks.gpu_suite.exchange import measure
 
     return measure(setting)
@@ -92,11 +101,14 @@ def _profile(folder: Path, setting: Setting) -> dict[str, Any]:
     return measure(folder, setting)
 
 
+OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Kernels that wait for each other must not share a queue."""
+
 PARTS = (
-    Part("aot", 30, 60, _aot),
+    Part("aot", 30, 60, _aot, forks=True),
     Part("parity", 85, 140, _parity),
     Part("tokens", 40, 75, _tokens),
-    Part("exchange", 20, 60, _exchange),
+    Part("exchange", 20, 60, _exchange, OWN_QUEUES),
     Part("kernels", 105, 165, _kernels),
     Part("decode", 90, 120, _decode),
     Part("profile", 55, 80, _profile),
@@ -116,6 +128,10 @@ def shares(parts: Sequence[Part], seconds: float) -> float:
 def run_part(name: str, setting: Setting) -> int:
     """Runs a part in this process and saves its result; returns the exit code."""
     part = next(part for part in PARTS if part.name == name)
+    os.environ.update({**part.environment, **os.environ})
+    if not part.forks and not setting.has_device():
+        print(MISSING, file=sys.stderr)
+        return NO_DEVICE
     with tempfile.TemporaryDirectory() as folder:
         try:
             setting.save(part.run(Path(folder), setting))

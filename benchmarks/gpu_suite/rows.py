@@ -11,10 +11,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 
-PARTS = {
-    "quantization": {"torch": "quantization.reference", "triton": "quantization.triton_rows"},
-    "permutation": {"triton": "permutation.triton_permute"},
-}
+PARTS = {"quantization": {"torch": "quantization.reference", "triton": "quantization.triton_rows"}}
 """Kernels that are parts of other families' rows: modules, used as rows."""
 
 FAMILIES = {family: rows for family, rows in tables.FAMILIES.items() if family not in PARTS}

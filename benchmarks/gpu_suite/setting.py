@@ -44,6 +44,14 @@ class Setting:
         """True if nothing more may be started."""
         return time.monotonic() > self.ends - RESERVE
 
+    def has_device(self) -> bool:
+        """True if torch sees the device. The process must not be forked afterwards."""
+        if self.kind == "cpu":
+            return True
+        import torch
+
+        return torch.cuda.is_available()
+
     def device_works(self) -> bool:
         """True if this process can still use the device."""
         if self.kind == "cpu":

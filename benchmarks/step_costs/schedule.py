@@ -56,8 +56,6 @@ def message_us(span: Span, hardware: Hardware) -> float:
     """Microseconds of a launch that its messages take: all of its link time, or of a fused exchange what its products
     do not hide."""
     cost = span.line.cost
-    if not cost.nvlink and not cost.network:
-        return span.waits
     products = hardware.microseconds("product", replace(cost, link_us=0.0), True) if cost.flops else 0.0
     return span.waits + max(0.0, cost.link_us - products)
 

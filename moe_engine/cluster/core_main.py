@@ -86,7 +86,8 @@ def _serve(run: Callable[[], None], transport: ZmqTransport) -> int:
     try:
         run()
     except Exception as error:
-        logger.error("engine core stops: %s\n%s", error, _details(error))
+        details = _details(error)
+        logger.error("engine core stops: %s%s", error, f"\n{details}" if details else "")
         named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
         transport.send(messages.CoreFailed(named))
         transport.close()

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ class EngineLoop:
         self._failure = ""
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        self.thread = start_watched("moe-engine", self.loop.run_forever, self._failed)
+        self.thread = start_watched("moe-engine", partial(_run, self.loop), self._failed)
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +54,7 @@ class EngineLoop:
             if self._failure:
                 work.close()
                 raise EngineDeadError(self._failure)
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            future = _begin(work, self.loop)
             self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
@@ -76,13 +77,15 @@ class EngineLoop:
         return was_open
 
     def close(self, last: Coroutine[Any, Any, object]) -> None:
-        """Runs the last work, then ends loop and thread. Calls of other threads that are pending get an error."""
-        asyncio.run_coroutine_threadsafe(last, self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5.0)
+        """Runs the last work, then ends tasks, loop and thread. Pending calls of other threads get an error."""
+        try:
+            _begin(last, self.loop).result()
+        except RuntimeError:  # the loop has failed
+            last.close()
+            return
         self._end_pending("this Engine was shut down")
-        if not self.thread.is_alive():
-            self.loop.close()
+        self.loop.call_soon_threadsafe(_wind_up, self.loop)
+        self.thread.join(5.0)
 
     def abandon(self) -> None:
         """Stops the cores and ends the loop: after a failed start, at garbage collection or interpreter exit.
@@ -108,8 +111,48 @@ class EngineLoop:
 
     def _end_pending(self, message: str) -> None:
         for future in list(self._running):
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # it has ended meanwhile
                 future.set_exception(EngineDeadError(message))
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _begin(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> Future[T]:
+    """A task of the loop. Unlike with `asyncio.run_coroutine_threadsafe`, its future may be given an error before the
+    task has ended, which is then cancelled."""
+    future: Future[T] = Future()
+
+    def begin() -> None:
+        if future.done():
+            work.close()
+            return
+        task = loop.create_task(work)
+        task.add_done_callback(partial(_settle, future))
+        future.add_done_callback(lambda _: _cancel(task, loop))
+
+    loop.call_soon_threadsafe(begin)
+    return future
+
+
+def _settle(future: Future[T], task: asyncio.Task[T]) -> None:
+    with contextlib.suppress(InvalidStateError):  # it had an error before
+        if task.cancelled():
+            future.cancel()
+        elif (error := task.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+
+def _cancel(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+    if not task.done():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(task.cancel)
 
 
 WIND_UP_SECONDS = 1.0

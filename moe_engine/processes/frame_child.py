@@ -42,7 +42,7 @@ class _Limit:
     def _processor_seconds(self) -> float:
         try:
             times = psutil.Process(self._pid).cpu_times()
-        except psutil.Error:  # it has ended, as its pipes show
+        except (psutil.Error, OSError):  # it has ended, as its pipes show, or no file can be opened
             return 0.0
         return times.user + times.system
 

@@ -32,5 +32,5 @@ class StoppedProcessDetector:
     def _is_held(self) -> bool:
         try:
             return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
-        except psutil.Error:
+        except (psutil.Error, OSError):  # it has ended, or no file can be opened
             return False

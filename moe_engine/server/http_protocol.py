@@ -1,5 +1,5 @@
 """uvicorn's HTTP/1.1 connection, plus support for bodies of requests with ``Upgrade``, streams for clients of HTTP/1.0,
-and limits on request headers.
+and limits on request headers and connections.
 
 Clients such as Java's HttpClient and ``curl --http2`` send ``Upgrade: h2c`` with the first request of every plain
 connection. A server that does not upgrade must respond in HTTP/1.1 as if the header were absent (RFC 9110, 7.8);
@@ -23,7 +23,9 @@ from weakref import WeakKeyDictionary, ref
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from moe_engine.processes import open_files
 from moe_engine.server.chunk_sizes import ChunkSizes
+from moe_engine.server.errors import RETRY_AFTER
 from moe_engine.server.start_queue import StartQueue
 
 MAX_HEAD_BYTES = 2**16
@@ -34,6 +36,7 @@ PRIVATE = frozenset(
     {
         "_start_asgi_task",
         "_unset_keepalive_if_required",
+        "connections",
         "cycle",
         "flow",
         "headers",
@@ -184,6 +187,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.when_lost = set()
+        if len(self.connections) > (most := open_files.limit() - open_files.RESERVED):
+            self._refuse(503, f"The server has {most} connections, the most for its limit of open files (ulimit -n).")
+            return
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -296,6 +302,7 @@ class Connection(HttpToolsProtocol):
             "content-type: text/plain; charset=utf-8",
             f"content-length: {len(message)}",
             "connection: close",
+            *((f"retry-after: {RETRY_AFTER}",) if status == 503 else ()),
         )
         self.transport.write("\r\n".join([*lines, "", message]).encode())
         self.transport.close()

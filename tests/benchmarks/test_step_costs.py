@@ -436,3 +436,11 @@ def test_a_launch_that_awaits_messages_ends_after_their_arrival() -> None:
     alone, waiting = (summary_of(case, lines, 58) for lines in ([], [send, receive]))
     assert waiting.allowed_us - alone.allowed_us == pytest.approx(58 * (10 - gap + 15 - gap))
     assert waiting.sections[0].microseconds == pytest.approx(25 + floor)
+
+
+def test_exchanged_counts_are_messages_without_bytes() -> None:
+    """DeepEP's `notify_dispatch` in a prefill."""
+    case = Case("v3", MODELS["v3"], roofline.FORMS["dp8ep8"], H200, 128, 2048)
+    notify = Line("", "layer 3", "", 1, False, Cost(link_us=20.0))
+    alone, counted = (summary_of(case, lines, 58) for lines in ([], [notify]))
+    assert counted.allowed_us - alone.allowed_us == pytest.approx(58 * 20)

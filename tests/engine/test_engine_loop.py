@@ -37,8 +37,11 @@ def test_a_pending_call_of_another_thread_gets_an_error():
     assert errors == ["this Engine was shut down"]
 
 
-def test_streams_of_an_abandoned_engine_are_closed() -> None:
-    loop, begun, closed = EngineLoop([]), threading.Event(), list[str]()
+@pytest.mark.parametrize("end", ["abandon", "close", "fail"])
+def test_streams_of_an_ended_engine_are_closed(end: str) -> None:
+    """asyncio cannot close the stream of a task that is destroyed, and warns of it."""
+    loop, begun, closed, problems = EngineLoop([]), threading.Event(), list[str](), list[Any]()
+    loop.loop.set_exception_handler(lambda _, problem: problems.append(problem))
 
     async def chunks() -> Any:
         try:
@@ -55,11 +58,32 @@ def test_streams_of_an_abandoned_engine_are_closed() -> None:
             async for _ in stream:
                 pass
 
-    loop.submit(pump())
+    stream = loop.submit(pump())
     assert begun.wait(60)
-    loop.abandon()
+    if end == "abandon":
+        loop.abandon()
+    else:
+        if end == "fail":
+            loop._failed("the loop failed")
+        loop.begin_close()
+        loop.close(asyncio.sleep(0))
     loop.thread.join(60)
-    assert closed == ["chunks"]
+    assert closed == ["chunks"] and problems == []
+    if end != "abandon":
+        cause = "the loop failed" if end == "fail" else "this Engine was shut down"
+        with pytest.raises(EngineDeadError, match=cause):
+            stream.result(0)
+
+
+def test_the_end_of_a_failed_loop_is_not_waited_for() -> None:
+    def fail() -> None:
+        raise SystemExit
+
+    loop = EngineLoop([])
+    loop.loop.call_soon_threadsafe(fail)
+    loop.thread.join(60)
+    loop.begin_close()
+    loop.close(asyncio.sleep(0))
 
 
 @pytest.mark.parametrize("cause", ["the loop failed", None], ids=["loop failed", "task cancelled"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 
 import pytest
 
 from moe_engine.errors import ConfigError
-from moe_engine.processes import open_files
+from moe_engine.processes import open_files, stopped
 from moe_engine.processes.open_files import LEAST, WANTED, check_limit, raise_limit
+from moe_engine.processes.stopped import StoppedProcessDetector
 
 ENDLESS = resource.RLIM_INFINITY
 
@@ -30,3 +33,15 @@ def test_limit_is_raised_as_far_as_the_user_may(
             check_limit()
     else:
         check_limit()
+
+
+def test_a_process_without_free_descriptors_can_watch_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil opens a file of /proc: the server's watchdog ended with its OSError."""
+
+    def none_free(pid: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    detector = StoppedProcessDetector(os.getpid())
+    monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stopped.psutil, "Process", none_free)
+    assert detector.seconds() == 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,6 +85,23 @@ def test_a_write_that_fails_is_one_line_and_can_be_repeated(tmp_path: Path, caps
     assert not list((tmp_path / "out").glob("*.part"))
     assert main(command) == 0
     check_headers(tmp_path / "out", read_checkpoint(tmp_path / "out"), load_model_config(tmp_path / "out"))
+
+
+def test_a_disk_that_is_full_from_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of the call, which a repeated call reads, are written as a whole or not at all."""
+    source, output = make_checkpoint("llama", tmp_path / "in", tokenizer=False), tmp_path / "out"
+    really = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        really(path, "")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            quantize_checkpoint(source, output, Target("int8"), quiet)
+    quantize_checkpoint(source, output, Target("int8"), quiet)
+    assert (output / "config.json").is_file()
 
 
 def test_sources_that_cannot_be_quantized(tmp_path: Path) -> None:

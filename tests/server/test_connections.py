@@ -10,6 +10,7 @@ import inspect
 import json
 import socket
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moe_engine.server.listen import bind, url_host
 from moe_engine.server.serve import serve
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import TEXT, get, make_app, post, real_server, talk
+from tests.waiting import until
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
 
@@ -178,6 +180,21 @@ def test_large_heads_are_refused(parts):
             assert answer.startswith(b"HTTP/1.1 431") and b"65536 bytes" in answer
         near = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Long: " + b"x" * 60_000 + b"\r\n\r\n"
         assert answer_to(address, near).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_leave_files_for_the_rest_of_the_server(monkeypatch):
+    """Without a free descriptor no child process starts, and the watchdog cannot look at the engine."""
+    monkeypatch.setattr(http_protocol.open_files, "limit", lambda: http_protocol.open_files.RESERVED + 3)
+    with real_server(FakeClient()) as address, ExitStack() as idle:
+        for _ in range(3):
+            last = idle.enter_context(connected(address))
+        refused = answer_to(address)
+        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable") and b"retry-after: 1\r\n" in refused
+        last.sendall(WHOLE)
+        assert last.recv(4096).startswith(b"HTTP/1.1 200")
+        idle.close()
+        last_one = WHOLE.removesuffix(b"\r\n") + b"Connection: close\r\n\r\n"
+        until(lambda: answer_to(address, last_one).startswith(b"HTTP/1.1 200"), "still refused")
 
 
 @pytest.mark.parametrize("parts", [(), (b"GET /health HTTP/1.1\r\nHost: ",), (WHOLE, b"GET /he")])

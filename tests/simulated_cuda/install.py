@@ -111,7 +111,7 @@ def _device(torch: Any) -> Path:
 
 def _runtime(torch: Any) -> None:
     """``torch.cuda``."""
-    from tests.simulated_cuda import failures, graphs, profiler, streams
+    from tests.simulated_cuda import failures, forks, graphs, profiler, streams
     from tests.simulated_cuda.memory import MEMORY
 
     cuda = torch.cuda
@@ -147,10 +147,22 @@ def _runtime(torch: Any) -> None:
     }  # fmt: skip
     torch._C._host_emptyCache = nothing
     torch.profiler.profile = profiler.profile
+
+    def own(name: str, value: Any) -> Any:
+        """One object for each name: torch.compile finds its rules by object."""
+        if isinstance(value, type):
+            return value
+        if name not in (*forks.LOOKS, *forks.USES):
+            return lambda *args, **kwargs: value(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            forks.called(name)
+            return value(*args, **kwargs)
+
+        return call
+
     for name, value in replaced.items():
-        # one object for each name: torch.compile finds its rules by object
-        own = value if isinstance(value, type) else lambda *args, _value=value, **kwargs: _value(*args, **kwargs)
-        setattr(cuda, name, own)
+        setattr(cuda, name, own(name, value))
     torch.accelerator.is_available = lambda: True
     torch.accelerator.device_count = lambda: count
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")

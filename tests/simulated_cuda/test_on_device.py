@@ -69,7 +69,7 @@ def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # this process computes nothing
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "simulated")
     output = tmp_path / "r.json"
-    asked = ["exchange", "kernels"] if FACTOR > 1 else ["kernels"]  # exchanges start three processes
+    asked = ["aot", "exchange", "kernels"] if FACTOR > 1 else ["aot", "kernels"]  # exchanges start three processes
     assert suite.main(["--dry-run", "cuda", "--output", str(output), "--parts", *asked]) == 0
     printed, result = capfd.readouterr().out, json.loads(output.read_text())
     lines = [line for line in result["kernels"]["lines"] if line["row"] == "triton"]
@@ -77,6 +77,7 @@ def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
     assert lost == BROKEN and result["kernels"]["restarts"] == len(BROKEN) and "failed" not in result["kernels"]
     assert {line["kernel"] for line in lines} == {case.name for case in cases.tiny_cases()}
     assert all("us" in line for line in lines if line["kernel"] not in lost)
+    assert "interpreted" in result["aot"]["skipped"]  # a forked process found the device
     if "exchange" in asked:
         assert all(line["ok"] for line in result["exchange"]["lines"]) and len(result["exchange"]["lines"]) == 2
     assert all(re.search(f"kernels: {name} with triton: .*illegal memory access", printed) for name in BROKEN)

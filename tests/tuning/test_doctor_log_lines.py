@@ -28,6 +28,16 @@ NEW = (
     "Decode batch, #running-req: 8, #full token: 100, full token usage: 0.30, #swa token: 90, swa token usage: 0.80, "
     "cuda graph: True, gen throughput (token/s): 99.50, #queue-req: 2"
 )
+HISPARSE = (
+    "Decode batch, #running-req: 8, #gpu token: 50, gpu token usage: 0.81, #cpu token: 700, cpu token usage: 0.20, "
+    "cuda graph: True, gen throughput (token/s): 99.50, #queue-req: 2, est. decode TFLOPS/s (per GPU): 12.30, "
+    "fwd occupancy: 91.20%"
+)
+NEW_PREFILL = (
+    "Prefill batch [7], #new-seq: 2, #new-token: 300, #cached-token: 64, full token usage: 0.10, mamba usage: 0.70, "
+    "#running-req: 5, #queue-req: 7, #pending-token: 99, #bootstrap-req: 2, #inflight-req: 3, cuda graph: False, input "
+    "throughput (token/s): 45.30, fwd occupancy: 91.20%"
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +47,8 @@ NEW = (
         (SEEDS, {"running": 233, "tokens": 370959, "usage": 0.82, "cuda_graph": 1, "queue": 317}),
         (PD, {"running": 7, "accept_len": 2.4, "accept_rate": 0.47, "cuda_graph": 0, "retracted": 2}),
         (NEW, {"running": 8, "usage": 0.8, "tokens": 100, "queue": 2}),
+        (HISPARSE, {"running": 8, "usage": 0.81, "tokens": 50, "cuda_graph": 1, "queue": 2}),
+        (NEW_PREFILL, {"new_token": 300, "usage": 0.7, "pending_token": 99, "cuda_graph": 0, "queue": 7}),
         (logs.prefill(0, new=71, cached=9, seqs=2), {"new_token": 71, "cached_token": 9, "new_seq": 2}),
         (
             "Prefill batch. #new-seq: 9, #new-token: 8192, #cached-token: 27, token usage: 0.00, #running-req: 0, "

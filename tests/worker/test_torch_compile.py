@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.errors import ConfigError
 from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
-from moe_engine.step_settings import GraphSettings
+from moe_engine.step_settings import CompileSettings, GraphSettings
 from moe_engine.worker.startup import compile_setup as region_setup
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
@@ -49,6 +50,13 @@ def _script(seed: int) -> list[Scripted]:
 
 def _traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_folder_that_cannot_be_created_is_named_with_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "compiled"
+    with pytest.raises(ConfigError, match=rf"^{folder}: .* \(Not a directory\); .* --torch-compile-cache-dir"):
+        region_setup.start_regions(CompileSettings(4, str(folder)))
 
 
 @pytest.mark.drawn(2)

@@ -42,6 +42,8 @@ VALUES = {
     "full token usage": "usage",
     "swa token usage": "usage",
     "mamba usage": "usage",
+    "#gpu token": "tokens",
+    "gpu token usage": "usage",
     "accept len": "accept_len",
     "accept rate": "accept_rate",
     "cuda graph": "cuda_graph",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from moe_engine.errors import ConfigError
 from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.step_settings import CompileSettings
@@ -14,10 +15,20 @@ logger = logging.getLogger("moe_engine")
 
 
 def start_regions(settings: CompileSettings) -> CompiledRegions | None:
-    """To be called before the model is built, whose first steps compile; None if nothing is compiled."""
+    """To be called before the model is built, whose first steps compile; None if nothing is compiled.
+
+    Raises:
+        ConfigError: compiled code cannot be kept.
+    """
     if not settings.max_tokens:
         return None
-    folder = torch_regions.keep_compiled_code(settings.folder)
+    try:
+        folder = torch_regions.keep_compiled_code(settings.folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: the folder of compiled code cannot be created ({error.strerror}); name another one "
+            "with --torch-compile-cache-dir"
+        ) from None
     torch_regions.watch()
     logger.info("torch.compile of decodes up to %d tokens; compiled code is kept in %s", settings.max_tokens, folder)
     return CompiledRegions(settings.max_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,17 @@ def test_devices_are_not_mixed() -> None:
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         double(x, torch.empty(3))
     assert (x * torch.tensor(2.0)).tolist() == [2.0] * 3  # a number may be
+
+
+def _name_of_device(_: int) -> str:
+    return torch.cuda.get_device_name()
+
+
+def test_a_forked_process_has_no_devices() -> None:
+    torch.cuda.is_available()  # enough
+    refused = pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess")
+    with multiprocessing.get_context("fork").Pool(1) as pool, refused:
+        pool.map(_name_of_device, [0])
 
 
 def test_new_memory_is_poisoned() -> None:
