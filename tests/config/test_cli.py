@@ -52,7 +52,6 @@ def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
         (["serve", "--page-sise", "4"], "--page-size"),
         (["simulate", "--hardwaer", "8xh200"], "did you mean --hardware?"),
         (["doctor", "--ulr", "http://x"], "--ulr: unknown argument (did you mean --url?)"),
-        (["bench", "offline_throughput", "--num-promts", "3"], "did you mean --num-prompts?"),
         (["plan", "--model-path", "/no/such"], "no such folder"),
         (["plan", "--model-path", str(model_dir())], "no *.safetensors"),
         (["serve", "--json"], "--json belongs to --explain"),
