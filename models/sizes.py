@@ -116,7 +116,8 @@ def _weight_bytes(
 def bytes_per_weight(
     config: ModelConfig, dtype_bytes: int, topology: Topology, format: WeightFormat
 ) -> tuple[float, float]:
-    """Mean memory of a weight of the layers' projections as kernels hold them: of routed experts, and of the others."""
+    """Mean memory of a weight of the layers' projections as kernels hold them: of routed experts, and of the others.
+    Experts' is of the first rank, whose part may be the largest, per weight of an equal part."""
     format = _of_whole_groups(config, format, topology)
     held = {True: Fraction(0), False: Fraction(0)}
     elements = {True: 0, False: 0}
@@ -126,7 +127,16 @@ def bytes_per_weight(
             elements[spec.copies > 1] += number
             held[spec.copies > 1] += number * each
     means = {routed: float(held[routed] / elements[routed]) if elements[routed] else dtype_bytes for routed in held}
-    return means[True], means[False]
+    return means[True] * _unevenness(config, topology, format), means[False]
+
+
+def _unevenness(config: ModelConfig, topology: Topology, format: WeightFormat) -> float:
+    """The first rank's part of an expert over an equal part: a step takes as long as on the rank that reads the most.
+    12 blocks of 128 channels on 8 ranks: 4 / 3."""
+    if config.moe is None:
+        return 1.0
+    width = config.moe.width
+    return _largest_part(config, width, topology, format) * topology.moe_tp_size / width
 
 
 Alike = tuple[TensorSpec, Fraction | None, int]

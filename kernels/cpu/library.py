@@ -59,7 +59,6 @@ PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vecto
 P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_start": (N, [N]),
-    "moe_large_pages": (None, [P, L]),
     "moe_packed_bytes": (L, [N, L, L]),
     "moe_pack": (None, [N, P, L, L, L, P]),
     "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P]),
@@ -119,7 +118,6 @@ class LibraryError(RuntimeError):
 class Library:
     """The loaded library: one attribute per function in `FUNCTIONS`, called with integers and raw pointers."""
 
-    moe_large_pages: Any
     moe_packed_bytes: Any
     moe_pack: Any
     moe_linear: Any

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
@@ -58,14 +57,6 @@ def head_form(cache: Tensor, dtype: torch.dtype, width: int) -> int:
         if cache.element_size() == 1:
             return head_records.form_of(cache, width)
     raise ValueError(f"activations are {dtype}, the context is {cache.dtype} with strides {cache.stride()}")
-
-
-def reserve(library: Library, *shape: int) -> Tensor:
-    """Uninitialized bytes for packed weights, on huge pages if large."""
-    storage = torch.empty(shape, dtype=torch.uint8)
-    if storage.numel() >= 4 << 20:
-        library.moe_large_pages(storage.data_ptr(), storage.numel())
-    return storage
 
 
 def rows(x: Tensor) -> Tensor:

@@ -31,10 +31,15 @@ from moe_engine.kernels.ops.cpu import router_struct
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.queries import PagedQueries
 
-MAX_TOKENS = 64
-"""Max tokens of a step for which a call of whole layers is faster than the layers' separate calls."""
+MAX_TOKENS, MAX_LOGITS = 256, 1 << 24
+"""Max tokens of a call of whole layers, and logits of a call with a head: the call keeps their memory for the next."""
 
 P, L = ctypes.c_void_p, ctypes.c_int64
+
+
+def most_tokens(vocab_size: int) -> int:
+    """Max tokens of a call that ends with logits of all of them."""
+    return min(MAX_TOKENS, MAX_LOGITS // vocab_size)
 
 
 class Weight(ctypes.Structure):

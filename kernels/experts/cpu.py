@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu import coded
+from moe_engine.kernels.cpu.huge_pages import huge_bytes
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, reserve, rows
+from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, rows
 from moe_engine.kernels.decoder.layers import fuse_moe
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
@@ -46,7 +47,8 @@ class CpuExperts:
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
-        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(kind, hidden, width, None, None))
+        size = self._lib.moe_expert_bytes(kind, hidden, width, None, None)
+        storage = huge_bytes(num_experts * size).view(num_experts, size)
         gate = self._lib.moe_packed_bytes(kind, width, hidden)
         data = ExpertPanels(kind, storage.data_ptr(), storage, 2 * gate, gate)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
@@ -63,7 +65,8 @@ class CpuExperts:
         """The same with another form of down."""
         up_form, down_form = coded.form_of(format, hidden).address, coded.form_of(down, width).address
         gate = self._lib.moe_coded_bytes(up_form, width, hidden)
-        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form))
+        size = self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form)
+        storage = huge_bytes(num_experts * size).view(num_experts, size)
         data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu import coded
+from moe_engine.kernels.cpu.huge_pages import huge_bytes
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import ANY_KIND, Panels, common_kind, kind_of, reserve, rows
+from moe_engine.kernels.cpu.tensors import ANY_KIND, Panels, common_kind, kind_of, rows
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
@@ -28,7 +29,7 @@ class CpuLinear:
         heads, n, k = weights.shape
         kind = kind_of(weights.dtype)
         size = self._lib.moe_packed_bytes(kind, n, k)
-        storage = reserve(self._lib, heads, size)
+        storage = huge_bytes(heads * size).view(heads, size)
         for head in range(heads):
             weight = rows(weights[head])
             self._lib.moe_pack(kind, weight.data_ptr(), weight.stride(0), n, k, storage.data_ptr() + head * size)
@@ -50,7 +51,7 @@ class CpuLinear:
         rows, k = weight.shape
         form, n = coded.form_of(weight.format, k), rows // heads
         size = self._lib.moe_coded_bytes(form.address, n, k)
-        storage = reserve(self._lib, heads, size)
+        storage = huge_bytes(heads * size).view(heads, size)
         for head in range(heads):
             part = weight.rows(head * n, (head + 1) * n)
             coded.pack(self._lib, part, storage.data_ptr() + head * size)

@@ -182,10 +182,12 @@ class ControlServer:
     def _on_hello(self, hello: messages.Hello) -> None:
         self._uninvited.add(hello.rank)
         self._detector.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
+        who = f"{self._detector.describe(hello.rank)} on {hello.host}"
         if hello.fingerprint != self._options.fingerprint:
-            who = self._detector.describe(hello.rank)
+            self._detector.give_up(f"{who} was started with flags different from rank 0's: use the same on all nodes")
+        elif hello.checkpoint != self._options.checkpoint:
             self._detector.give_up(
-                f"{who} on {hello.host} was started with flags different from rank 0's: use the same on all nodes"
+                f"{who} has files of weights or a config.json different from rank 0's: copy one checkpoint to all nodes"
             )
 
     def _send_welcomes(self) -> None:

@@ -62,7 +62,12 @@ class SchedulingRank:
         self._exchange = self.exchange_class(group, options.num_groups, steps, options.keys)
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
         hello = messages.Hello(
-            spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
+            spec.place.rank,
+            socket.gethostname(),
+            os.getpid(),
+            options.fingerprint,
+            self._sender.address,
+            options.checkpoint,
         )
         self._heartbeat = self._make_heartbeat(
             spec.control_address,

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.1
 LAST_RANK_SECONDS = 5.0
 """Time for the other ranks of a node to exit after the first one."""
 LEAVE_SECONDS = 1.0
-REPORT_SECONDS = 20.0
+REPORT_SECONDS = 60.0
 """Time for node 0 to start and to receive this node's refusal."""
 
 
@@ -125,7 +125,8 @@ def wait_for_leader(heartbeat: HeartbeatClient, node_rank: int, limits: Detector
         now = time.monotonic()
         if heartbeat.refused_since is not None and now - heartbeat.refused_since > limits.refused:
             raise ConfigError(
-                f"node {node_rank}: the leader (node 0) at {heartbeat.address} refuses the connection: {SECRET_HINT}"
+                f"node {node_rank}: the leader (node 0) at {heartbeat.address} refuses the connection: {SECRET_HINT}; "
+                "or another program listens there"
             )
         if now - began > limits.start:
             raise EngineDeadError(

@@ -71,8 +71,10 @@ class Follower:
         self._reported_idle = False
         self._kv_reports = KVReports()
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
-        hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
-        limits = spec.options.limits
+        options, limits = spec.options, spec.options.limits
+        hello = messages.Hello(
+            self._rank, socket.gethostname(), os.getpid(), options.fingerprint, checkpoint=options.checkpoint
+        )
         self._heartbeat = HeartbeatClient(
             spec.control_address,
             identity_of_process(f"rank{self._rank}"),

@@ -19,7 +19,8 @@ class RankMessage(msgspec.Struct, tag_field="kind", omit_defaults=True):
 
 
 class Hello(RankMessage, tag="hello"):
-    """A rank has started. `fingerprint` identifies the flags it was started with; they must equal the leader's.
+    """A rank has started. `fingerprint` identifies the flags it was started with, `checkpoint` its files. Both must
+    equal the leader's.
 
     `plan_address`: the address at which a rank that schedules publishes its group's plans.
     """
@@ -29,6 +30,7 @@ class Hello(RankMessage, tag="hello"):
     pid: int
     fingerprint: str = ""
     plan_address: str = ""
+    checkpoint: str = ""
 
 
 class Beat(RankMessage, tag="beat"):

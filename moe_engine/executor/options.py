@@ -71,6 +71,7 @@ class RankGroupOptions:
         collective_timeout: seconds until a collective that a rank never entered fails; the failure detector finds a
             rank that died or fell silent much earlier.
         fingerprint: equal on all nodes started with the same flags.
+        checkpoint: equal on all nodes with the same weights.
         keys: CURVE keys of the sockets between nodes; None without a job secret.
         on_rank_lost: the `cluster.rank_loss.RankLossPolicy`; None: a lost rank ends the replica.
     """
@@ -86,6 +87,7 @@ class RankGroupOptions:
     limits: DetectorLimits = field(default_factory=DetectorLimits)
     collective_timeout: float = 300.0
     fingerprint: str = ""
+    checkpoint: str = ""
     keys: JobKeys | None = None
     on_rank_lost: Any = None
     device: str = "cpu"

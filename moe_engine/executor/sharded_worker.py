@@ -13,6 +13,7 @@ from moe_engine.executor.options import DetectorLimits, RankGroupOptions, RankPl
 from moe_engine.executor.progress import Progress
 from moe_engine.models import sizes
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.weights_identity import weights_identity
 from moe_engine.processes.zmq_sockets import job_keys
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         limits=DetectorLimits(start=plan.start_seconds),
         collective_timeout=COLLECTIVE_SECONDS,
         fingerprint=fingerprint(config),
+        checkpoint=weights_identity(config) if plan.num_nodes > 1 else "",
         keys=job_keys(plan.secret),
         device=config.device,
         base_device=flags.base_gpu_id + flags.gpu_id_step * first_local,
@@ -59,6 +61,7 @@ def fingerprint(config: ResolvedConfig) -> str:
         (plan.dispatch.row.name, plan.dispatch.deepep_version) if plan.dispatch is not None else "",
         config.model.architecture,
         sizes.num_parameters(config.model),
+        config.args.model.json_model_override_args,
         config.dtype,
         config.kv_cache_dtype,
         config.context_len,

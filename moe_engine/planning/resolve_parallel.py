@@ -25,10 +25,6 @@ ONE_RANK = Topology()
 START_SECONDS = 1200.0
 
 
-class NodeRankError(ConfigError):
-    """--node-rank contradicts the launcher of this node. Node 0 cannot detect it."""
-
-
 @dataclass(frozen=True)
 class ParallelPlan:
     """The ranks of a launch. `topology` is that of one replica; replicas are equal and share one machine.
@@ -330,15 +326,15 @@ def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlac
     With fewer --nnodes than the launcher started, users divide the nodes themselves: not checked.
 
     Raises:
-        NodeRankError: names both numbers.
+        ConfigError: names both numbers.
     """
     if place.num_nodes == 1 or (nnodes_given and flags.nnodes != place.num_nodes):
         return
     if flags.node_rank != place.node_rank:
         contradiction = f"--node-rank {flags.node_rank}, but {place.node_variable}={place.node_rank} ({place.origin})"
         if place.node_variable != "SLURM_NODEID":
-            raise NodeRankError(f"{contradiction}: leave --node-rank out")
-        raise NodeRankError(
+            raise ConfigError(f"{contradiction}: leave --node-rank out")
+        raise ConfigError(
             f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID (the batch "
             "script expands it on its first node only): srun bash -c '... --node-rank $SLURM_NODEID'"
         )

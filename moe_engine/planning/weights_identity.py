@@ -1,4 +1,4 @@
-"""Identity of a launch's weights, for comparison with another server."""
+"""Identity of a launch's weights, for comparison with another node or server."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def weights_identity(config: ResolvedConfig) -> str:
     try:
         return " ".join(fingerprint_of(path) for path in (config.model_path, drafts) if path)
     except OSError as error:
-        raise ConfigError(f"--disaggregation-mode: the checkpoint cannot be read: {error}") from error
+        raise ConfigError(f"{config.model_path}: the checkpoint cannot be read: {error}") from error

@@ -28,7 +28,6 @@ from moe_engine.planning import explain
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
-from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.open_files import check_limit, raise_limit
 from moe_engine.server.listen import bind, url_host
@@ -68,7 +67,7 @@ def serve(args: EngineArgs) -> int:
     place = place_in_cluster()
     try:
         config = prepare(args, place=place)
-    except NodeRankError as error:
+    except ConfigError as error:
         _report_to_node_0(args, place, error)
         raise
     if config.parallel.local_rank or config.parallel.node_rank:
@@ -96,16 +95,20 @@ def serve(args: EngineArgs) -> int:
         sock.close()
 
 
-def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeRankError) -> None:
-    """Reports the error to node 0, so that it does not wait for this node."""
+def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: ConfigError) -> None:
+    """Reports the error of another node to node 0, so that it does not wait for this node."""
     from moe_engine.cluster.node import report_refusal
     from moe_engine.planning.prepare import secret_of_nodes
     from moe_engine.processes.zmq_sockets import job_keys
 
-    address = args.parallel.dist_init_addr or (place.leader_address if place is not None else None)
-    if place is not None and place.node_rank and not place.local_rank and address is not None:
+    parallel = args.parallel
+    node, address, local_rank = parallel.node_rank, parallel.dist_init_addr, 0
+    if place is not None:
+        node, address, local_rank = place.node_rank, address or place.leader_address, place.local_rank
+    if node and not local_rank and address is not None:
         logger.error("%s", error)
-        report_refusal(address, job_keys(secret_of_nodes(args)), str(error))
+        with suppress(ConfigError):  # the secret or the address may be wrong too
+            report_refusal(address, job_keys(secret_of_nodes(args)), str(error))
 
 
 def _serve_node(config: ResolvedConfig) -> int:

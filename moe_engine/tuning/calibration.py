@@ -189,7 +189,8 @@ class Probes:
 
         most = min(limits.max_input // 2, limits.pool // 8)
         costs, accepted = MeasuredCosts(self._points.file()), accumulate(self._points.acceptance(), mul)
-        rate = load * mixed_probe.rate_of(costs, limits.drafts, 1 + sum(accepted), limits.num_groups)
+        tokens = 1 + sum(accepted)
+        rate = load * mixed_probe.rate_of(costs, limits.drafts, tokens, limits.num_groups, limits.max_running)
         began = time.time()
         answered = await mixed_probe.run(ask, rate, most, self._rng)
         lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))

@@ -112,16 +112,20 @@ def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:
     return max(min(prompt, most_prompt), 1), max(round(MEAN_ANSWER * rng.uniform(*ANSWER)), 2)
 
 
-def rate_of(costs: StepCostModel, drafts: int, tokens_a_step: float = 1.0, groups: int = 1) -> float:
+def rate_of(
+    costs: StepCostModel, drafts: int, tokens_a_step: float = 1.0, groups: int = 1, most_rows: int = BESIDE
+) -> float:
     """Requests a second of a load of 1.
 
     Args:
         tokens_a_step: of a request that decodes.
         groups: schedulers that step together.
+        most_rows: requests that a scheduler decodes together at most.
     """
-    decode = costs.step(StepShape(BESIDE, BESIDE * MEAN_PROMPT, drafts, 0, 0, BESIDE)).seconds
+    rows = min(BESIDE, most_rows)
+    decode = costs.step(StepShape(rows, rows * MEAN_PROMPT, drafts, 0, 0, rows)).seconds
     prefill = costs.step(StepShape(0, 0, 0, MEAN_PROMPT, pairs_of(MEAN_PROMPT, 1), MEAN_PROMPT)).seconds
-    return groups / (prefill + MEAN_ANSWER / tokens_a_step * decode / BESIDE)
+    return groups / (prefill + MEAN_ANSWER / tokens_a_step * decode / rows)
 
 
 def pairs_of(tokens: int, prompts: int) -> int:

@@ -29,15 +29,16 @@ def corrected(
     file: CostFile, parts: Sequence[Part], effects: Effects, scheduler: SchedulerConfig, num_groups: int = 1
 ) -> CostFile:
     """The file with another `answer_seconds`, and with an `idle_seconds` that leaves the answers of lone requests as
-    measured. The work of the front end for a request and a token is its least answer. Requests that find the engine
-    idle are left out: the corrections of both times cancel there.
+    measured. The work of the frontend for a request and a token is its least answer, that of a lone request after a
+    pause the longest one: beside others a request waits no longer outside the steps. Requests that find the engine idle
+    are left out: the corrections of both times cancel there.
 
     Args:
         effects: of these parts, whose steps are simulated with their slowness.
         num_groups: schedulers that step together.
     """
     beside = [_beside_others(part) for part in parts]
-    least, found = file.request_seconds + file.token_seconds, file
+    least, most, found = file.request_seconds + file.token_seconds, file.answer_seconds + file.idle_seconds, file
     for _ in range(TURNS if any(map(any, beside)) else 0):
         late = middle_mean(
             [
@@ -48,7 +49,7 @@ def corrected(
                 )
             ]
         )
-        answer = max(found.answer_seconds - late, min(least, file.answer_seconds))
+        answer = min(max(found.answer_seconds - late, min(least, file.answer_seconds)), most)
         idle = max(file.idle_seconds + file.answer_seconds - answer, 0.0)
         found = replace(found, answer_seconds=answer, idle_seconds=idle)
     return found

@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 
 from moe_engine.kernels.decoder.decode_step import DecodeRows, DecodeTables, FusedDecodeStep
-from moe_engine.kernels.decoder.layers import MAX_TOKENS
+from moe_engine.kernels.decoder.layers import most_tokens
 from moe_engine.models.batch import Model
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
-
-MAX_LOGITS = 1 << 20
-"""Max logits of a fused step: the kernel keeps their memory between steps."""
 
 Advance = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """Gets rows [R] that were advanced to lengths [R], and their next tokens [R] >= 0; all int64."""
@@ -48,7 +45,7 @@ class FusedDecode:
         self._rows = rows
         self._sampler = sampler
         self._kv = kv
-        self._most = min(MAX_TOKENS, sampler.passes.rows_at_once, MAX_LOGITS // rows.vocab_size)
+        self._most = min(most_tokens(rows.vocab_size), sampler.passes.rows_at_once)
         self._same = DecodeRows([])
 
     def takes(self, plan: StepPlan) -> bool:

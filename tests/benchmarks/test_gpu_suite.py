@@ -274,7 +274,7 @@ def test_short_runs_make_one_result_of_a_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(suite, "commit", lambda: now)
     monkeypatch.setattr(report, "commit", lambda: now)
     now = "abc"
-    assert suite.run_all(["aot", "tokens"], 100, output, "cpu") == 0
+    assert suite.run_all(["aot", "tokens"], 200, output, "cpu") == 0
     assert suite.run_all(["tokens", "decode"], 90, output, "cpu") == 0
     result = json.loads(output.read_text())
     assert {"aot", "tokens", "decode"} == set(result) - {"about"} and "decode" in capsys.readouterr().out

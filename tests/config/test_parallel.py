@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.cluster.control_server import ControlServer
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.executor.messages import Hello
+from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.checkpoint import embedded_model
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, resolve_parallel
 from tests.config.conftest import SMALL, V3, machine
@@ -463,3 +471,35 @@ def test_nodes_with_other_flags_have_other_fingerprints(resolved) -> None:
     ]  # fmt: skip
     assert len(set(prints)) == len(prints)
     assert fingerprint(resolved(tp=4)) == fingerprint(resolved(tp=4, port=1, log_level="debug"))
+
+
+def test_nodes_with_other_files_have_other_checkpoints(tmp_path: Path) -> None:
+    """Copies in other folders are the same; a changed weight, or number of config.json, is not."""
+    copies = [tmp_path / name for name in ("a", "b", "c", "d")]
+    for copy in copies:
+        shutil.copytree(embedded_model(), copy)
+    shard = copies[2] / "model-00002-of-00003.safetensors"
+    content = bytearray(shard.read_bytes())
+    shard.write_bytes(content[:-4096] + bytes(4096))
+    config = json.loads((copies[3] / "config.json").read_text())
+    (copies[3] / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    found = []
+    for copy in copies:
+        flags = {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000", "model_path": str(copy)}
+        options = rank_group_options(prepare(EngineArgs.from_kwargs(**flags)))
+        assert options is not None
+        found.append(options.checkpoint)
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "checkpoint", "words"),
+    [("a", "b", ""), ("x", "b", "flags different from rank 0's"), ("a", "x", "copy one checkpoint to all nodes")],
+)
+def test_ranks_of_other_flags_or_files_are_refused(fingerprint: str, checkpoint: str, words: str) -> None:
+    server: Any = ControlServer.__new__(ControlServer)
+    refusals: list[str] = []
+    server._uninvited, server._options = set(), RankGroupOptions(2, print, fingerprint="a", checkpoint="b")
+    server._detector = SimpleNamespace(joined=print, describe=lambda rank: f"TP{rank}", give_up=refusals.append)
+    server._on_hello(Hello(1, "there", 9, fingerprint, checkpoint=checkpoint))
+    assert len(refusals) == bool(words) and all(words in refusal for refusal in refusals)

@@ -20,6 +20,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.registry import _BY_MODEL_TYPE
+from moe_engine.parallel.topology import Topology
 from tests.config.conftest import V3 as V3_OF_PLANS
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
@@ -253,6 +254,20 @@ def test_glm_45(tmp_path: Path) -> None:
     assert attention.qkv_bias and not attention.o_bias
     air = parse(tmp_path, GLM_45 | {"use_qk_norm": False, "partial_rotary_factor": None})
     assert air.rope.width == 64 and not air.attention.qk_norm  # type: ignore[union-attr]
+
+
+def test_a_rank_may_read_more_than_its_share_of_experts(tmp_path: Path) -> None:
+    """12 blocks of 128 channels: three on each of 4 ranks, two or one on each of 8. Whole experts are equal parts."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    blocks = parse(tmp_path, GLM_45 | {"quantization_config": fp8})
+    plain = parse(tmp_path, GLM_45)
+
+    def experts(config: ModelConfig, **ranks: int) -> float:
+        return sizes.bytes_per_weight(config, 2, Topology(**ranks), config.weight_format)[0]
+
+    assert experts(blocks, tp_size=4) == experts(blocks, tp_size=8, ep_size=8) == pytest.approx(1 + 4 / 128**2)
+    assert experts(blocks, tp_size=8) == pytest.approx(4 / 3 * (1 + 4 / 128**2))
+    assert experts(plain, tp_size=8) == 2
 
 
 def test_kimi_k2_reads_as_deepseek_v3(tmp_path: Path) -> None:

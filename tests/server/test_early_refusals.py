@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_engine.cluster import node
 from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError
@@ -72,3 +73,17 @@ def test_no_process_starts_without_a_tokenizer(
             ConfigError, match=f"{words}.*--tokenizer-path, or serve token ids with --skip-tokenizer-init"
         ):
             begin()
+
+
+def test_node_0_learns_why_another_node_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the node's ranks until the time limit of the start."""
+    reported: list[tuple[str, str]] = []
+    monkeypatch.setattr(node, "report_refusal", lambda address, keys, message: reported.append((address, message)))
+    folder = Path(broken(tmp_path, "chat_template.jinja", "{{ messages }}"))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    flags = {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000", "model_path": str(folder)}
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match="of 3 weight files missing"):
+            launch.serve(EngineArgs.from_kwargs(node_rank=rank, **flags))
+    ((address, message),) = reported
+    assert address == "127.0.0.1:5000" and "model-00002-of-00003.safetensors of 3 weight files missing" in message

@@ -46,6 +46,15 @@ def test_the_correction_finds_what_a_request_waits_less_under_load() -> None:
     assert mixed_replay.corrected(lone, [], effects, SCHEDULER) == lone
 
 
+def test_an_answer_takes_no_longer_than_after_a_pause():
+    """A long queue in front of the engine is no time of an answer outside it."""
+    curve = Curve((1.0,), (0.002,))
+    file = CostFile({0: curve}, Curve((1.0,), (0.003,)), answer_seconds=0.003, idle_seconds=0.002)
+    part = mixed_probe.Part([], [(0.0, 0.0), (0.001, 0.002)], [9.0, 9.0], [(8, 4), (8, 4)], [0.2, 0.2])
+    found = mixed_replay.corrected(file, [part], mixed_probe.Effects(0.0, 0.0, (1.0,), (1.0,)), SCHEDULER)
+    assert found.answer_seconds == pytest.approx(0.005) and found.idle_seconds == pytest.approx(0.0)
+
+
 def test_an_answer_takes_at_least_the_work_of_the_front_end() -> None:
     file = CostFile({0: Curve((1.0,), (0.002,))}, Curve((1.0,), (0.003,)), answer_seconds=0.003, request_seconds=0.002)
     part = mixed_probe.Part([], [(0.0, 0.0), (0.001, 0.002)], [9.0, 9.0], [(8, 4), (8, 4)], [0.0001, 0.0001])

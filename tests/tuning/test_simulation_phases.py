@@ -159,6 +159,8 @@ def test_load_of_the_measurement_beside_each_other():
     for tokens, groups in ((1.0, 1), (1.6, 1), (1.0, 2)):
         expected = groups / (0.002 + 63e-4 + 32 / tokens * 0.004 / 8)
         assert mixed_probe.rate_of(COSTS, 0, tokens, groups) == pytest.approx(expected, rel=0.01)
+    one = 1 / (0.002 + 63e-4 + 32 * 0.002)
+    assert mixed_probe.rate_of(COSTS, 0, most_rows=1) == pytest.approx(one, rel=0.01)
 
 
 def test_points_of_rounds_on_a_machine_that_drifts():

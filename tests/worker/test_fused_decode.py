@@ -107,6 +107,20 @@ def test_the_same_tokens(model: str, ways: Callable[..., Ways]) -> None:
         assert engine.num_fused - before > NUM_NEW / 2, "few steps ran in one call"
 
 
+def test_many_requests(ways: Callable[..., Ways]) -> None:
+    engine = ways(None, {}, {"dtype": "bfloat16", "max_running_requests": 80, "max_total_tokens": 8192})
+    generator = torch.Generator().manual_seed(5)
+    script = [
+        Scripted(
+            rid=f"r{i}-", prompt_ids=torch.randint(20, 250, (3 + i % 4,), generator=generator).tolist(),
+            max_new_tokens=8, seed=i, sampling={"temperature": i % 2 * 0.8, "ignore_eos": True},
+        )
+        for i in range(70)
+    ]  # fmt: skip
+    assert engine.run(True, script) == engine.run(False, script)
+    assert engine.num_fused > 4, "few steps of 70 tokens ran in one call"
+
+
 def test_steps_with_further_features_are_not_fused(ways: Callable[..., Ways]) -> None:
     """Log-probabilities and penalties; the steps of other requests remain fused."""
     engine = ways(*MODELS["embedded"])

@@ -61,7 +61,7 @@ void run_chain(int kind, const DraftLevel* const* levels, int64_t steps, int64_t
     moe_moe_layer(kind, l.experts, start.normed, hidden, rows, hidden, part, nullptr);
     moe_add_rms_norm(kind, 0, part, hidden, start.residual, l.final_norm, l.eps, v, rows, hidden);
     multiply(kind, head, v, hidden, rows, out);
-    for (int64_t i = 0; i < rows * vocab; i++) logits[i] = to_float(out[i]);
+    to_floats(out, rows * vocab, logits);
     if (draws.temperature == nullptr)
       moe_greedy(logits, vocab, rows, vocab, drawn);
     else

@@ -27,8 +27,10 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
                    l.interleaved, slots, 1, form, cache, cache_row, tokens, latent, l.latent_scale);
   moe_linear_heads(is_bf16, q, l.heads * head, head, tokens, l.heads, nope, l.keys.panels, latent, absorbed,
                    l.heads * row, row, l.keys.form);
-  for (int64_t i = 0; i < tokens * l.heads; i++)
-    std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
+  parallel_ranges(tokens * l.heads, 5, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++)
+      std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
+  });
   moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
                l.scale, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,

@@ -2,10 +2,6 @@
 #include "api.h"
 #include "dense.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace moe {
 
 template <class T>
@@ -86,17 +82,6 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
 }  // namespace moe
 
 using namespace moe;
-
-// Requests huge pages for memory that will be streamed, before first touch: fewer TLB misses.
-API void moe_large_pages(void* data, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t page = 4096, begin = uintptr_t(data), end = begin + uintptr_t(bytes);
-  const uintptr_t from = (begin + page - 1) / page * page, to = end / page * page;
-  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-  (void)data, (void)bytes;
-#endif
-}
 
 API int64_t moe_packed_bytes(int is_bf16, int64_t n, int64_t k) {
   return panels_of(n) * LANES * 4 * (is_bf16 ? packed_steps<bf16>(k) : packed_steps<float>(k));

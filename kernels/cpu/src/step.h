@@ -55,7 +55,7 @@ struct Forward {
            const Queries& queries, const Draws& draws, int64_t* drawn) {
     moe_decoder(kind, &decoder, ids, tokens, runs.positions, runs.slots, &queries, nullptr, states);
     multiply(kind, head, states, hidden, tokens, out);
-    for (int64_t i = 0; i < tokens * vocab; i++) logits[i] = to_float(out[i]);
+    to_floats(out, tokens * vocab, logits);
     if (draws.temperature == nullptr) return moe_greedy(logits, vocab, tokens, vocab, drawn);
     moe_sample(logits, vocab, tokens, vocab, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform,
                drawn);

@@ -334,4 +334,11 @@ INLINE F16 exp2(const F16& in) {
 INLINE F16 sigmoid(const F16& x) { return set1(1.f) / (set1(1.f) + exp(zero() - x)); }
 INLINE F16 silu(const F16& x) { return x * sigmoid(x); }
 
+template <class T>
+void to_floats(const T* from, int64_t count, float* to) {
+  parallel_ranges(count, 0.3, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) to[i] = to_float(from[i]);
+  });
+}
+
 }  // namespace moe

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from moe_engine.kernels.decoder.drafting import RowTables, StepDraws, VerifiedChains
+from moe_engine.kernels.decoder.layers import most_tokens
 from moe_engine.models.mtp import FusedStepCall, MTPLayers
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
-from moe_engine.worker.speculation.mtp import MAX_FUSED_ROWS, MTPDrafter
-
-MAX_FUSED_TOKENS = 64
-"""Max tokens of a fused step; for more, one call has no gain over a call per part."""
+from moe_engine.worker.speculation.mtp import MTPDrafter
 
 
 class FusedStep:
@@ -37,6 +35,7 @@ class FusedStep:
         self._rows = rows
         self._history = rows.history
         self._sampler = sampler
+        self._most = most_tokens(rows.vocab_size)
         self._kv = kv
         self._call: FusedStepCall | None = None
         self._is_looked_up = False
@@ -45,7 +44,7 @@ class FusedStep:
     def takes(self, plan_rows: list[int], rows: np.ndarray, num_tokens: int) -> bool:
         """Whether a step of these decodes, with `num_tokens` tokens in total, can be fused: not with log-probabilities,
         logits processors or adapters."""
-        if num_tokens > MAX_FUSED_TOKENS or len(rows) > MAX_FUSED_ROWS or not self._is_available():
+        if num_tokens > self._most or not self._is_available():
             return False
         return self._rows.only_sample(plan_rows, rows)
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+from moe_engine.kernels.decoder.layers import most_tokens
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.draft_layers import DraftLayers
 from moe_engine.models.layers.sparse_chunks import SharedSelection
@@ -44,9 +45,6 @@ from moe_engine.worker.speculation.tree import NodeRun, grow
 
 if TYPE_CHECKING:  # of models with a vision tower alone
     from moe_engine.worker.speculation.draft_images import DraftImages
-
-MAX_FUSED_ROWS = 64
-"""Max rows of a fused chain; for more, one call has no gain over a call per part."""
 
 
 class MTPDrafter:
@@ -105,7 +103,7 @@ class MTPDrafter:
         assert self.states is not None, "a row gets drafts without a draft extend before"
         chain = task.topk == 1
         places = self._places(task.lengths, task.depth if chain else 1)
-        if chain and self.layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
+        if chain and self.layers.fuses_drafts and len(task.rows) <= most_tokens(self._rows.vocab_size):
             return self._propose_fused(task, self.states, places)
         state = self.states.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
