@@ -3,6 +3,7 @@
     python -m benchmarks.planner_fit                 fit on all points of benchmarks/planner_points, write the constants
     python -m benchmarks.planner_fit --halves 5      fit on random halves, evaluate on the other halves
     python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups held out
+    python -m benchmarks.planner_fit --leave-out gpu  each GPU (or model) is held out once
 
 An evaluation is printed, and written with --json FILE only.
 
@@ -174,6 +175,21 @@ def _split(points: Sequence[Point], draw: random.Random, whole_groups: bool) -> 
     return parts
 
 
+def judge_without(points: Sequence[Point], name: str) -> list[str]:
+    """Fits each engine without one GPU or model, and evaluates on it; a line for each, and one for all. `name`: field
+    of `Point`."""
+    lines, everything = [], []
+    for engine in sorted({point.engine for point in points}):
+        own = [point for point in points if point.engine == engine]
+        for value in sorted({getattr(point, name) for point in own}):
+            fitted = [point for point in own if getattr(point, name) != value]
+            judged = [point for point in own if getattr(point, name) == value]
+            errors = residuals(judged, fit(fitted, engine))
+            everything.append(errors)
+            lines.append(summary(f"{engine} without {value}", errors))
+    return [summary(f"all, one {name} left out", np.concatenate(everything)), *lines]
+
+
 def toml_of(share: Efficiency, count: int) -> str:
     """The constants as a file of `moe_engine/tuning/data`."""
     lines = [
@@ -197,15 +213,18 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
     parser.add_argument("--halves", type=int, default=0, help="number of random halves for the evaluation")
     parser.add_argument("--groups", type=int, default=0, help="the same with whole groups held out")
+    parser.add_argument("--leave-out", choices=("gpu", "model"), help="hold out each GPU or model once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the evaluation to FILE too")
     args = parser.parse_args()
     points = read_points(args.points) if args.points else read_points()
-    if args.halves or args.groups:
-        lines = judge(points, args.halves or args.groups, bool(args.groups))
+    if args.halves or args.groups or args.leave_out:
+        draws = args.halves or args.groups or 1
+        lines = judge_without(points, args.leave_out) if args.leave_out else judge(points, draws, bool(args.groups))
         print("\n".join(lines))
         if args.json:
-            values = {"points": len(points), "draws": args.halves or args.groups, "lines": lines}
-            name = "planner_held_out_groups" if args.groups else "planner_held_out"
+            values = {"points": len(points), "draws": draws, "lines": lines}
+            name = f"planner_without_{args.leave_out}" if args.leave_out else "planner_held_out"
+            name += "_groups" if args.groups else ""
             print(report.write_result(name, values, path=args.json), file=sys.stderr)
         return
     for engine in sorted({point.engine for point in points}):

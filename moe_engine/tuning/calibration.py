@@ -3,7 +3,7 @@
 Decode: concurrent streams. Prefill: prompts of short answers while others decode, as under load: the step of a prompt
 alone is longer, because caches and threads are cold. The time until the first token of such a lone prompt beyond its
 step is that of an answer outside the engine. All points are measured in rounds (`moe_engine.tuning.rounds`). On a
-machine where front end and client share cores with the steps, the steps contain this slowdown.
+machine where frontend and client share cores with the steps, the steps contain this slowdown.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Probes:
     ) -> None:
         """
         Args:
-            front_end_cpu: CPU seconds of the server's front end so far.
+            front_end_cpu: CPU seconds of the server's frontend so far.
             scheduler: of the server, for `mixed_replay`; None: answers beside others are not compared with simulated
                 ones.
         """
@@ -303,12 +303,12 @@ class Probes:
         self._num_lone += 2 * LONE_REPEATS
 
     def _cpu(self) -> float:
-        """CPU seconds of the front end and this client."""
+        """CPU seconds of the frontend and this client."""
         return time.process_time() + (self._front_end_cpu() if self._front_end_cpu is not None else 0.0)
 
     @property
     def _most_beside(self) -> float:
-        """A request cannot take more from the steps beside it than front end and client compute for it."""
+        """A request cannot take more from the steps beside it than frontend and client compute for it."""
         known = self._front_end_cpu is not None and self._num_lone
         return self._lone_cpu / self._num_lone if known else math.inf
 
@@ -333,7 +333,7 @@ class Probes:
         return count, min(tokens, self._limits.max_input - length, self._limits.pool // (max(count, 0) + 1) - length)
 
     async def _arrivals(self, length: int) -> None:
-        """Delay of a step by an arriving request, and the time that the front end takes for it: while some requests
+        """Delay of a step by an arriving request, and the time that the frontend takes for it: while some requests
         decode, several others arrive at once, and then none for the same time."""
         count, tokens = self._beside(length)
         if count < 1 or not self._points.rounds.wants("arrivals"):

@@ -1,12 +1,12 @@
 """What requests cost beside each other: a measurement of `moe-engine calibrate`.
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
-end meanwhile: to their work in the front end and the client, where these share cores with the steps, and to planning.
+end meanwhile: to their work in the frontend and the client, where these share cores with the steps, and to planning.
 The server records its steps (`--record-step-times`). A regression over them separates four factors: the slowness of
 decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The slowness
 is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no more than
 it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load: requests come
-and go between them, and front end and client do other work than beside equal answers. Few requests decode together in
+and go between them, and frontend and client do other work than beside equal answers. Few requests decode together in
 some of the parts, and many in the others: the effect depends on their number.
 """
 
@@ -51,7 +51,7 @@ class Part:
     """Requests that were sent beside each other, in order of the calls, and the steps meanwhile. Unix times.
 
     Attributes:
-        arrivals: of each request, the client's call, and when the front end had read it.
+        arrivals: of each request, the client's call, and when the frontend had read it.
         ends: when the client had the last token.
         lengths: of each request, tokens of its prompt and its answer.
         ttfts: seconds from the client's call to the first token.

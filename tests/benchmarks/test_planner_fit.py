@@ -98,3 +98,14 @@ def test_an_evaluation_is_written_only_to_a_named_file(tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["planner_fit", "--halves", "1", "--json", str(tmp_path / "held_out.json")])
     planner_fit.main()
     assert "draw 0" in (tmp_path / "held_out.json").read_text()
+
+
+def test_each_gpu_is_left_out_once(monkeypatch):
+    points, fitted = invented(share_of("any", np.zeros(len(PRIOR))), 20), []
+    monkeypatch.setattr(planner_fit, "fit", lambda chosen, engine: fitted.append(chosen) or share_of(engine, 0 * x))
+    x = np.zeros(len(PRIOR))
+    lines = planner_fit.judge_without(points, "gpu")
+    gpus = sorted({point.gpu for point in points})
+    assert [{point.gpu for point in chosen} for chosen in fitted] == [set(gpus) - {gpu} for gpu in gpus]
+    assert lines[0].startswith("all, one gpu left out") and f" {len(points)} " in lines[0]
+    assert [line.split()[2] for line in lines[1:]] == gpus

@@ -58,12 +58,12 @@ class CostFile:
         split_second: seconds that each pair of tokens saves which are in different prompts of a step, against one
         prompt; None: `pair_second`.
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
-        request_seconds, token_seconds: time between two requests, and between two tokens, of a front end that has
+        request_seconds, token_seconds: time between two requests, and between two tokens, of a frontend that has
         several to process. `answer_seconds` contains one of each.
         arrival_seconds, end_seconds: time that the arrival and the end of a request add to the steps beside them: the
         part of the work outside the steps that takes cores from them, and planning.
         idle_seconds: additional time of an answer to a request that finds the engine idle.
-        busy_seconds: additional time until a request is read while steps take the cores of the front end.
+        busy_seconds: additional time until a request is read while steps take the cores of the frontend.
         acceptance: chance that a draft at each position is accepted if those before it are.
         launch: flags of the server that was measured.
         ledger: bytes by row: predicted and allocated.

@@ -26,7 +26,7 @@ NEVER = math.inf
 @dataclass(frozen=True)
 class FleetSpec:
     """`num_replicas` engines of one kind. `method`: the router's, as `--load-balance-method`. `request_seconds`,
-    `token_seconds`: work of the one front end for each request and each token; 0: none."""
+    `token_seconds`: work of the one frontend for each request and each token; 0: none."""
 
     replica: ReplicaSpec
     num_replicas: int = 1
@@ -35,7 +35,7 @@ class FleetSpec:
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     busy_seconds: float = 0.0
-    """Time until the front end has a core for a request that arrives while steps run."""
+    """Time until the frontend has a core for a request that arrives while steps run."""
     recovery_seconds: float = 3.0
     """Pause of a replica after one of its ranks is lost, with `--elastic-ep`."""
     restart_seconds: float = 120.0
@@ -218,7 +218,7 @@ class Fleet:
             self._front.add(arrival, self.spec.busy_seconds if busy else 0.0)
 
     def _enter(self, moment: float, arrival: Arrival) -> None:
-        """The front end routes a request to a scheduler."""
+        """The frontend routes a request to a scheduler."""
         self._place(Running(arrival, moment), str(next(self._rids)), [])
 
     def _place(self, running: Running, rid: str, output_ids: list[int]) -> None:
