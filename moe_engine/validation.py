@@ -77,6 +77,8 @@ def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
     if name and what.startswith("Object contains unknown field"):
         field = f"{field}.{name[1]}".lstrip(".")
         return InputError(f"{field}: unknown field; known ones are {', '.join(_known_fields(kind))}", field=field)
+    if what.startswith("Invalid enum value"):
+        what = "expected " + " or ".join(map(repr, _choices(kind, path)))
     expected = re.sub("`(.*?)`", lambda found: _in_words(found[1]), what.partition(", got ")[0])
     expected = re.sub(r"a string matching regex '\^\(?([\w|.]+)\)?\$'", _one_of, expected)
     expected = expected.replace(f"a string matching regex {_EFFORT!r}", "a word such as none, low, medium, high or max")
@@ -102,6 +104,22 @@ def _known_fields(kind: Any) -> list[str]:
     """Fields of the type, or of those within it, that refuse unknown fields."""
     _, schemas = msgspec.json.schema_components([kind])
     return [name for s in schemas.values() if s.get("additionalProperties") is False for name in s["properties"]]
+
+
+def _choices(kind: Any, path: str) -> list[Any]:
+    """The values that a type allows at a place."""
+    found, named = msgspec.json.schema_components([kind])
+    nodes = list(found)
+    for name, _ in [*re.findall(r"\.(\w+)|\[(\d+)\]", path), ("", "")]:
+        for node in nodes:  # grows
+            nodes += node.get("anyOf", ())
+            nodes += [named[node["$ref"].rpartition("/")[2]]] if "$ref" in node else ()
+        if name:
+            within = [node["properties"][name] for node in nodes if name in node.get("properties", ())]
+        else:
+            within = [node["items"] for node in nodes if "items" in node]
+        nodes, last = within, nodes
+    return [value for node in last for value in node.get("enum", ()) if value is not None]
 
 
 def _at(value: Any, path: str) -> Any:

@@ -20,7 +20,7 @@ from moe_engine.cli.output_file import writing
 from moe_engine.cli.simulate_checks import check, check_launch, left_out, parsed_goodput
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
-from moe_engine.config.flags import Parser, parse_flags
+from moe_engine.config.flags import Parser, known_options, parse_flags
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
@@ -69,7 +69,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     if {"-h", "--help"} & set(rest):
         print(_help(prog))
         return 0
-    args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
+    args = EngineArgs.from_kwargs(
+        **parse_flags(build_parser(prog, description="", epilog=""), rest, known_options(parser))
+    )
     check(own)
     check_launch(args)
     goodput = parsed_goodput(own)

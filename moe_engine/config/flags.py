@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
+from moe_engine.config.values import did_you_mean
 from moe_engine.errors import ConfigError
 
 GROUPS = {
@@ -33,6 +34,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.replace("argument ", "", 1) if message.startswith("argument ") else message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises ConfigError for an unknown argument, with the nearest flag."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            raise ConfigError(f"{word}: unknown argument{did_you_mean(word, known_options(self))}; --help lists all")
+        return found
 
 
 class _Store(argparse.Action):
@@ -78,14 +87,17 @@ def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
     group.add_argument(*info.spellings, action=_Store, info=info, metavar=metavar, **options)
 
 
-def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], own: Sequence[str] = ()) -> dict[str, Any]:
     """The given flags by field name, still as text; flags of a `--config` file included.
+
+    Args:
+        own: options that the command has itself and has parsed, for the nearest spelling.
 
     Raises:
         ConfigError: for an unknown flag (with the nearest spelling), a missing value or a bad file.
     """
     namespace, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
-    given = vars(namespace) | (_parse_absent(parser, unknown) if unknown else {})
+    given = vars(namespace) | (_parse_absent([*own, *known_options(parser)], unknown) if unknown else {})
     path = given.pop("config", None)
     return {**_canonical(parser, read_yaml(path)), **given} if path is not None else given
 
@@ -102,8 +114,9 @@ def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[
     return {fields.get(key) or absent_flags().name_of.get(key, key): value for key, value in values.items()}
 
 
-def _parse_absent(accepted: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """Flags of SGLang without a field, by name; True without a value. Raises ConfigError for all other words."""
+def _parse_absent(accepted: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:
+    """Flags of SGLang without a field, by name; True without a value. Raises ConfigError for all other words.
+    `accepted`: the other options."""
     parser, absent = Parser(add_help=False), absent_flags()
     for spelling, name in absent.name_of.items():
         is_switch = name in absent.no_effect or absent.flags[name].is_switch
@@ -114,14 +127,14 @@ def _parse_absent(accepted: argparse.ArgumentParser, argv: Sequence[str]) -> dic
     return {name: values or True for name, values in vars(namespace).items()}
 
 
-def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+def _refuse_unknown(accepted: Sequence[str], unknown: Sequence[str]) -> None:
     if not unknown:
         return
     word = next((text for text in unknown if text.startswith("-")), None)
     if word is None:
         raise ConfigError(f"{unknown[0]}: stray argument; every option has a name, for instance --model-path PATH")
     word = word.split("=")[0]
-    raise ConfigError(f"{word}: {unknown_flag(word, known_options(parser))}; --help lists all flags")
+    raise ConfigError(f"{word}: {unknown_flag(word, accepted)}; --help lists all flags")
 
 
 def known_options(parser: argparse.ArgumentParser) -> list[str]:

@@ -83,8 +83,18 @@ class GenerateRequest(Struct, kw_only=True):
         SessionParams | list[SessionParams | None] | None, Meta(description="the session that the request continues")
     ] = None
     return_hidden_states: bool | list[bool | None] | None = None
+    return_prompt_token_ids: Annotated[bool | None, Meta(description="`prompt_token_ids` in each answer")] = None
+    max_thinking_tokens: Annotated[
+        Count | None, Meta(description="of every prompt; replaces the one in sampling_params")
+    ] = None
     return_routed_experts: OffOnly = None
-    max_thinking_tokens: OffOnly = None
+    return_indexer_topk: OffOnly = None
+    return_sampling_mask: OffOnly = None
+    sampling_logprobs_mode: OffOnly = None
+    return_flat_raw_top_logprobs: OffOnly = None
+    return_flat_raw_output_top_logprobs: OffOnly = None
+    return_entropy: OffOnly = None
+    watermark: OffOnly = None
     cache_salt: CacheSalt | list[CacheSalt | None] | None = None
 
 
@@ -173,6 +183,8 @@ def split_prompts(
     prompts = []
     for i in range(count):
         extra_key = _namespace(inp, i, count, is_batch)
+        if inp.max_thinking_tokens is not None:
+            samplings[i] = replace(samplings[i], max_thinking_tokens=inp.max_thinking_tokens)
         processor = _pick(inp.custom_logit_processor, i, count, is_batch, "custom_logit_processor")
         prompts.append(
             Prompt(

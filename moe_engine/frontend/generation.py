@@ -79,6 +79,8 @@ class Generation:
         """Name of its LoRA adapter."""
         self.hidden: HiddenStates | None = None
         """Requested final hidden states."""
+        self.shows_prompt = False
+        """The answer has the token ids of the prompt."""
         self.session: Joined | None = None
         """How its prompt continues a session; `turn`: its turn in the session, while it runs."""
         self.turn: Turn | None = None
@@ -234,6 +236,7 @@ class Generation:
         """The whole output so far: {"text", "output_ids", "meta_info"}; no text without a tokenizer."""
         out: dict[str, Any] = {"text": self.text} if self.tokenizer is not None else {}
         out["output_ids"] = list(self.output_ids)  # a copy: the list keeps growing
+        out |= self._prompt_shown()
         out["meta_info"] = self.meta_info() | self._logprob_info(self.prompt_logprobs, self.output_logprobs)
         return out
 
@@ -241,9 +244,13 @@ class Generation:
         """Only the new part of the output, for incremental streams."""
         out: dict[str, Any] = {"text": piece.text} if self.tokenizer is not None else {}
         out["output_ids"] = piece.token_ids
+        out |= self._prompt_shown()
         shown = self.prompt_logprobs if with_prompt else []
         out["meta_info"] = self.meta_info() | self._logprob_info(shown, piece.logprobs)
         return out
+
+    def _prompt_shown(self) -> dict[str, list[int]]:
+        return {"prompt_token_ids": list(self.prompt_ids)} if self.shows_prompt else {}
 
     def meta_info(self) -> dict[str, Any]:
         """Current `meta_info`, without log-probabilities."""

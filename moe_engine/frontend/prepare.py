@@ -157,6 +157,7 @@ class Preparer:
                 index = len(generations)
                 one = self._generation(read.inp, prompt, prompt_index, copy, index, seeds[index], formats)
                 one.lora, one.session = adapter, prompt.joined
+                one.shows_prompt = bool(read.inp.return_prompt_token_ids)
                 if prompt.hidden:
                     one.request.return_hidden_states = True
                     one.hidden = HiddenStates(self._info.hidden_size, len(prompt.ids))

@@ -17,7 +17,7 @@ FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
 send it with their requests."""
 
 ADMIN_PATHS = frozenset(
-    {"/flush_cache", "/abort_request", "/configure_logging", "/freeze_gc", "/set_internal_state",
+    {"/flush_cache", "/reset_prefix_cache", "/abort_request", "/configure_logging", "/freeze_gc", "/set_internal_state",
      "/clear_hicache_storage_backend", "/hicache/storage-backend", "/hicache/storage-backend/clear",
      "/start_profile", "/stop_profile", "/load_lora_adapter", "/unload_lora_adapter", "/get_weights_by_name"}
 )  # fmt: skip

@@ -119,10 +119,10 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/generate", api.generate, "POST PUT", native.Output | list[native.Output],
                    body=GenerateRequest, event=native.Output)
     yield Endpoint("/encode", vectors.encode, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
-    yield Endpoint("/classify", vectors.classify, "POST PUT", native.Encoded | list[native.Encoded],
-                   body=EncodeRequest)
+    yield Endpoint("/classify", vectors.classify, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
     yield Endpoint("/abort_request", api.abort_request, "POST", body=native.AbortRequest)
-    yield Endpoint("/flush_cache", api.flush_cache, "GET POST", str, TEXT, query=native.FlushQuery)
+    yield Endpoint("/flush_cache", api.flush_cache, "GET POST", str, TEXT, query=native.FlushQuery,
+                   aliases=("/reset_prefix_cache",))
     yield Endpoint("/tokenize", api.tokenize, "POST", native.Tokens,
                    body=native.TokenizeRequest, aliases=("/v1/tokenize",))
     yield Endpoint("/detokenize", api.detokenize, "POST", native.Texts,

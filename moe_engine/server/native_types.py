@@ -313,6 +313,8 @@ class MetaInfo(TypedDict):
 class Output(TypedDict):
     text: NotRequired[str]
     output_ids: list[int]
+    prompt_token_ids: NotRequired[list[int]]
+    """With `return_prompt_token_ids`."""
     meta_info: MetaInfo
     index: NotRequired[int]
     """In a stream of several outputs."""

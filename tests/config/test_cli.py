@@ -50,6 +50,8 @@ def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
         (["serve", "--tp", "3"], "attention heads cannot be split evenly over 3 ranks"),
         (["serve", "--pp", "4"], "--pp-size 4: not supported yet"),
         (["serve", "--page-sise", "4"], "--page-size"),
+        (["simulate", "--hardwaer", "8xh200"], "did you mean --hardware?"),
+        (["doctor", "--ulr", "http://x"], "--ulr: unknown argument (did you mean --url?)"),
         (["plan", "--model-path", "/no/such"], "no such folder"),
         (["plan", "--model-path", str(model_dir())], "no *.safetensors"),
         (["serve", "--json"], "--json belongs to --explain"),

@@ -92,6 +92,7 @@ NATIVE = [
         "token_ids_logprob[1]: expected a list",
     ),
     ({"text": "a", "priority": "high"}, "priority: expected an integer"),
+    ({"text": "a", "return_sampling_mask": True}, "return_sampling_mask: not available"),
     ({"text": "a", "extra_key": 5}, "extra_key: expected a string"),
     ({"text": "a", "image_data": "x"}, "takes text alone"),
     ({"text": "a", "lora_path": "x"}, "lora_path: 'x': names a LoRA adapter, and this server runs without"),

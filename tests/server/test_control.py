@@ -83,7 +83,7 @@ def test_keys():
     assert code("/v1/models", **keys) == 401
     assert code("/v1/models", "a", **keys) == 401
     assert code("/v1/models", "k", **keys) == 200
-    assert code("/flush_cache", "k", **keys) == 401
+    assert code("/flush_cache", "k", **keys) == code("/reset_prefix_cache", "k", **keys) == 401
     assert code("/flush_cache", "a", **keys) == 200
     assert code("/flush_cache", "k", api_key="k") == 200
     assert code("/v1/models", admin_api_key="a") == 200
@@ -332,7 +332,8 @@ def test_tokenize_and_back():
 async def test_flush_and_abort():
     client = FakeClient()
     async with in_process(client) as http:
-        assert (await http.post("/flush_cache")).text.startswith("Cache flushed.")
+        for path in ("/flush_cache", "/reset_prefix_cache"):  # the second name is vLLM's
+            assert (await http.post(path)).text.startswith("Cache flushed.")
         client.idle = False
         assert (await http.get("/flush_cache")).status_code == 400
         assert (await http.post("/abort_request", json={})).status_code == 400

@@ -14,8 +14,10 @@ from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.prepare import BURST
+from moe_engine.server.native_types import Output
 from tests.server.fake_engine import FakeClient, clients_id
-from tests.server.harness import TEXT, post
+from tests.server.harness import TEXT, events, post
+from tests.server.test_schema import conforms
 
 
 def generate(client, settings=None, **fields) -> Any:
@@ -177,6 +179,22 @@ def test_auto_truncate():
     assert out["meta_info"]["completion_tokens"] == 5
     generate(client, settings, text="Hello " * 500)
     assert len(client.requests[1].prompt_ids) == 45
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_token_ids_of_the_prompt(incremental: bool):
+    """In the answer and in every chunk of a stream; the vocabulary's ids, of each prompt of a batch."""
+    client = FakeClient()
+    expected = [client.tokenizer.encode(text) for text in ("one", "two words")]
+    body = {"text": ["one", "two words"], "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 2}}
+    settings = {"incremental_streaming_output": incremental}
+    for answer, ids in zip(post(client, "/generate", body, **settings).json(), expected):
+        conforms(answer, Output)
+        assert answer["prompt_token_ids"] == ids
+    chunks = events(post(client, "/generate", {**body, "stream": True}, **settings))
+    assert chunks and all(chunk["prompt_token_ids"] == expected[chunk["index"]] for chunk in chunks)
+    del body["return_prompt_token_ids"]
+    assert not any("prompt_token_ids" in answer for answer in post(client, "/generate", body).json())
 
 
 def test_ids_only():

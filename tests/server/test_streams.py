@@ -238,6 +238,8 @@ def test_a_thinking_budget_reaches_the_engine_with_the_tags():
     assert post(client, "/v1/chat/completions", vllm, **settings).status_code == 200
     native = {"text": "x", "require_reasoning": True, "sampling_params": {"max_thinking_tokens": 5}}
     assert post(client, "/generate", native, **settings).status_code == 200
+    above = {**native, "max_thinking_tokens": 5, "sampling_params": {"max_thinking_tokens": 7}}
+    assert post(client, "/generate", above, **settings).status_code == 200
     for request in client.requests:
         found = request.sampling["max_thinking_tokens"], tuple(request.sampling["thinking_tags"])
         assert found == (5, (-1, tags[1]))
