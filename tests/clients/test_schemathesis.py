@@ -34,7 +34,7 @@ CHECKS = (
 SMALL = ("--context-length", "128", "--chunked-prefill-size", "32", "--max-total-tokens", "4096", "--cpu-threads", "1")
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(3600 if EXAMPLES < 20 else 6 * 3600)
 @pytest.mark.parametrize("kind", ["text", "vectors"])
 def test_no_fault_and_answers_as_described(tmp_path: Path, kind: str) -> None:
     phases = "fuzzing" if EXAMPLES < 20 else "coverage,fuzzing"
