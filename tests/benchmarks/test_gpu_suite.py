@@ -39,7 +39,6 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.planning.hardware import GPUS
 from tests.fork_server import ForkedProcess
 from tests.models.parameters import num_active_parameters
 
@@ -100,23 +99,6 @@ def test_attention_cases_read_only_pages_of_their_own(name):
     torch.manual_seed(3)
     call = case.prepare(kernel, "cpu")
     assert torch.equal(call(), call())
-
-
-@pytest.mark.parametrize("dry", [None, "cuda"])
-def test_every_launch_of_the_suite_is_possible(dry, tmp_path):
-    """On an H200, without compiling: its cases, exchanges and engines reach the kernels' present interfaces."""
-    pytest.importorskip("triton")
-    from benchmarks.gpu_suite.launches import of_suite
-    from moe_engine.kernels.triton.absent_device import listed
-
-    names = set()
-    with listed(90) as needed:
-        for name, launch in of_suite(tmp_path, GPUS["h200"].machine(), Setting.of(dry, 60)):
-            before = len(needed)
-            launch()
-            names |= {name} if len(needed) > before else set()
-    assert names >= {"decode", "fp8_layers", "tokens in float32", "exchange of 4 experts"}
-    assert {"permute_kernel", "latent_kernel", "send_kernel"} <= {kernel.rpartition(".")[2] for kernel, _ in needed}
 
 
 def test_targets_take_the_worst_of_our_rows_and_the_vendor_by_name():

@@ -94,8 +94,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("/parse_function_call", {"text": "Hello", "tools": [5]}),
 ]
 CONTROL = {
-    "/abort_request", "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record", "/start_profile", "/stop_profile", "/update_weights_from_disk",
+    "/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_expert_distribution_record",
+    "/stop_expert_distribution_record", "/dump_expert_distribution_record",
+    "/start_profile", "/stop_profile", "/update_weights_from_disk",
     "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation",
     "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name",
     "/set_internal_state", "/release_memory_occupation", "/resume_memory_occupation",

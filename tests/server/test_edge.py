@@ -58,6 +58,7 @@ def test_what_changes_the_engine():
         "/load_lora_adapter",
         "/pause_generation",
         "/release_memory_occupation",
+        "/reset_prefix_cache",
         "/resume_memory_occupation",
         "/set_internal_state",
         "/start_expert_distribution_record",

@@ -35,7 +35,7 @@ BY_PATH = {path: endpoint for endpoint in reversed(ENDPOINTS) for path in endpoi
 ANTHROPIC = {"/v1/messages", "/v1/messages/count_tokens"}
 OLLAMA = {"/api/chat", "/api/generate"}
 UNTYPED_BODY = {
-    "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
+    "/flush_cache", "/reset_prefix_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/stop_profile", "/freeze_gc", "/clear_hicache_storage_backend",
     "/hicache/storage-backend/clear", "/v1/responses/{response_id}/cancel",
 }  # fmt: skip

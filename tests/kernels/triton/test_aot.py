@@ -94,6 +94,16 @@ def test_the_size_of_a_launch_does_not_choose_the_kernel_of_symmetric_memory(com
     assert len(launched) == num_cached == num_cases == 8
 
 
+@pytest.mark.parametrize("dry", ["none", "cuda"])
+def test_every_launch_of_the_gpu_suite_is_possible(compiling, tmp_path, dry):
+    """On an H200, without compiling: its cases, exchanges and engines reach the kernels' present interfaces."""
+    names, kernels = json.loads(
+        output_of(compiling, tmp_path, "tests.kernels.triton.outside_suite", dry, str(tmp_path))
+    )
+    assert set(names) >= {"decode", "fp8_layers", "tokens in float32", "exchange of 4 experts"}
+    assert {"permute_kernel", "latent_kernel", "send_kernel"} <= set(kernels)
+
+
 @pytest.mark.drawn(3)
 def test_the_guard_counts_what_compiles_after_ready(compiling, tmp_path):
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "guarding", str(tmp_path))
