@@ -113,20 +113,32 @@ class Probes:
         arrival = min(file.arrival_seconds if found is None else found.arrival, most)
         if found is None:
             return replace(file, arrival_seconds=arrival)
-        of_rounds = self._points.rounds.slowness()
-        parts = [replace(part, machine=of_rounds[number]) for part, number in zip(self._parts, self._part_rounds)]
-        decode, prefill = (
-            mixed_probe.slowness_by_rows(parts, found),
-            found.slowness([part.machine for part in parts])[1],
-        )
-        prefill = 1.0 if self._limits.beside else prefill  # the prompts were measured beside answers, as under load
-        file = file.slower(decode, prefill)
+        file, found, parts = self._under_load(file, found)
         file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
         if self._scheduler is None:
             return file
-        light = [place for place, part in enumerate(parts) if part.load == mixed_probe.LOADS[0]]
-        found, parts = found.of(light).against(decode.seconds[0], prefill), [parts[place] for place in light]
         return mixed_replay.corrected(file, parts, found, self._scheduler, self._limits.num_groups)
+
+    def _under_load(
+        self, file: CostFile, found: mixed_probe.Effects
+    ) -> tuple[CostFile, mixed_probe.Effects, list[mixed_probe.Part]]:
+        """Curves of steps under load, and the parts with few requests, with their effects against these curves."""
+        of_rounds = self._points.rounds.slowness()
+        parts = [replace(part, machine=of_rounds[number]) for part, number in zip(self._parts, self._part_rounds)]
+        if len(self._loads) == 1:
+            return file, found, parts
+        decode = mixed_probe.slowness_by_rows(parts, found)
+        prefill = found.slowness([part.machine for part in parts])[1]
+        prefill = 1.0 if self._limits.beside else prefill  # the prompts were measured beside answers, as under load
+        light = [place for place, part in enumerate(parts) if part.load == self._loads[0]]
+        effects = found.of(light).against(decode.seconds[0], prefill)
+        return file.slower(decode, prefill), effects, [parts[place] for place in light]
+
+    @property
+    def _loads(self) -> Sequence[float]:
+        """Of the measurements beside each other. Schedulers that step together wait for each other under load; the
+        steps of one scheduler take as long as measured alone."""
+        return mixed_probe.LOADS if self._limits.num_groups > 1 else mixed_probe.LOADS[:1]
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -156,7 +168,7 @@ class Probes:
         await self._entry_beside_decodes(short)
         await self._read_steps()
         progress(f"{name}requests beside each other")
-        for load in mixed_probe.LOADS:
+        for load in self._loads:
             await self._beside_each_other(load)
 
     @asynccontextmanager

@@ -5,9 +5,9 @@ end meanwhile: to their work in the frontend and the client, where these share c
 The server records its steps (`--record-step-times`). A regression over them separates four factors: the slowness of
 decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The slowness
 is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no more than
-it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load: requests come
-and go between them, and frontend and client do other work than beside equal answers. Few requests decode together in
-some of the parts, and many in the others: the effect depends on their number.
+it drifts within a part. With attention DP it is that of the machine, which the rounds know, times that of steps under
+load: schedulers that step together wait for each other. Few requests decode together in some of the parts, and many in
+the others: the effect depends on their number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT, ANSWER = (0.25, 1.75), (0.25, 1.75)
 MEAN_PROMPT, MEAN_ANSWER = 64, 32
 BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
-LOADS = 0.8, 1.6
+LOADS = 0.6, 1.6
 """Rates of the requests as shares of the estimate: some requests decode together, and many."""
 SECONDS, MOST_SECONDS = 2.0, 10.0
 LEAST, MOST = 8, 200
