@@ -84,8 +84,7 @@ class SizingInput:
     def window_bytes_per_token(self) -> int:
         """KV bytes of a token in all windowed layers, on one rank."""
         model = self.local_model
-        with_kv = model.num_layers - len(model.state_layers)
-        return model.kv_bytes_per_token(self.kv_dtype) // with_kv * len(model.windowed_layers)
+        return model.kv_bytes_of(model.windowed_layers, self.kv_dtype)
 
     @property
     def weight_format(self) -> WeightFormat:
