@@ -1,7 +1,7 @@
 """Attention over a paged context: the contracts of MLA and GQA backends, and their optional parts.
 
 Legend: T query tokens, R requests, H query heads, G KV heads, N qk_nope, P rotary width (64), C kv_lora_rank,
-V v_head, Dh head width, S context tokens gathered. `queries.py` defines slots, pages and masks.
+V v_head, Dh width of a key, S context tokens gathered. `queries.py` defines slots, pages and masks.
 """
 
 from __future__ import annotations
@@ -143,4 +143,5 @@ class GQABackend(Protocol):
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
-        """q [T, H, Dh], caches [num_slots, G, Dh] or FP8 rows (`kv_format`) -> [T, H, Dh]; softmax in float32."""
+        """q [T, H, Dh], caches [num_slots, G, Dh] and [num_slots, G, V] or FP8 rows (`kv_format`) -> [T, H, V]; softmax
+        in float32. Raises ValueError for widths without a kernel (`kernels.vendors.limits`)."""

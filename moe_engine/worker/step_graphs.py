@@ -30,8 +30,8 @@ from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepFacts, StepPlan
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch

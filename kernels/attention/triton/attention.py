@@ -304,7 +304,8 @@ class TritonGQA(_Backend):
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
-        self._paged_as: tuple[int, int, int, torch.dtype] | None = None
+        self._paged_as: dict[int | None, tuple[int, int, int, torch.dtype]] = {}
+        """Of the layers with each window: the arguments of `_cut`. Layers with equal windows are alike."""
 
     @property
     def capabilities(self) -> AttentionCapabilities:
@@ -317,17 +318,18 @@ class TritonGQA(_Backend):
             groups.append(GroupPlan(batch.decode, buffers))
         if batch.prefill is not None:
             groups.append(GroupPlan(batch.prefill))
-        if self._paged_as is not None:
-            for group in groups:
-                self._schedule(group, *self._paged_as)
+        for group in groups:
+            if (form := self._paged_as.get(group.queries.window)) is not None:
+                self._schedule(group, *form)
         return StepPlan(*groups)
 
     def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
         """See `TritonMLA.plan_in_place`."""
-        if self._paged_as is None or self._deterministic or batch.decode is None:
+        form = None if batch.decode is None else self._paged_as.get(batch.decode.window)
+        if form is None or self._deterministic or batch.decode is None:
             return None
-        _, split = self._cut(batch.decode, *self._paged_as)
-        return PlanInPlace(batch.decode, self._paged_as[0], split)
+        _, split = self._cut(batch.decode, *form)
+        return PlanInPlace(batch.decode, form[0], split)
 
     def _cut(
         self, queries: PagedQueries, per_group: int, num_groups: int, width: int, dtype: torch.dtype
@@ -346,8 +348,8 @@ class TritonGQA(_Backend):
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         num_groups = k_cache.shape[1]
-        self._paged_as = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
-        tile, segments = self._schedule(_find(plan, queries), *self._paged_as)
+        form = self._paged_as[queries.window] = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
+        tile, segments = self._schedule(_find(plan, queries), *form)
         return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale, sinks)
 
 
