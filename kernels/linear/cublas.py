@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.device import starts_early
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
@@ -44,10 +45,5 @@ class CublasLinear(TorchLinear):
 
 def _is_few(x: Tensor, weight: Tensor) -> bool:
     """Whether the product is a dependent launch."""
-    if x.device.type == "cpu" or not 0 < len(x) <= FEW_ROWS or weight.numel() > MAX_FEW_ELEMENTS:
-        return False
-    if weight.dtype != x.dtype or x.element_size() != 2:
-        return False
-    from moe_engine.kernels.triton.dependent import serves
-
-    return serves(x.device)
+    small = 0 < len(x) <= FEW_ROWS and weight.numel() <= MAX_FEW_ELEMENTS
+    return small and weight.dtype == x.dtype and x.element_size() == 2 and starts_early(x.device.type)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -51,15 +50,6 @@ class DependentKernel(JITFunction):
 def is_dependent(kernel: Any, arch: int, options: Mapping[str, Any]) -> bool:
     """Whether launches of a kernel with these options carry `OPTION` on a GPU of compute capability `arch`."""
     return isinstance(kernel, DependentKernel) and arch >= OLDEST_ARCH and not COOPERATIVE.items() <= options.items()
-
-
-def serves(device: torch.device) -> bool:
-    """Whether launches of `dependent_jit` on `device` are dependent. A simulated device says so without launching."""
-    if device.type == "cpu":
-        return False
-    if knobs.runtime.interpret:
-        return torch.cuda.get_device_capability(device)[0] * 10 >= OLDEST_ARCH
-    return _arch(driver.active) >= OLDEST_ARCH
 
 
 @lru_cache

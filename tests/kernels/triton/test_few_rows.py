@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from moe_engine.kernels import device
 from moe_engine.kernels.linear import cublas
 from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
@@ -50,7 +51,7 @@ def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "dtype", "device", "expected"),
+    ("rows", "n", "dtype", "kind", "expected"),
     [
         (1, 64, BF16, "meta", True),
         (FEW_ROWS, 64, torch.float16, "meta", True),
@@ -61,10 +62,15 @@ def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) 
         (1, 64, BF16, "cpu", False),
     ],
 )
-def test_conditions(rows, n, dtype, device, expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_engine.kernels.triton.dependent.serves", lambda device: True)
-    x, weight = (torch.empty(*shape, dtype=dtype, device=device) for shape in ((rows, 64), (n, 64)))
+def test_conditions(rows, n, dtype, kind, expected) -> None:
+    x, weight = (torch.empty(*shape, dtype=dtype, device=kind) for shape in ((rows, 64), (n, 64)))
     assert cublas._is_few(x, weight) == expected
+
+
+@pytest.mark.parametrize(("capability", "early"), [((8, 0), False), ((9, 0), True), ((10, 0), True), (None, False)])
+def test_the_device_decides(capability, early, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "probe", lambda kind: device.Device(kind, "GPU", capability))
+    assert device.starts_early.__wrapped__("cuda") == early
 
 
 def test_deterministic_rows_have_one_tiling(monkeypatch: pytest.MonkeyPatch) -> None:
