@@ -13,7 +13,6 @@ import pytest
 from moe_engine.frontend.dp_routing import WEIGHTS, Load, Room, Router
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.placement.layout import ExpertLayout
-from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning import serving_report
@@ -27,6 +26,7 @@ from moe_engine.tuning.simulator.load_table import TableRouter
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
 from moe_engine.types import SpeculationConfig, StepPlan
+from moe_engine.types.prefill_delay import DelayerSettings
 from tests.examples import examples
 
 pytestmark = pytest.mark.drawn(16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.step_settings import GraphSettings
 from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.simulator.expert_load import ExpertLoad
+from moe_engine.types.step_settings import GraphSettings
 
 
 @dataclass(frozen=True)
