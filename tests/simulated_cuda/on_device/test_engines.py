@@ -304,7 +304,7 @@ ALTERNATING: dict[str, Any] = {
     "num_hidden_layers": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
     "mlp_layer_types": ["dense", "sparse"],
 }  # fmt: skip
-"""Of MiMo-V2-Flash, whose layers with a window have other KV heads: captured plans of each kind of layers stay apart."""
+"""Of MiMo-V2-Flash, whose layers with a window have other KV heads: captured plans of both kinds stay apart."""
 
 
 def check_captured_drafts(engine: InProcessEngine, requests: list[Scripted], settings: GraphSettings) -> None:
