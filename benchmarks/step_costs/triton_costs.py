@@ -352,7 +352,7 @@ def down(a: Any, s: Setting) -> Cost:
 
 @cost_of("greedy_kernel")
 def greedy(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.logits), size(a.tokens))
+    return Cost(size(a.logits), size(a.tokens), programs=a.grid[0] * a.grid[1])
 
 
 @cost_of("chain_inputs_kernel", "chain_accept_kernel")
@@ -407,7 +407,8 @@ def chain_states(a: Any, s: Setting) -> Cost:
 @cost_of("limits_kernel")
 def limits(a: Any, s: Setting) -> Cost:
     """Greedy rows only, as in all cases: finds the best token, reads nothing else."""
-    return Cost(size(a.logits, a.temperature), size(a.best_out, a.limit_out, a.last_out, a.total_out))
+    written = size(a.best_out, a.limit_out, a.last_out, a.total_out)
+    return Cost(size(a.logits, a.temperature), written, programs=a.grid[0])
 
 
 @cost_of("draw_kernel")

@@ -206,6 +206,16 @@ def test_split_contexts_write_and_merge_results_of_two_tiles_each() -> None:
     assert found.flops == {"bf16": 2 * 16 * 128 * 512}
 
 
+def test_few_programs_read_slowly() -> None:
+    """A row of 129,280 logits by one program, and by 32."""
+    logits, tokens = meta(1, 129280, dtype=torch.float32), meta(1, dtype=torch.int64)
+    times = []
+    for programs in (1, 32):
+        found = triton_costs.greedy(SimpleNamespace(logits=logits, tokens=tokens, grid=(1, programs)), SETTING)
+        times.append(H200.microseconds("stream", found, False) - H200["eager_gap_us"])
+    assert times == pytest.approx([(129280 * 4 + 8) / 112e9 * 1e6, H200["kernel_floor_us"]])
+
+
 def test_grouped_products_read_experts_with_tokens_and_valid_rows() -> None:
     a, scales = meta(32, 1024, 7168, dtype=torch.float8_e4m3fn), meta(32, 1024, 56, dtype=torch.float32)
     b, b_scales = meta(32, 4096, 7168, dtype=torch.float8_e4m3fn), meta(32, 32, 56, dtype=torch.float32)
