@@ -8,9 +8,9 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.image_tokens import ImageTokens, keyed_ids
 from moe_engine.media.images import Images, place_images
 from moe_engine.media.settings import ImageSource, MediaSettings
+from moe_engine.types.image_tokens import ImageTokens, keyed_ids
 
 FIELD = "image_data"
 

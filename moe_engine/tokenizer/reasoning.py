@@ -73,6 +73,7 @@ REASONING_FORMATS = {
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
+    "mimo": ReasoningFormat(switch="enable_thinking", calls="\n<tool_call>"),
     "step3": ReasoningFormat(forced=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),

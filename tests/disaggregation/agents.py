@@ -18,8 +18,8 @@ from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError
-from moe_engine.row_sizes import TRANSFER_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.types.row_sizes import TRANSFER_SLOTS
 from tests.disaggregation.faulty import Cable
 from tests.waiting import until
 

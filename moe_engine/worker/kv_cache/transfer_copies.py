@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from moe_engine.kv_ops import KVOps
+from moe_engine.types.kv_ops import KVOps
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 
 
