@@ -375,8 +375,8 @@ def test_unexpected_exceptions_become_500():
 @pytest.mark.parametrize(
     ("path", "near"),
     [
-        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"), ("/v1/generate", "/generate"),
-        ("/v1/unheard", None), ("/unheard", None),
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/generate", "/generate"), ("/v1/unheard", None), ("/unheard", None),
     ],
 )  # fmt: skip
 def test_a_path_of_another_base_url_names_the_endpoint(path, near):
