@@ -327,7 +327,7 @@ class StorageTier:
         entry = prefetch.entry
         begin = prefetch.start + done * size
         tokens = entry.prefix_keys[: begin + len(pages) * size]
-        unused = self._tree.add_absent(tokens, begin, pages, entry.request.namespace)
+        unused = self._tree.add_absent(tokens, begin, pages, entry.request.namespace, from_storage=True)
         self._free(unused)
 
     def _stop(self, prefetch: Prefetch) -> None:
