@@ -75,12 +75,11 @@ class ImagePrompts:
             return
         if is_joined:
             raise InputError(f"{sources[0].field}: not available yet in sessions; leave out session_params")
-        if len(sources) > self._settings.max_images:
-            raise InputError(
-                f"{FIELD}: {len(sources)} images; this server takes {self._settings.max_images} in a request "
-                "(--limit-mm-data-per-request)",
-                field=sources[self._settings.max_images].field,
-            )
+        most = self._settings.max_images
+        if len(sources) > most:
+            surplus = sources[most].field
+            words = f"image {most + 1} of {len(sources)}; this server takes {most} in a request"
+            raise InputError(f"{surplus}: {words} (--limit-mm-data-per-request)", field=surplus)
 
     async def place(
         self, ids: Sequence[int], sources: Sequence[ImageSource], field: str

@@ -129,7 +129,10 @@ def test_an_end_tag_outside_the_reasoning_counts_no_reasoning(text, thinking, co
     client = FakeClient(text)
     body = {**CHAT, "chat_template_kwargs": {"thinking": thinking}}
     usage = post(client, "/v1/chat/completions", body, reasoning_parser="deepseek-v3").json()["usage"]
-    assert usage["reasoning_tokens"] == (len(client.tokenizer.encode(counted, False)) if counted else 0)
+    count = len(client.tokenizer.encode(counted, False)) if counted else 0
+    details = {"completion_tokens_details": {"reasoning_tokens": count}} if count else {}
+    assert usage["reasoning_tokens"] == count and usage == usage | details
+    assert ("completion_tokens_details" in usage) == bool(count)
 
 
 def test_sampling_of_chat_requests():
