@@ -44,6 +44,18 @@ class ContextChunks:
 
 
 @dataclass(frozen=True)
+class AbsorbedValues:
+    """The absorbed form and the product by W_UV of few tokens."""
+
+    run: Callable[[Tensor, Tensor, PagedQueries, float, Any, Tensor], Tensor]
+    """(q, cache, queries, scale, plan, W_UV [H, V, C]): `MLABackend.absorbed`, multiplied by W_UV: [T, H, V]. q and
+    W_UV have one dtype."""
+
+    max_tokens: int
+    """Largest T for which `run` saves a launch."""
+
+
+@dataclass(frozen=True)
 class AttentionCapabilities:
     """The optional parts of an attention backend; None: not supported. All but the first and `windows` are of
     MLA."""
@@ -75,6 +87,8 @@ class AttentionCapabilities:
     fp8_queries: bool = False
     """`absorbed` over a cache of unscaled e4m3 numbers (`kv_format`'s `FP8_TENSOR`) multiplies e4m3 queries: it takes
     unscaled e4m3 queries too, and returns bfloat16."""
+
+    absorbed_values: AbsorbedValues | None = None
 
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""

@@ -17,7 +17,7 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.planning.ledger import LORA_HOST_ROW, LORA_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
-from moe_engine.step_settings import LoraAdapter, LoraSettings
+from moe_engine.types.step_settings import LoraAdapter, LoraSettings
 
 NOT_CAPTURED = "not available yet with --enable-lora"
 ALL = "all"

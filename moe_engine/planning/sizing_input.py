@@ -17,7 +17,7 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.weight_offload import NONE, WeightOffload
-from moe_engine.step_settings import GraphSettings, LoraSettings
+from moe_engine.types.step_settings import GraphSettings, LoraSettings
 
 MIN_USEFUL_TOKENS = 128
 KEEP_GATES = ("cpu", "triton")

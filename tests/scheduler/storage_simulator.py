@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.kv_ops import LAST_STATE, NO_STATE
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.types import KVBackup, KVFetch, KVReport, StepPlan
+from moe_engine.types.kv_ops import LAST_STATE, NO_STATE
 from tests.scheduler.tier_simulator import TierSimulation
 
 

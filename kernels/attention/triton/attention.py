@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.protocol import AbsorbedValues, AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
 from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
 from moe_engine.kernels.attention.triton.latent import LatentTile, latent_attention, latent_tile
 from moe_engine.kernels.attention.triton.merge import merge_chunk
+from moe_engine.kernels.attention.triton.merge_values import MAX_TOKENS
 from moe_engine.kernels.attention.triton.paged import PagedTile, paged_attention, paged_tile
 from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TOKEN, PLAIN, form_of, record_bytes
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
@@ -188,7 +189,9 @@ class TritonMLA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
         chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
-        return AttentionCapabilities(self.plan_in_place, chunks, sparse=over_absorbed(self))
+        # in deterministic mode the number of tokens may not choose the kernel
+        values = None if self._deterministic else AbsorbedValues(self.absorbed_values, MAX_TOKENS)
+        return AttentionCapabilities(self.plan_in_place, chunks, sparse=over_absorbed(self), absorbed_values=values)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol.
@@ -233,10 +236,22 @@ class TritonMLA(_Backend):
     ) -> Tensor:  # fmt: skip
         """See the protocol; `value_width` is C where the rotary width is not 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
+        return self._over_latent(q, cache, queries, scale, plan, latent)
+
+    def absorbed_values(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, weight: Tensor
+    ) -> Tensor:
+        """See `AbsorbedValues`."""
+        return self._over_latent(q, cache, queries, scale, plan, weight.shape[2], weight)
+
+    def _over_latent(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, latent: int,
+        weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         form = form_of(cache, latent, q.shape[2] - latent)
         self._absorbed_as = (q.shape[1], q.dtype, form)
         tile, segments = self._absorbed_schedule(_find(plan, queries), *self._absorbed_as)
-        return latent_attention(q, cache, queries, segments, tile, scale, latent, form)
+        return latent_attention(q, cache, queries, segments, tile, scale, latent, form, weight)
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: object, out: Tensor | None = None,
