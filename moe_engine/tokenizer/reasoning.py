@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.tokenizer.answer_tags import AnswerTags
 from moe_engine.tokenizer.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyReasoning
 from moe_engine.tokenizer.stop import overlap
+from moe_engine.types.constraint import FreeReasoning
 
 THINK_START = "<think>"
 THINK_END = "</think>"

@@ -14,11 +14,11 @@ import pytest
 
 from moe_engine.errors import InputError
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
 from moe_engine.structured_output.tool_choice import tool_constraint
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
+from moe_engine.types.constraint import Constraint
 from tests.structured_output.schemas import draw_schemas
 from tests.structured_output.test_llguidance_backend import EOS, allowed, backend, tokenizer
 from tests.structured_output.test_tool_calls import spells, tool
