@@ -39,7 +39,6 @@ class FakeStorage:
         self.open: dict[int, _Op] = {}
         self.reports: list[KVReport] = []
         self.last = 0
-        self.num_read = 0
         self.states: Callable[[], dict[int, Any]] = dict
         """States by host entry."""
         self.num_compared: int | None = None
@@ -106,7 +105,6 @@ class FakeStorage:
                     host[place] = None  # possibly overwritten
                 return True
             host.update(zip(places, self.pages[key]))
-            self.num_read += 1
         elif self._rng.random() >= self._faults.unstored:
             values = [host[place] for place in places]
             stored = self.pages.setdefault(key, values)
