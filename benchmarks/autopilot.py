@@ -128,8 +128,8 @@ LOADS = {
 def run(load: Load, settings: dict[str, Any], costs: CostFile, seconds: float, seed: int, autopilot: bool) -> Fleet:
     """Simulates `seconds` of a load."""
     config = replace(CONFIG, autopilot=autopilot, ttft_slo=load.ttft, itl_slo=load.itl)
-    arrival, end = costs.arrival_seconds, costs.end_seconds
-    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), arrival_seconds=arrival, end_seconds=end))
+    beside = {name: getattr(costs, name) for name in ("arrival_seconds", "end_seconds", "sent_seconds")}
+    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), **beside))
     rng = random.Random(seed)
     workload: Workload = Fixed(load.arrivals(rng, seconds), 0)
     if load.clients:

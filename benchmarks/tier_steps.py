@@ -33,10 +33,10 @@ from benchmarks import report
 from moe_engine import Engine
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, Scheduler
-from moe_engine.step_settings import StorageSettings
 from moe_engine.storage.file_storage import FileStorage
 from moe_engine.tuning.stats import median, percentile
 from moe_engine.types import KVReport, Request, SamplingParams, StepPlan, StepResult
+from moe_engine.types.step_settings import StorageSettings
 
 WAYS = ("no tier", "host", "storage")
 TARGET = 1.05

@@ -134,6 +134,16 @@ def probe_or_absent(kind: str) -> Device:
         return Device(kind, "absent")
 
 
+@lru_cache
+def starts_early(kind: str) -> bool:
+    """Whether a device of that kind has programmatic dependent launches: CUDA from compute capability 9.0 on; True for
+    ahead-of-time compilation."""
+    if kind != "cuda":
+        return kind != "cpu"
+    capability = probe(kind).capability
+    return capability is not None and capability >= (9, 0)
+
+
 def multiplies_fp8(kind: str) -> bool:
     """Whether a device of that kind has e4m3 matrix products: CUDA from compute capability 8.9 on."""
     if kind != "cuda":

@@ -7,7 +7,7 @@ Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -88,7 +88,8 @@ class GQAConfig:
     """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
     heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan). `sinks`: each
     head has a logit without a value (gpt-oss). `output_gate`: q_proj has a gate after each head's query, whose sigmoid
-    multiplies the head's result (Qwen3-Next).
+    multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a value (0: as of a key). `value_scale`: factor
+    of values (MiMo-V2-Flash).
     """
 
     num_heads: int
@@ -99,17 +100,25 @@ class GQAConfig:
     qk_norm: str = ""
     sinks: bool = False
     output_gate: bool = False
+    v_head_dim: int = 0
+    value_scale: float = 1.0
 
     kind = "gqa"
 
     @property
+    def value_width(self) -> int:
+        """Channels of a value."""
+        return self.v_head_dim or self.head_dim
+
+    @property
     def cache_width(self) -> int:
         """Channels cached per token and layer: keys and values of G heads."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * (self.head_dim + self.value_width)
 
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
-        return ((self.num_kv_heads, kv_format.head_width(kv_dtype, self.head_dim)),) * 2
+        widths = (kv_format.head_width(kv_dtype, width) for width in (self.head_dim, self.value_width))
+        return tuple((self.num_kv_heads, width) for width in widths)
 
     @property
     def shared_layers(self) -> tuple[int, ...]:
@@ -124,6 +133,16 @@ class CacheGroup:
 
     layers: tuple[int, ...]
     window: int | None = None
+
+
+@dataclass(frozen=True)
+class OtherLayers:
+    """Layers whose attention and rotary embedding are not those of the model's other layers: all layers with a window
+    (MiMo-V2-Flash)."""
+
+    layers: tuple[int, ...]
+    attention: GQAConfig
+    rope: RopeConfig
 
 
 @dataclass(frozen=True)
@@ -262,6 +281,8 @@ class ModelConfig:
     """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
+    other_layers: OtherLayers | None = None
+    """The layers to which `attention` and `rope` do not apply."""
     state_groups: tuple[StateGroup, ...] = ()
     """Layers with a state for each request. All other layers have KV and belong to `cache_groups`."""
     delta: DeltaConfig | None = None
@@ -293,6 +314,26 @@ class ModelConfig:
         """The longest sequences for which --context-length may ask: all positions that the rotary embedding reaches."""
         return max(self.context_length, self.rope.max_position)
 
+    def attention_of(self, layer: int) -> MLAConfig | GQAConfig:
+        """The layer's attention. MTP layers come after the model's."""
+        other = self.other_layers
+        return self.attention if other is None or layer not in other.layers else other.attention
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The layer's rotary embedding."""
+        other = self.other_layers
+        return self.rope if other is None or layer not in other.layers else other.rope
+
+    @property
+    def attentions(self) -> tuple[MLAConfig | GQAConfig, ...]:
+        """The attention of each kind of layers."""
+        return (self.attention, *(() if self.other_layers is None else (self.other_layers.attention,)))
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of all layers, each once."""
+        return tuple(dict.fromkeys((self.rope, *(() if self.other_layers is None else (self.other_layers.rope,)))))
+
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers with KV by the kind of their cache; layers that see all positions come first."""
@@ -322,8 +363,10 @@ class ModelConfig:
         return self.latent_scales[layer] if layer < len(self.latent_scales) else 1.0
 
     def within(self, context_len: int) -> ModelConfig:
-        """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out."""
-        windows = tuple(None if own is None or own >= context_len else own for own in self.windows)
+        """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out, unless
+        they separate layers with different attention."""
+        kept = self.other_layers is not None
+        windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
         model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
 
@@ -341,12 +384,23 @@ class ModelConfig:
         """Whether MTP layers have experts."""
         return self.moe_layers[0] if self.mtp_like_first else self.is_moe
 
-    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
-        """Cached bytes of one token in all layers, optionally with MTP layers; scales of FP8 rows included."""
-        layers = self.num_layers - len(self.state_layers) + (self.num_nextn_predict_layers if include_mtp else 0)
-        first, *others = (math.prod(part) for part in self.attention.kv_parts(kv_dtype))
-        elements = layers * first + (layers - len(self.attention.shared_layers)) * sum(others)
+    def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state. MTP layers come after
+        the model's."""
+        if layer in self.state_layers:
+            return ()
+        parts = self.attention_of(layer).kv_parts(kv_dtype)
+        return parts[:1] if layer in self.attention.shared_layers else parts
+
+    def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str) -> int:
+        """Cached bytes of one token in these layers; scales of FP8 rows included."""
+        elements = sum(math.prod(part) for layer in layers for part in self.kv_parts(layer, kv_dtype))
         return elements * kv_format.STORED[kv_dtype][1]
+
+    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
+        """`kv_bytes_of` all layers, optionally with MTP layers."""
+        last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
+        return self.kv_bytes_of(range(last), kv_dtype)
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

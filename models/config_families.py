@@ -187,14 +187,14 @@ def parse_gqa(
         fields,
         generation,
         attention=attention,
-        rope=parse_rope(fields, _rotary_width(fields, head_dim, partial_rotary), interleaved, scales_softmax=False),
+        rope=parse_rope(fields, rotary_width(fields, head_dim, partial_rotary), interleaved, scales_softmax=False),
         moe=moe,
         moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
         windows=_windows(fields, model_type),
     )
 
 
-def _rotary_width(fields: Fields, head_dim: int, default: float) -> int:
+def rotary_width(fields: Fields, head_dim: int, default: float) -> int:
     """Rotated channels of a head: `rotary_dim`, or a part of them in either dialect."""
     section = fields.section("rope_parameters")
     part = None if section is None else section.number("partial_rotary_factor", None, above=0)

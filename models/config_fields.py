@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.regular_file import check_regular
 from moe_engine.models.rope_config import RopeConfig
 
 _MISSING: Any = object()
@@ -22,6 +23,7 @@ LARGEST = {"num_hidden_layers": 65536, "n_routed_experts": 65536, "num_experts":
 def read_json(file: Path, kind: type = dict) -> Any:
     """The object (or list) in a JSON file. Raises ConfigError if absent, unreadable or of another kind."""
     try:
+        check_regular(file)
         value = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None

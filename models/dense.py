@@ -1,5 +1,5 @@
 """Llama, Mistral, Qwen2 and Qwen3, and the mixture-of-experts models on the same attention (Qwen3-MoE, Mixtral,
-MiniMax-M2, GLM-4.5, gpt-oss)."""
+MiniMax-M2, MiMo-V2-Flash, GLM-4.5, gpt-oss)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_engine.parallel.context import ParallelContext
 
 
 class DenseModel(Decoder):
-    """`Model` of the GQA families. `batch.kv[layer]` is (keys, values), each [num_slots, G, Dh]."""
+    """`Model` of the GQA families. `batch.kv[layer]` is (keys, values), [num_slots, G, Dh] and [num_slots, G, V]."""
 
     has_mtp = True
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.regular_file import check_regular
 from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, layer_tensors
@@ -117,6 +118,7 @@ def read_adapter(path: str | Path, config: ModelConfig) -> Adapter:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     try:
+        check_regular(file)
         fields = json.loads(file.read_text())
     except OSError as error:
         reason = error.strerror or "unreadable"

@@ -19,7 +19,7 @@ def head_widths(model: ModelConfig) -> HeadWidths:
             attention.num_heads, 1, attention.qk_head_dim, attention.v_head_dim, attention.kv_lora_rank,
             attention.qk_rope_head_dim,
         )  # fmt: skip
-    return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.head_dim)
+    return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_width)
 
 
 def index_widths(model: ModelConfig) -> IndexWidths | None:
@@ -73,7 +73,7 @@ def need_of_model(
         moe=model.moe is not None,
         windows=bool(model.windows),
         index=index_widths(model),
-        sinks=isinstance(model.attention, GQAConfig) and model.attention.sinks,
+        sinks=any(isinstance(kind, GQAConfig) and kind.sinks for kind in model.attentions),
         biases=model.moe is not None and model.moe.biased,
         delta=model.delta is not None,
         varlen=model.vision is not None,

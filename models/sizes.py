@@ -15,7 +15,16 @@ from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, ROUTERS, Kind, TensorSpec, model_tensors
+from moe_engine.models.tensors import (
+    BIASES,
+    EMBEDDING,
+    GATE_UP_BIAS,
+    ROUTERS,
+    Kind,
+    TensorSpec,
+    layer_index,
+    model_tensors,
+)
 from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
@@ -215,7 +224,7 @@ def _sum_of(
             kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
         else:
             plain += held
-    rotary = config.context_length * config.rope.width
+    rotary = config.context_length * sum(rope.width for rope in config.ropes)
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 
@@ -299,7 +308,8 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
     """Projections from and to heads are sharded; those from and to the latent, and inner norms, are not."""
     part = name.rpartition(".self_attn.")[2].partition(".")[0]
     if part in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, each is replicated
-        return min(attn_tp_size, config.attention.num_kv_heads)  # type: ignore[union-attr]
+        attention = config.attention_of(layer_index(name))
+        return min(attn_tp_size, attention.num_kv_heads)  # type: ignore[union-attr]
     return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj") else 1
 
 
@@ -334,10 +344,16 @@ def sampling_bytes(vocab_size: int, num_rows: int, scratch: int, context_len: in
 def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
     a = config.attention
     if isinstance(a, GQAConfig):
-        width = (2 * a.num_heads + 2 * a.num_kv_heads + (2 * a.num_heads if a.output_gate else 0)) * a.head_dim
+        width = max(_gqa_width(kind) for kind in config.attentions if isinstance(kind, GQAConfig))
         return max(num_tokens * width * dtype_bytes, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)  # type: ignore[arg-type]
     return dense + _indexer_bytes(config, num_tokens, dtype_bytes)
+
+
+def _gqa_width(a: GQAConfig) -> int:
+    """Numbers of a token: q and k (rotated in place or copied), v, the result, and the gate with a copy."""
+    gates = 2 * a.num_heads if a.output_gate else 0
+    return (a.num_heads + a.num_kv_heads + gates) * a.head_dim + (a.num_heads + a.num_kv_heads) * a.value_width
 
 
 def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> int:

@@ -37,6 +37,8 @@ _MTP_ON_GQA = (
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
+UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",)}
+"""By architecture: begins of the names of MTP layers that are not served."""
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
@@ -110,6 +112,14 @@ ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT
 """Ends of the names of the routers' weights."""
 
 
+_SINKS = {"MiMoV2FlashForCausalLM": "attention_sink_bias"}
+
+
+def sinks_name(config: ModelConfig) -> str:
+    """Name of an attention layer's sinks."""
+    return _SINKS.get(config.architecture, "sinks")
+
+
 def expert_names(config: ModelConfig) -> ExpertNames:
     return _EXPERT_NAMES.get(config.architecture, ExpertNames())
 
@@ -158,11 +168,12 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 
 def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[TensorSpec]:
     """Projections, biases and inner norms of one attention layer."""
-    attention, hidden = config.attention, config.hidden_size
+    hidden = config.hidden_size
     if config.delta is not None and layer in config.state_layers:
         yield from (spec.within("linear_attn") for spec in _delta(config.delta, hidden))
         return
-    found = _mla(attention, hidden) if attention.kind == "mla" else _gqa(attention, hidden)  # type: ignore[arg-type]
+    attention = config.attention if layer is None else config.attention_of(layer)
+    found = _mla(attention, hidden) if isinstance(attention, MLAConfig) else _gqa(attention, hidden, sinks_name(config))
     yield from (spec.within("self_attn") for spec in found)
     if isinstance(attention, MLAConfig) and attention.indexer is not None and layer not in attention.shared_layers:
         yield from (spec.within("self_attn.indexer") for spec in _indexer(attention, hidden))
@@ -204,13 +215,13 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
 
 
-def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
-    query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", key)):
+def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
+    query, key, value = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_width
+    for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", value)):
         yield from _linear(name, rows, hidden, a.qkv_bias)
-    yield from _linear("o_proj", hidden, query, a.o_bias)
+    yield from _linear("o_proj", hidden, a.num_heads * a.value_width, a.o_bias)
     if a.sinks:
-        yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
+        yield TensorSpec(sinks, (a.num_heads,), Kind.WIDE)
     if a.qk_norm:
         widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
         names = ROTATED_NORMS if a.qk_norm == "rotated" else ("q_norm", "k_norm")
@@ -277,7 +288,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
-    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None)
+    unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     ends = (_ROTARY, *KV_SCALES)
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 

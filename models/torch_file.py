@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError
+from moe_engine.models.regular_file import check_regular
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, unreadable
 
 _STORAGES = {
@@ -54,6 +55,7 @@ def read_object(path: Path) -> tuple[Any, dict[str, range]]:
         CheckpointError: not such a file, damaged, or with objects other than tensors and plain values.
     """
     try:
+        check_regular(path)
         with zipfile.ZipFile(path) as archive:
             names = {info.filename: info for info in archive.infolist()}
             name = next((name for name in names if name.endswith("/data.pkl") or name == "data.pkl"), None)

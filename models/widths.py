@@ -17,8 +17,7 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
     attention, moe = config.attention, config.moe if config.is_moe else None
     return ModelWidths(
         num_heads=attention.num_heads,
-        num_kv_heads=0 if isinstance(attention, MLAConfig) else attention.num_kv_heads,
-        latent_kv=isinstance(attention, MLAConfig),
+        num_kv_heads=tuple(sorted({kind.num_kv_heads for kind in config.attentions if isinstance(kind, GQAConfig)})),
         dense_width=0 if all(config.moe_layers) else config.intermediate_size,
         num_experts=moe.num_experts + redundant_experts if moe else 0,
         expert_width=moe.width if moe else 0,
@@ -43,9 +42,13 @@ def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
         return config
     attention = config.attention
     states = tuple(_cut_states(group, attn_tp_size) for group in config.state_groups)
+    other = config.other_layers
+    if other is not None:
+        other = dataclasses.replace(other, attention=cut_heads(other.attention, attn_tp_size))
+    found = dataclasses.replace(config, other_layers=other, state_groups=states)
     if isinstance(attention, MLAConfig):
-        return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size), state_groups=states)
-    return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size), state_groups=states)
+        return dataclasses.replace(found, attention=cut_heads(attention, attn_tp_size))
+    return dataclasses.replace(found, attention=cut_heads(attention, attn_tp_size))
 
 
 def _cut_states(group: StateGroup, attn_tp_size: int) -> StateGroup:

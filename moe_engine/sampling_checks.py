@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from moe_engine.errors import InputError
-from moe_engine.sampling_params import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.request import find_constraint
+from moe_engine.types.constraint import Constraint
+from moe_engine.types.sampling_params import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from moe_engine.validation import NotAvailable, check_unicode, checked, refuse_unavailable
 
 MAX_COUNT = 2**31 - 1

@@ -34,13 +34,18 @@ _WORDS = {
 }  # fmt: skip
 
 
+_INSTEAD = {"functions": "send tools"}
+"""The fix for a field that is not available, if it is another than to leave it out."""
+
+
 def refuse_unavailable(request: msgspec.Struct, where: str = "") -> None:
     """Raises InputError for a `NotAvailable` or `OffOnly` field that is set; `where`: see `checked`."""
     for name, may_be_empty in _unavailable(type(request)):
         value = getattr(request, name)
         if value if may_be_empty else value is not None:
+            instead = _INSTEAD.get(name, "leave it out")
             name = f"{where}.{name}".lstrip(".")
-            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
+            raise InputError(f"{name}: not available yet in moe-engine; {instead}", field=name)
 
 
 @cache

@@ -19,15 +19,14 @@ class ModelWidths:
     """Sharded widths of a model. 0: the model has no such part.
 
     Attributes:
-        latent_kv: one latent for all heads (MLA), so `num_kv_heads` is no limit.
+        num_kv_heads: of each kind of layers; (): one latent for all heads (MLA), which is no limit.
         dense_width: of the dense feed-forward layers.
         block: channels that cannot be split: 128 if a kernel keeps block-FP8 weights, 1 if they are dequantized at
             load.
     """
 
     num_heads: int
-    num_kv_heads: int
-    latent_kv: bool
+    num_kv_heads: tuple[int, ...]
     dense_width: int = 0
     num_experts: int = 0
     expert_width: int = 0
@@ -152,12 +151,12 @@ class Topology:
         nearest = min(able, key=lambda n: abs(n - self.attn_dp_size))
         way_out = f"with --tp-size {self.tp_size}: --attn-dp-size {nearest}"
         _check_divides(attn, model.num_heads, "attention heads", "--tp-size / --attn-dp-size", way_out)
-        kv_heads = model.num_kv_heads
-        if not model.latent_kv and kv_heads % attn and attn % kv_heads:
-            raise ConfigError(
-                f"{kv_heads} KV heads can neither be divided over {attn} ranks (--tp-size / --attn-dp-size) nor "
-                f"replicated evenly on them; {_nearest(attn, kv_heads)} divide, a multiple of {kv_heads} replicates"
-            )
+        for kv_heads in model.num_kv_heads:
+            if kv_heads % attn and attn % kv_heads:
+                raise ConfigError(
+                    f"{kv_heads} KV heads can neither be divided over {attn} ranks (--tp-size / --attn-dp-size) nor "
+                    f"replicated evenly on them; {_nearest(attn, kv_heads)} divide, a multiple of {kv_heads} replicates"
+                )
         if self.cuts_dense:
             _check_width(
                 self.tp_size, model.dense_width, model.block, "dense layers", "--tp-size", "--moe-dense-tp-size 1"

@@ -24,49 +24,39 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-FACTS = {
-    "errors", "kv_ops", "prefill_delay", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
-    "custom_logit_processor", "validation", "gguf_container", "image_tokens", "sampling_params",
-}  # fmt: skip
+FACTS = {"errors", "types", "sampling_checks", "custom_logit_processor", "validation", "gguf_container"}
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> packages of this project that it may import, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "kv_ops": set(),
-    "prefill_delay": set(),
-    "row_sizes": set(),
-    "image_tokens": set(),
-    "sampling_params": {"errors", "structured_output"},
-    "types": {"image_tokens", "kv_ops", "prefill_delay", "sampling_params", "structured_output"},
-    "step_settings": set(),
-    "token_masks": {"errors", "types"},
+    "types": {"errors"},
     "custom_logit_processor": set(),
     "class_path": {"errors"},
     "kv_connectors": {"class_path", "errors"},
-    "storage": {"class_path", "errors", "step_settings", "gguf_container"},
-    "sampling_checks": {"errors", "sampling_params", "validation", "structured_output"},
+    "storage": {"class_path", "errors", "types", "gguf_container"},
+    "sampling_checks": {"errors", "types", "validation", "structured_output"},
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
     "gguf_container": {"errors"},
     "logs": set(),
     "demo": set(),
-    "kernels": {"errors"},
+    "kernels": set(),
     "parallel": {"errors", "kernels"},
     "models": {"errors", "kernels", "parallel", "gguf_container"},
-    "media": {"errors", "image_tokens", "models", "processes"},
-    "scheduler": BASE,
-    "tokenizer": BASE,
+    "media": {"errors", "types", "models", "processes"},
+    "scheduler": {"errors", "types", "kv_connectors"},
+    "tokenizer": {"errors", "types", "gguf_container"},
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
     "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler", "storage"},
-    "tuning": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "core", "frontend"},
+    "tuning": BASE | MODEL | {"config", "planning", "logs", "scheduler", "core", "frontend"},
     "worker": BASE | MODEL | {"processes", "storage"},
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
-    "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
-    "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
-    "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
+    "executor": BASE | MODEL | {"planning", "logs", "processes", "core", "worker"},
+    "cluster": BASE | MODEL | {"planning", "logs", "processes", "core", "executor", "worker"},
+    "elastic": BASE | MODEL | {"planning", "logs", "processes", "core", "executor", "cluster", "worker"},
     "frontend": BASE
     | MODEL
     | PLAN
@@ -81,17 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 NO_TORCH_FILES = (
-    "step_settings",
-    "image_tokens",
-    "kv_ops",
-    "prefill_delay",
-    "row_sizes",
-    "types",
-    "token_masks",
     "custom_logit_processor",
     "kv_connectors",
     "sampling_checks",
-    "sampling_params",
     "validation",
     "gguf_container",
     "errors",
@@ -110,6 +92,7 @@ NO_TORCH = (
     "server",
     "processes",
     "tuning",
+    "types",
     *NO_TORCH_FILES,
 )
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")

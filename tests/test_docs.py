@@ -359,12 +359,12 @@ def test_the_tables_of_formats_are_current():
 def test_every_metric_is_documented_with_its_type():
     from types import SimpleNamespace
 
-    from moe_engine.prefill_delay import DelayerSettings
     from moe_engine.scheduler.prefill_delayer import PrefillDelayer
     from moe_engine.server.experts_metrics import ExpertMetrics
     from moe_engine.server.metrics import Metrics, SpeculationGauges
     from moe_engine.server.metrics_http import StatusCount
     from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
+    from moe_engine.types.prefill_delay import DelayerSettings
 
     metrics = Metrics("model", SimpleNamespace(model_type="deepseek_v3", dtype="bfloat16"), "0")
     StatusCount(lambda *scope: None, metrics)

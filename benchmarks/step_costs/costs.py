@@ -26,7 +26,8 @@ class Cost:
     nvlink, network: bytes that this rank sends. link_us: latency of a message in addition to its bytes, or the whole
     time if it was measured. travel_us: time from the end of the launch until its messages have arrived at other ranks.
     awaits: the launch works when the messages sent last have arrived. launches: kernels that a library starts for the
-    call. empty_us: time of programs without work, in addition to everything else.
+    call. empty_us: time of programs without work, in addition to everything else. programs: number of programs that
+    read, where they may be too few for the device's rate; None: enough.
     """
 
     read: float = 0
@@ -39,6 +40,7 @@ class Cost:
     awaits: bool = False
     launches: int = 1
     empty_us: float = 0
+    programs: int | None = None
 
     @property
     def bytes(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
-from benchmarks.step_costs.triton_costs import FP32, NAMES, given
+from benchmarks.step_costs.triton_costs import FP32, NAMES, given, pieces_of
 
 
 def _records(heads: int, width: int, kind: int) -> int:
@@ -40,6 +40,8 @@ def paged(a: Any, s: Setting) -> Cost:
     groups, kind = a.keys.shape[1], a.keys.element_size()
     context = min(s.context, a.WINDOW) if a.WINDOW else s.context
     partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
+    blocks = requests * -(-tokens * heads // (requests * groups * a.BLOCK_M))
+    partials = min(partials, blocks * pieces_of(context, a.BLOCK_N))
     partial = partials * groups * a.BLOCK_M * (a.WIDTH + 1) * FP32
     flops = 4.0 * tokens * heads * context * a.WIDTH
     return Cost(

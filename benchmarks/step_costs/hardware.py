@@ -81,7 +81,10 @@ class Hardware:
             compute = cost.total_flops / self["attention_flops"]
         else:
             compute = sum(count / rates[dtype] for dtype, count in cost.flops.items())
-        work = max(cost.bytes / self[f"{kind}_bytes_per_s"], compute) * 1e6
+        rate = self[f"{kind}_bytes_per_s"]
+        if cost.programs is not None:
+            rate = min(rate, cost.programs * self["program_bytes_per_s"])
+        work = max(cost.bytes / rate, compute) * 1e6
         took = max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
         return float(self.gap_us(cost, graph, early) + took)
 

@@ -29,7 +29,6 @@ TILE = 64
 QUERY_ROWS, MOST_SPLITS = 64, 128
 """FlashAttention 3: rows of a query block, with all heads of a KV head together."""
 FP8 = torch.float8_e4m3fn
-PRODUCT, ATTENTION = "product", "attention"
 
 
 class Libraries:

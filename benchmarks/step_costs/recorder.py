@@ -25,7 +25,7 @@ SCATTERS = {
     "aten::index_copy", "aten::index_copy_", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
     "aten::scatter", "aten::scatter_",
 }  # fmt: skip
-OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
+OVERWRITES = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_"}
 """In-place operators that do not read their destination."""
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32",

@@ -227,7 +227,7 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     """Captures the graph of this size with the engine's own code."""
     if case.prefill is not None:
         return
-    from moe_engine.step_settings import GraphSettings
+    from moe_engine.types.step_settings import GraphSettings
     from moe_engine.worker.startup.graph_setup import capture_graphs
 
     runner = worker.runner

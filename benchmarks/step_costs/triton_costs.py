@@ -130,6 +130,22 @@ def absorb(a: Any, s: Setting) -> Cost:
     return Cost(read, size(a.out) + tokens * record, flops)
 
 
+MIN_TILE = 32
+"""Context tokens of the smallest tile of split attention over 16-bit rows."""
+
+
+def pieces_of(context: int, block_n: int) -> int:
+    """Most pieces of a split context."""
+    from moe_engine.kernels.attention.schedule import MIN_TILES
+
+    return -(-context // (MIN_TILES * block_n))
+
+
+def _merged_partials(a: Any, s: Setting, blocks: int) -> int:
+    """Partial results that a merge of `blocks` blocks reads."""
+    return min(len(a.partial), len(a.merges) * 2, blocks * pieces_of(s.context, MIN_TILE))
+
+
 @cost_of("latent_kernel")
 def latent(a: Any, s: Setting) -> Cost:
     """The requests' records once; the scores are computed `SHARES` times. A split block writes partial results in
@@ -138,6 +154,8 @@ def latent(a: Any, s: Setting) -> Cost:
     requests, rows = len(a.rows), a.q.numel() // width
     record = a.cache.shape[-1] * a.cache.element_size()
     partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
+    blocks = requests * -(-rows // (requests * a.BLOCK_M))
+    partials = min(partials, blocks * pieces_of(context, a.BLOCK_N))
     partial = partials * a.BLOCK_M * (a.LATENT + 1) * FP32
     flops = 2.0 * rows * context * (width * a.SHARES + a.LATENT)
     return Cost(size(a.q) + requests * context * (record + FP32), size(a.out) + partial, {"bf16": flops})
@@ -145,8 +163,16 @@ def latent(a: Any, s: Setting) -> Cost:
 
 @cost_of("merge_partials_kernel")
 def merge_partials(a: Any, s: Setting) -> Cost:
-    partials = min(len(a.partial), len(a.merges) * 2)
-    return Cost(partials * size(a.partial[:1]), size(a.out))
+    blocks = len(a.out) * -(-a.PER_GROUP // a.BLOCK_M)
+    return Cost(_merged_partials(a, s, blocks) * size(a.partial[:1]), size(a.out))
+
+
+@cost_of("merge_values_kernel")
+def merge_values(a: Any, s: Setting) -> Cost:
+    """The weight once from memory, then from L2."""
+    tokens = len(a.out)
+    read = _merged_partials(a, s, tokens * -(-a.HEADS // a.BLOCK_M)) * size(a.partial[:1]) + size(a.weight)
+    return Cost(read, size(a.out), product(a.mixed, tokens * a.HEADS, a.VALUE, a.LATENT))
 
 
 @cost_of("tree_kernel")
@@ -326,7 +352,7 @@ def down(a: Any, s: Setting) -> Cost:
 
 @cost_of("greedy_kernel")
 def greedy(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.logits), size(a.tokens))
+    return Cost(size(a.logits), size(a.tokens), programs=a.grid[0] * a.grid[1])
 
 
 @cost_of("chain_inputs_kernel", "chain_accept_kernel")
@@ -381,7 +407,8 @@ def chain_states(a: Any, s: Setting) -> Cost:
 @cost_of("limits_kernel")
 def limits(a: Any, s: Setting) -> Cost:
     """Greedy rows only, as in all cases: finds the best token, reads nothing else."""
-    return Cost(size(a.logits, a.temperature), size(a.best_out, a.limit_out, a.last_out, a.total_out))
+    written = size(a.best_out, a.limit_out, a.last_out, a.total_out)
+    return Cost(size(a.logits, a.temperature), written, programs=a.grid[0])
 
 
 @cost_of("draw_kernel")

@@ -17,9 +17,9 @@ from benchmarks.structured_output.schemas import Drawn
 from benchmarks.structured_output.validity import problem_of
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.structured_output.backend import CompiledGrammar, GrammarBackend, GrammarError, GrammarSettings
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from moe_engine.types.constraint import Constraint
 
 VOCAB_SIZE, EOS = 1280, 1
 MEANINGFUL = set('"\\{}[],:0123456789.-+eEabcdfu/')

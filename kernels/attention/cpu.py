@@ -12,6 +12,7 @@ from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
 from moe_engine.kernels.decoder.calls import DecoderCalls
+from moe_engine.kernels.kv_format import head_records
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
@@ -110,15 +111,16 @@ class CpuGQA(_Backend):
     ) -> Tensor:  # fmt: skip
         q = rows(q)
         tokens, heads, width = q.shape
-        form, other = (head_form(cache, q.dtype, width) for cache in (k_cache, v_cache))
+        value = head_records.value_width(k_cache, v_cache, width)
+        form, other = head_form(k_cache, q.dtype, width), head_form(v_cache, q.dtype, value)
         if form != other:
             raise ValueError(f"keys are {k_cache.dtype}, values {v_cache.dtype}")
-        out = torch.empty((tokens, heads, width), dtype=q.dtype)
+        out = torch.empty((tokens, heads, value), dtype=q.dtype)
         struct = find(queries, plan)
         self._lib.moe_paged(
             kind_of(q.dtype), form, q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), k_cache.stride(0),
             k_cache.stride(1), v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), struct.address, heads,
-            k_cache.shape[1], width, scale, None if sinks is None else sinks.data_ptr(), out.data_ptr(),
+            k_cache.shape[1], width, value, scale, None if sinks is None else sinks.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -1,7 +1,7 @@
 """Attention over a paged context: the contracts of MLA and GQA backends, and their optional parts.
 
 Legend: T query tokens, R requests, H query heads, G KV heads, N qk_nope, P rotary width (64), C kv_lora_rank,
-V v_head, Dh head width, S context tokens gathered. `queries.py` defines slots, pages and masks.
+V v_head, Dh width of a key, S context tokens gathered. `queries.py` defines slots, pages and masks.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ class ContextChunks:
 
 
 @dataclass(frozen=True)
+class AbsorbedValues:
+    """The absorbed form and the product by W_UV of few tokens."""
+
+    run: Callable[[Tensor, Tensor, PagedQueries, float, Any, Tensor], Tensor]
+    """(q, cache, queries, scale, plan, W_UV [H, V, C]): `MLABackend.absorbed`, multiplied by W_UV: [T, H, V]. q and
+    W_UV have one dtype."""
+
+    max_tokens: int
+    """Largest T for which `run` saves a launch."""
+
+
+@dataclass(frozen=True)
 class AttentionCapabilities:
     """The optional parts of an attention backend; None: not supported. All but the first and `windows` are of
     MLA."""
@@ -75,6 +87,8 @@ class AttentionCapabilities:
     fp8_queries: bool = False
     """`absorbed` over a cache of unscaled e4m3 numbers (`kv_format`'s `FP8_TENSOR`) multiplies e4m3 queries: it takes
     unscaled e4m3 queries too, and returns bfloat16."""
+
+    absorbed_values: AbsorbedValues | None = None
 
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""
@@ -129,4 +143,5 @@ class GQABackend(Protocol):
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
-        """q [T, H, Dh], caches [num_slots, G, Dh] or FP8 rows (`kv_format`) -> [T, H, Dh]; softmax in float32."""
+        """q [T, H, Dh], caches [num_slots, G, Dh] and [num_slots, G, V] or FP8 rows (`kv_format`) -> [T, H, V]; softmax
+        in float32. Raises ValueError for widths without a kernel (`kernels.vendors.limits`)."""

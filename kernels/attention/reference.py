@@ -112,11 +112,13 @@ class TorchGQA:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        out = torch.empty_like(q)
+        width, value = q.shape[-1], head_records.value_width(k_cache, v_cache, q.shape[-1])
+        out = q.new_empty(*q.shape[:2], value)
         for tokens, slots, visible in requests_of(queries):
-            keys, values = (head_records.unpack(c.index_select(0, slots), q.shape[-1]) for c in (k_cache, v_cache))
+            keys = head_records.unpack(k_cache.index_select(0, slots), width)  # [s, G, Dh]
+            values = head_records.unpack(v_cache.index_select(0, slots), value)
             more: dict[str, Any] = {"window": queries.window, "sinks": sinks}
-            _attend(q[tokens], keys, values, scale, out[tokens], visible, **more)  # keys [s, G, Dh]
+            _attend(q[tokens], keys, values, scale, out[tokens], visible, **more)
         return out
 
 

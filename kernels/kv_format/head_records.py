@@ -24,6 +24,14 @@ def form_of(cache: Tensor, width: int) -> int:
     return form
 
 
+def value_width(keys: Tensor, values: Tensor, width: int) -> int:
+    """Channels of a value, by the lengths of the rows of both caches and the channels of a key. A record of another
+    length than the key's has a multiple of 4 channels, without padding."""
+    if values.shape[-1] == keys.shape[-1]:
+        return width
+    return values.shape[-1] - (head_width(E4M3, 0) if values.dtype == torch.uint8 else 0)
+
+
 def pack(heads: Tensor, form: int) -> Tensor:
     """heads [..., Dh] -> records [..., bytes] uint8, or [..., Dh] float8_e5m2. Rounds to nearest even."""
     if form == FP8_RANGE:

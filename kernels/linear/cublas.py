@@ -1,4 +1,8 @@
-"""Base of the GPU linear rows: products with unquantized weights by torch (cuBLAS).
+"""Base of the GPU linear rows: products with unquantized weights by torch (cuBLAS), of few rows by a Triton kernel.
+
+cuBLAS's kernels neither start while the launch before them ends nor announce the next one. With few rows the gaps
+before and after a small product are a third of its time, so that a dependent launch is worth more than a library's
+tiles (TensorRT-LLM's kernels of minimal latency for DeepSeek-V3 are made for the same reason).
 
 Legend: T tokens, H heads, K in-features, N out-features.
 """
@@ -8,16 +12,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.device import starts_early
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
+
+MAX_FEW_ELEMENTS = 1 << 24
+"""Elements of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
 
 
 class CublasLinear(TorchLinear):
     """`LinearKernel` whose per-head products are written directly to `out`. The torch row copies them; the copy is
     needed under torch.compile only."""
 
+    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+        if not _is_few(x, weight.data):
+            return super().run(x, weight)
+        from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+
+        return fixed_gemm(x, weight.data, weight.bias, tiles=FEW_PLAIN)
+
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
+        if _is_few(x, weight.data):
+            from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+
+            return fixed_gemm(x, weight.data, None, out, FEW_PLAIN)
         if out is None:
             out = x.new_empty(x.shape[0], x.shape[1], weight.out_features)
         torch.bmm(x.transpose(0, 1), weight.data.transpose(1, 2), out=out.transpose(0, 1))
         return out
+
+
+def _is_few(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is a dependent launch."""
+    small = 0 < len(x) <= FEW_ROWS and weight.numel() <= MAX_FEW_ELEMENTS
+    return small and weight.dtype == x.dtype and x.element_size() == 2 and starts_early(x.device.type)

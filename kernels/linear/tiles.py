@@ -115,3 +115,7 @@ class PlainTiles:
 FIXED_PLAIN = PlainTiles(64, 64, 64, 4, 4)
 FIXED_WIDE = PlainTiles(32, 32, 32, 4, 3)
 """float32, without tensor cores."""
+FEW_ROWS = 16
+FEW_PLAIN = PlainTiles(16, 16, 256, 4, 4)
+"""Up to `FEW_ROWS` rows: a program for each 16 rows of a weight; up to four programs share an SM, and their loads in
+flight hide the latency of memory."""

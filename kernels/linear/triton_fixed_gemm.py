@@ -1,7 +1,7 @@
-"""Products with unquantized weights, batch-invariant: a row's bits do not depend on the other rows.
+"""Products with unquantized weights: batch-invariant, a row's bits do not depend on the other rows, or of few rows.
 
-Libraries select algorithms by the number of rows. Here the tiling depends on the weight alone, every sum runs over K in
-order, and no two programs share a sum.
+Libraries select algorithms by the number of rows. Here every sum runs over K in order, no two programs share a sum, and
+in deterministic mode the tiling depends on the weight alone.
 
     out[m, h, n] = sum over k of x[m, h, k] * w[h, n, k] (+ bias[n])
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_engine.kernels.linear.products import add_product, empty_tile, grouped_order, load_step, weight_tile
-from moe_engine.kernels.linear.tiles import FIXED_PLAIN, FIXED_WIDE, PlainTiles
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FIXED_PLAIN, FIXED_WIDE, PlainTiles
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
@@ -56,12 +56,15 @@ def fixed_gemm_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < N)[None, :])
 
 
-def fixed_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def fixed_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, tiles: PlainTiles | None = None
+) -> Tensor:
     """x [M, K] x weight [N, K] (+ bias [N]) -> [M, N]; or heads, x [M, H, K] x weight [H, N, K] -> [M, H, N].
 
     Args:
         x: contiguous in its last dimension, or it is copied.
         out: output tensor; its last dimension is contiguous.
+        tiles: default: the same for any number of rows.
 
     Raises:
         ValueError: if the widths or dtypes differ.
@@ -71,7 +74,7 @@ def fixed_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tenso
         raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a weight {list(weight.shape)} {weight.dtype}")
     if out is None:
         out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    m, x, cut = x.shape[0], with_contiguous_rows(x), fixed_tiles(x.dtype)
+    m, x, cut = x.shape[0], with_contiguous_rows(x), tiles or fixed_tiles(x.dtype)
     if m:
         per_head = stride_of(x, 1) if heads > 1 else 0, stride_of(out, 1) if heads > 1 else 0
         grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), heads)
@@ -94,9 +97,9 @@ def _constants(n: int, k: int, cut: PlainTiles, has_bias: bool) -> dict[str, Any
     }  # fmt: skip
 
 
-def fixed_case(label: str, n: int, k: int, dtype: torch.dtype) -> AotCase:
+def fixed_case(label: str, n: int, k: int, dtype: torch.dtype, tiles: PlainTiles | None = None) -> AotCase:
     """AOT case of a weight without a bias, for any number of rows."""
-    cut, kind = fixed_tiles(dtype), f"*{element(dtype)}"
+    cut, kind = tiles or fixed_tiles(dtype), f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "weight", "out"), kind) | {"num_rows": "i32"} | dict.fromkeys(_STRIDES, "i32:16")
     constants = _constants(n, k, cut, False) | {"bias": None}
     name = f"fixed_gemm_{label}_{n}x{k}_{element(dtype)}"
@@ -107,5 +110,7 @@ def aot_cases() -> list[AotCase]:
     """V2-Lite's projections, V3's absorbed products and head."""
     bf16 = torch.bfloat16
     cases = [fixed_case("v2_lite_q", 16 * 192, 2048, bf16), fixed_case("v2_lite_kv_a", 576, 2048, bf16)]
+    few = (("v2_lite_q_kv_a", 16 * 192 + 576, 2048), ("v2_lite_o", 2048, 2048), ("values", 128, 512))
+    cases += [fixed_case(f"few_rows_{label}", n, k, bf16, FEW_PLAIN) for label, n, k in few]
     cases += [fixed_case("keys", 512, 128, bf16), fixed_case("values", 128, 512, bf16)]
     return [*cases, fixed_case("v3_head", 129280, 7168, bf16), fixed_case("keys", 512, 128, torch.float32)]

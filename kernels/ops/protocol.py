@@ -1,6 +1,7 @@
 """Small fused operations between the matrix products: norms, rotary embedding, activation, cache writes, routing.
 
-Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, C kv_lora_rank, E experts, K experts per token.
+Legend: T tokens, D hidden, H heads, G KV heads, Dh width of a key, V width of a value, N qk_nope, R rotary width,
+C kv_lora_rank, E experts, K experts per token.
 All tensors of one call are on one device. Activations are bf16, fp16 or fp32; norm weights are stored in the
 activation dtype or fp32; positions are int64, slots int32 or int64.
 """
@@ -124,9 +125,9 @@ class GroupedRows(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
         slots: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """q [T, H, Dh], and k and v [T, G, Dh], views of any row strides: `bias` [(H+2G) Dh] added, in their dtype,
-        `Ops.rms_norm` of q and k by `norms`, `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q, contiguous;
-        the arguments do not change."""
+        """q [T, H, Dh], k [T, G, Dh] and v [T, G, V], views of any row strides: `bias` [H Dh + G Dh + G V] added, in
+        their dtype, `Ops.rms_norm` of q and k by `norms`, `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q,
+        contiguous; the arguments do not change."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ class Ops(Protocol):
         """
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """k, v [T, Hkv, Dh] -> k_cache[slots], v_cache[slots]; caches [num_slots, Hkv, Dh] or FP8 rows."""
+        """k [T, G, Dh], v [T, G, V] -> k_cache[slots], v_cache[slots]; caches [num_slots, G, Dh] and [num_slots, G, V]
+        or FP8 rows."""
 
     def prepare_gate(self, gate: Tensor) -> Tensor:
         """gate [E, D] float32 or bfloat16, as stored in the checkpoint -> the same values as `route` reads them. Once,

@@ -150,17 +150,21 @@ def write_kv_fp8_kernel(
     k, v, slots, k_cache, v_cache,
     k_stride, k_head_stride, v_stride, v_head_stride, k_cache_stride, v_cache_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr,
-    RECORD: tl.constexpr, SCALE: tl.constexpr,
+    RECORD: tl.constexpr, SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    VALUE_RECORD: tl.constexpr, VALUE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """k_cache[slots[t]] = records of k[t], v_cache[slots[t]] = records of v[t]; caches are bytes, a slot's heads are
-    contiguous. RECORD: bytes of a head, SCALE: offset of its scale."""
+    contiguous. RECORD: bytes of a key, SCALE: offset of its scale; VALUE_RECORD, VALUE_SCALE: of a value."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     key, value = k_cache + slot * k_cache_stride, v_cache + slot * v_cache_stride
     _write_heads(k + token * k_stride, k_head_stride, key, head, HEADS, WIDTH, BLOCK, KV_FORMAT, RECORD, SCALE)
-    _write_heads(v + token * v_stride, v_head_stride, value, head, HEADS, WIDTH, BLOCK, KV_FORMAT, RECORD, SCALE)
+    _write_heads(
+        v + token * v_stride, v_head_stride, value, head, HEADS, VALUE, VALUE_BLOCK, KV_FORMAT, VALUE_RECORD,
+        VALUE_SCALE,
+    )  # fmt: skip
 
 
 def write_latent(
@@ -186,7 +190,7 @@ def write_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tens
     """
     count, heads, width = k.shape
     form = head_form(k_cache, width)
-    if head_form(v_cache, width) != form:
+    if head_form(v_cache, v.shape[2]) != form:
         raise ValueError(f"the key cache is {k_cache.dtype}, the value cache {v_cache.dtype}")
     if not k.numel():
         return
@@ -195,7 +199,7 @@ def write_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tens
         if not cache[:1].is_contiguous():
             raise ValueError("a KV cache slot must hold its heads contiguously")
     k, v = with_contiguous_rows(k), with_contiguous_rows(v)
-    constants, warps = _kv_constants(heads, width, form), _kv_warps(heads, width)
+    constants, warps = _kv_constants(heads, width, v.shape[2], form), _kv_warps(heads, width)
     write_kv_fp8_kernel[(count, triton.cdiv(heads, constants["BLOCK_H"]))](
         k, v, slots, k_cache, v_cache,
         stride_of(k, 0), stride_of(k, 1), stride_of(v, 0), stride_of(v, 1),
@@ -214,18 +218,22 @@ def _latent_warps(latent: int) -> int:
     return warps_for(next_power_of_2(latent))
 
 
-def _kv_constants(heads: int, width: int, form: int) -> dict[str, int]:
+def _kv_constants(heads: int, width: int, value: int, form: int) -> dict[str, int]:
     block = next_power_of_2(width)
+    record, value_record = (head_width(E4M3, each) if form == FP8_TOKEN else each for each in (width, value))
     return {
-        "HEADS": heads, "WIDTH": width, "BLOCK_H": min(next_power_of_2(heads), max(1, _TILE // block)), "BLOCK": block,
-        "KV_FORMAT": form, "RECORD": head_width(E4M3, width) if form == FP8_TOKEN else width,
-        "SCALE": head_scale_offset(width),
+        "HEADS": heads, "WIDTH": width, "BLOCK_H": _kv_heads(heads, width), "BLOCK": block, "KV_FORMAT": form,
+        "RECORD": record, "SCALE": head_scale_offset(width), "VALUE": value, "VALUE_BLOCK": next_power_of_2(value),
+        "VALUE_RECORD": value_record, "VALUE_SCALE": head_scale_offset(value),
     }  # fmt: skip
 
 
+def _kv_heads(heads: int, width: int) -> int:
+    return min(next_power_of_2(heads), max(1, _TILE // next_power_of_2(width)))
+
+
 def _kv_warps(heads: int, width: int) -> int:
-    constants = _kv_constants(heads, width, FP8_TOKEN)
-    return warps_for(constants["BLOCK_H"] * constants["BLOCK"])
+    return warps_for(_kv_heads(heads, width) * next_power_of_2(width))
 
 
 _NAMES = {FP8_TOKEN: "token", FP8_GROUPS: "groups", FP8_RANGE: "e5m2", FP8_TENSOR: "e4m3"}
@@ -244,19 +252,19 @@ def _latent_case(form: int, slot_dtype: torch.dtype) -> AotCase:
     return AotCase(name, write_latent_fp8_kernel, signature, constants, _latent_warps(512), 3, False)
 
 
-def _kv_case(form: int) -> AotCase:
-    """Llama-3-8B's heads in bf16."""
-    heads, width = 8, 128
-    constants = _kv_constants(heads, width, form)
+def _kv_case(form: int, width: int = 128) -> AotCase:
+    """Llama-3-8B's heads in bf16, or with keys of 192 channels MiMo-V2-Flash's."""
+    heads = 8
+    constants = _kv_constants(heads, width, 128, form)
     cached = "i32:16" if heads * constants["RECORD"] % 16 == 0 else "i32"
     signature = {"k": "*bf16", "v": "*bf16", "slots": "*i64:1", "k_cache": "*u8", "v_cache": "*u8"}
     signature |= dict.fromkeys(("k_stride", "k_head_stride", "v_stride", "v_head_stride"), "i32:16")
     signature |= dict.fromkeys(("k_cache_stride", "v_cache_stride"), cached)
-    name = f"write_kv_fp8_{_NAMES[form]}"
+    name = f"write_kv_fp8_{_NAMES[form]}{'' if width == 128 else f'_{width}'}"
     return AotCase(name, write_kv_fp8_kernel, signature, constants, _kv_warps(heads, width), 3, False)
 
 
 def aot_cases() -> list[AotCase]:
     cases = [_latent_case(form, torch.int64) for form in (FP8_TOKEN, FP8_GROUPS, FP8_RANGE, FP8_TENSOR)]
     cases.append(_latent_case(FP8_GROUPS, torch.int32))
-    return cases + [_kv_case(form) for form in (FP8_TOKEN, FP8_RANGE)]
+    return cases + [_kv_case(FP8_TOKEN), _kv_case(FP8_RANGE), _kv_case(FP8_TOKEN, 192)]

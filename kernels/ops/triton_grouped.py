@@ -3,7 +3,8 @@
 One launch instead of two (rotation, cache write) to six (bias, two norms, two rotations, cache write). Sums and
 roundings are those of the separate kernels.
 
-Legend: T tokens, H query heads, G KV heads, Dh head width, R rotated channels, which come first.
+Legend: T tokens, H query heads, G KV heads, Dh width of a key, V width of a value, R rotated channels, which come
+first.
 """
 
 from __future__ import annotations
@@ -75,12 +76,13 @@ def grouped_rows_kernel(
     q, k, v, bias, q_norm, k_norm, positions, cos_sin, slots, out, k_cache, v_cache,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, k_cache_stride,
     v_cache_stride, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, TURNED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k and v [T, KV_HEADS, WIDTH] -> cache rows
-    of their slots; bias [HEADS + 2 KV_HEADS, WIDTH]. Grid (T, blocks of query heads, then blocks of KV heads)."""
+    """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k [T, KV_HEADS, WIDTH] and v [T, KV_HEADS,
+    VALUE] -> cache rows of their slots; bias of the heads of q, k and v. Grid (T, blocks of query heads, then blocks of
+    KV heads)."""
     wait_for_inputs()
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = cos_sin + tl.load(positions + token) * TURNED + tl.arange(0, PAIRS)[None, :]
@@ -102,13 +104,13 @@ def grouped_rows_kernel(
             source, bias + (HEADS + head) * WIDTH if BIAS else bias, target, k_norm, table, live, eps,
             BIAS, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS,
         )  # fmt: skip
-        channel = tl.arange(0, BLOCK)[None, :]
-        known = live & (channel < WIDTH)
+        channel = tl.arange(0, VALUE_BLOCK)[None, :]
+        known = live & (channel < VALUE)
         value = _biased(
             v + token * v_stride + head * v_head_stride,
-            bias + (HEADS + KV_HEADS + head) * WIDTH if BIAS else bias, channel, known, BIAS,
+            bias + (HEADS + KV_HEADS) * WIDTH + head * VALUE if BIAS else bias, channel, known, BIAS,
         )  # fmt: skip
-        place = v_cache + slot * v_cache_stride + head * WIDTH + channel
+        place = v_cache + slot * v_cache_stride + head * VALUE + channel
         tl.store(place, value.to(v_cache.dtype.element_ty), known)
 
 
@@ -121,11 +123,12 @@ def grouped_rows(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not count:
         return out
-    for cache in (k_cache, v_cache):
-        if cache.shape[1:] != k.shape[1:] or not cache[:1].is_contiguous():
-            raise ValueError(f"a KV cache slot must hold {list(k.shape[1:])} contiguously, not {list(cache.shape[1:])}")
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        held, given = list(cache.shape[1:]), list(rows.shape[1:])
+        if held != given or not cache[:1].is_contiguous():
+            raise ValueError(f"a KV cache slot must hold {given} contiguously, not {held}")
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-    constants = _constants(heads, k.shape[1], width, table, norms is not None, bias is not None)
+    constants = _constants(heads, k.shape[1], width, v.shape[2], table, norms is not None, bias is not None)
     block_h = constants["BLOCK_H"]
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     grouped_rows_kernel[(count, triton.cdiv(heads, block_h) + triton.cdiv(k.shape[1], block_h))](
@@ -137,26 +140,28 @@ def grouped_rows(
     return out
 
 
-def _constants(heads: int, kv_heads: int, width: int, table: RotaryTable, norm: bool, bias: bool) -> dict[str, int]:
+def _constants(
+    heads: int, kv_heads: int, width: int, value: int, table: RotaryTable, norm: bool, bias: bool
+) -> dict[str, int]:
     block = next_power_of_2(width)
     return {
-        "HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "TURNED": table.width,
+        "HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "VALUE": value, "TURNED": table.width,
         "INTERLEAVED": table.interleaved, "BIAS": bias, "NORM": norm,
         "BLOCK_H": min(next_power_of_2(max(heads, kv_heads)), max(1, _TILE // block)), "BLOCK": block,
-        "PAIRS": next_power_of_2(table.width // 2),
+        "VALUE_BLOCK": next_power_of_2(value), "PAIRS": next_power_of_2(table.width // 2),
     }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next and gpt-oss-120b on four."""
+    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next, gpt-oss-120b and MiMo-V2-Flash on four."""
     cases = []
     for label, heads, kv_heads, width, turned, norm, bias in (
         ("llama", 32, 8, 128, 128, False, False), ("qwen3", 8, 1, 128, 128, True, False),
         ("glm", 12, 1, 128, 64, True, True), ("qwen3-next", 4, 1, 256, 64, True, False),
-        ("gpt-oss", 16, 2, 64, 64, False, False),
+        ("gpt-oss", 16, 2, 64, 64, False, False), ("mimo", 16, 2, 192, 64, False, False),
     ):  # fmt: skip
         table = RotaryTable(torch.empty(1, turned), interleaved=False)
-        constants = _constants(heads, kv_heads, width, table, norm, bias)
+        constants = _constants(heads, kv_heads, width, 128 if label == "mimo" else width, table, norm, bias)
         signature = dict.fromkeys(("q", "k", "v", "out", "k_cache", "v_cache"), "*bf16") | {
             "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(torch.int64)}:1", "eps": "fp32",
         }  # fmt: skip

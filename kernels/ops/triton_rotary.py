@@ -128,9 +128,10 @@ def write_latent_kernel(
 def write_kv_kernel(
     k, v, slots, k_cache, v_cache,
     k_stride, k_head_stride, v_stride, v_head_stride, k_cache_stride, v_cache_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """k_cache[slots[t]] = k[t], v_cache[slots[t]] = v[t]; a cache slot holds its heads contiguously."""
+    """k_cache[slots[t]] = k[t], v_cache[slots[t]] = v[t]; a cache slot holds its heads contiguously. WIDTH, VALUE:
+    channels of a key, of a value."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -138,8 +139,11 @@ def write_kv_kernel(
     head, channel = item // WIDTH, item % WIDTH
     live = item < HEADS * WIDTH
     key = tl.load(k + token * k_stride + head * k_head_stride + channel, live)
-    value = tl.load(v + token * v_stride + head * v_head_stride + channel, live)
     tl.store(k_cache + slot * k_cache_stride + item, key.to(k_cache.dtype.element_ty), live)
+    if VALUE != WIDTH:
+        head, channel = item // VALUE, item % VALUE
+        live = item < HEADS * VALUE
+    value = tl.load(v + token * v_stride + head * v_head_stride + channel, live)
     tl.store(v_cache + slot * v_cache_stride + item, value.to(v_cache.dtype.element_ty), live)
 
 
@@ -186,12 +190,13 @@ def write_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tens
         if not cache[:1].is_contiguous():
             raise ValueError("a KV cache slot must hold its heads contiguously")
     k, v = with_contiguous_rows(k), with_contiguous_rows(v)
-    block = _kv_block(heads * width)
-    write_kv_kernel[(count, triton.cdiv(heads * width, block))](
+    widest = heads * max(width, v.shape[2])
+    block = _kv_block(widest)
+    write_kv_kernel[(count, triton.cdiv(widest, block))](
         k, v, slots, k_cache, v_cache,
         stride_of(k, 0), stride_of(k, 1), stride_of(v, 0), stride_of(v, 1),
         stride_of(k_cache, 0), stride_of(v_cache, 0),
-        HEADS=heads, WIDTH=width, BLOCK=block, num_warps=warps_for(block),
+        HEADS=heads, WIDTH=width, VALUE=v.shape[2], BLOCK=block, num_warps=warps_for(block),
     )  # fmt: skip
 
 
@@ -224,13 +229,13 @@ def latent_case(label: str, latent: int, width: int, dtype: torch.dtype, slot_dt
     return AotCase(name, write_latent_kernel, signature, constants, warps_for(block_c), 3, False)
 
 
-def kv_case(label: str, heads: int, width: int, slot_dtype: torch.dtype) -> AotCase:
+def kv_case(label: str, heads: int, width: int, value: int, slot_dtype: torch.dtype) -> AotCase:
     """The specialization that `write_kv` launches for bf16 caches."""
     block = _kv_block(heads * width)
     signature = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16") | {"slots": f"*{element(slot_dtype)}:1"}
     strides = ("k_stride", "k_head_stride", "v_stride", "v_head_stride", "k_cache_stride", "v_cache_stride")
     signature |= dict.fromkeys(strides, "i32:16")
-    constants = {"HEADS": heads, "WIDTH": width, "BLOCK": block}
+    constants = {"HEADS": heads, "WIDTH": width, "VALUE": value, "BLOCK": block}
     name = f"write_kv_{label}_{element(slot_dtype)}"
     return AotCase(name, write_kv_kernel, signature, constants, warps_for(block), 3, False)
 
@@ -242,6 +247,7 @@ def aot_cases() -> list[AotCase]:
     cases.append(rotate_case("partial", 32, 96, False))
     for slots in (torch.int32, torch.int64):
         cases.append(latent_case("v3", 512, 64, torch.bfloat16, slots))
-        cases.append(kv_case("llama", 8, 128, slots))
+        cases.append(kv_case("llama", 8, 128, 128, slots))
+        cases.append(kv_case("mimo", 8, 192, 128, slots))
     cases.append(latent_case("v3", 512, 64, torch.float32, torch.int64))
     return cases

@@ -43,22 +43,39 @@ def weight_of(x, best, temperature):
 
 
 @triton.jit
-def best_of_row(row, chunk_best, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr):
-    """(largest logit, its lowest index, 1 if the row is valid); STORE: also stores the best of every chunk."""
+def best_of_part(row, begin, step, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """(largest logit, its lowest index, whether no logit is NaN) of the tiles at `begin`, `begin + step` and on."""
+    best = float("-inf")
+    index = 0
+    broken = 0
+    for first in range(begin, VOCAB, step):
+        column = first + tl.arange(0, BLOCK)
+        x = tl.load(row + column, column < VOCAB, float("-inf"))
+        best, index, broken = _better(x, first, best, index, broken)
+    return best, index, broken == 0
+
+
+@triton.jit
+def _better(x, first, best, index, broken):
+    """`best_of_part` with a further tile; a NaN is not a best logit."""
+    broken = tl.maximum(broken, tl.max((x != x).to(tl.int32), 0))
+    value, at = tl.max(tl.where(x != x, float("-inf"), x), 0, return_indices=True, return_indices_tie_break_left=True)
+    index = tl.where(value > best, first + at, index)
+    return tl.maximum(value, best), index, broken
+
+
+@triton.jit
+def best_of_row(row, chunk_best, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(largest logit, its lowest index, 1 if the row is valid); stores the best of every chunk."""
     best = float("-inf")
     index = 0
     broken = 0
     for begin in range(0, VOCAB, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         x = tl.load(row + column, column < VOCAB, float("-inf"))
-        broken = tl.maximum(broken, tl.max((x != x).to(tl.int32), 0))
-        x = tl.where(x != x, float("-inf"), x)
-        if STORE:
-            tile = tl.max(tl.reshape(x, [BLOCK // CHUNK, CHUNK]), 1)
-            tl.store(chunk_best + begin // CHUNK + tl.arange(0, BLOCK // CHUNK), tile)
-        value, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-        index = tl.where(value > best, begin + at, index)
-        best = tl.maximum(value, best)
+        tile = tl.max(tl.reshape(tl.where(x != x, float("-inf"), x), [BLOCK // CHUNK, CHUNK]), 1)
+        tl.store(chunk_best + begin // CHUNK + tl.arange(0, BLOCK // CHUNK), tile)
+        best, index, broken = _better(x, begin, best, index, broken)
     valid = (broken == 0) & (best < _INFINITY) & (best > -_INFINITY)
     return best, index, valid
 
@@ -225,7 +242,7 @@ def limits_kernel(
     chunk_best += index * BLOCK
     candidates += index * BLOCK
     heat = tl.load(temperature + index)
-    best, at, valid = best_of_row(row, chunk_best, VOCAB, CHUNK, BLOCK, True)
+    best, at, valid = best_of_row(row, chunk_best, VOCAB, CHUNK, BLOCK)
     limit = best
     last = at
     total = tl.full((), 1.0, tl.float64)

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, SamplingParameters
-from moe_engine.kernels.sampling.triton_limits import BLOCK, best_of_row, limits_kernel, weight_of
+from moe_engine.kernels.sampling.triton_greedy import Greedy, greedy_case
+from moe_engine.kernels.sampling.triton_limits import BLOCK, limits_kernel, weight_of
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import stride_of, with_contiguous_rows
@@ -35,16 +36,6 @@ class _Limits(NamedTuple):
     limit: Tensor  # [S] float32
     last: Tensor  # [S] int32
     total: Tensor  # [S] float64
-
-
-@dependent_jit
-def greedy_kernel(logits, tokens, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """tokens [S] int64: the best token of each row."""
-    wait_for_inputs()
-    index = tl.program_id(0).to(tl.int64)
-    row = logits + index * stride
-    _best, at, valid = best_of_row(row, row, VOCAB, 1, BLOCK, False)
-    tl.store(tokens + index, tl.where(valid, at, _INVALID).to(tl.int64))
 
 
 @triton.jit
@@ -113,13 +104,11 @@ class TritonSampling:
 
     name = "triton"
 
+    def __init__(self) -> None:
+        self._greedy = Greedy()
+
     def greedy(self, logits: Tensor) -> Tensor:
-        logits = with_contiguous_rows(logits)
-        count, vocab = logits.shape
-        tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
-        if count:
-            greedy_kernel[(count,)](logits, tokens, stride_of(logits, 0), VOCAB=vocab, BLOCK=BLOCK, num_warps=_WARPS)
-        return tokens
+        return self._greedy(logits)
 
     def sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
         logits = with_contiguous_rows(logits)
@@ -181,7 +170,7 @@ def vocabulary_cases(label: str, vocab: int) -> list[AotCase]:
         return shared | {name: columns[name] for name in names}
 
     cases = [
-        AotCase(f"greedy_{label}", greedy_kernel, shared | {"tokens": "*i64"}, row, _WARPS, 3, False),
+        greedy_case(label, vocab),
         AotCase(
             f"sampling_limits_{label}", limits_kernel, of("temperature", "top_p", "min_p", "top_k") | scratch | written,
             _constants(vocab), _WARPS, 3, False,

@@ -19,6 +19,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.attention.triton.gather",
     f"{_FAMILIES}.attention.triton.latent",
     f"{_FAMILIES}.attention.triton.merge",
+    f"{_FAMILIES}.attention.triton.merge_values",
     f"{_FAMILIES}.attention.triton.paged",
     f"{_FAMILIES}.attention.triton.tree",
     f"{_FAMILIES}.delta.triton_delta",

@@ -128,7 +128,7 @@ def flashinfer_fp8(widths: HeadWidths) -> str | None:
 
 
 def flashinfer_gqa(widths: HeadWidths) -> str | None:
-    return flashinfer_paged(widths.key)
+    return _one_width("FlashInfer", widths) or flashinfer_paged(widths.key)
 
 
 def flashmla(widths: HeadWidths) -> str | None:
@@ -168,4 +168,11 @@ def fa3_mla(widths: HeadWidths) -> str | None:
 
 
 def fa3_gqa(widths: HeadWidths) -> str | None:
-    return fa3_paged(widths.key)
+    return _one_width("FlashAttention 3", widths) or fa3_paged(widths.key)
+
+
+def _one_width(name: str, widths: HeadWidths) -> str | None:
+    """The adapters of grouped-query attention pass one width for keys and values."""
+    if widths.key == widths.value:
+        return None
+    return f"the {name} row has paged keys and values of one width, not {widths.key} and {widths.value}"

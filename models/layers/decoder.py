@@ -79,7 +79,8 @@ class Decoder:
         """The current (or last) layer of a forward; for progress reports."""
         self.backends = backends
         self.parallel = parallel
-        self.rotary = make_rotary_table(config.rope, max_positions or config.context_length, reader.device)
+        positions = max_positions or config.context_length
+        self.rotary_tables = {rope: make_rotary_table(rope, positions, reader.device) for rope in config.ropes}
         self.embedding = Embedding(config, reader, parallel)
         names = [f"model.layers.{i}" for i in range(config.num_layers)]
         norms = [self.make_norm(reader, f"{name}.input_layernorm") for name in names]
@@ -105,6 +106,14 @@ class Decoder:
         self.weight_bytes = streamed.device_bytes(self)
         """Bytes of weights and tables in the kernels' layouts."""
 
+    @property
+    def rotary(self) -> RotaryTable:
+        """The table of `ModelConfig.rope`."""
+        return self.rotary_tables[self.config.rope]
+
+    def rotary_of(self, layer_index: int) -> RotaryTable:
+        return self.rotary_tables[self.config.rope_of(layer_index)]
+
     def make_head(self, reader: WeightSource, embedding: Embedding) -> Head | Pooler:
         """The LM head; for a pooled model the pooler."""
         if self.config.pooling is not None:
@@ -122,7 +131,7 @@ class Decoder:
 
         `shared_out`: the previous layer leaves each rank with its rows of the residual stream only.
         """
-        attention = self.make_attention(layer_index, reader, self.rotary)
+        attention = self.make_attention(layer_index, reader, self.rotary_of(layer_index))
         post = self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
         feed_forward = self.make_feed_forward(layer_index, reader)
         if self.parallel.world_size == 1:
@@ -157,7 +166,7 @@ class Decoder:
         block = expert_names(self.config).block
 
         def attention(reader: WeightSource) -> Any:
-            return self.make_attention(layer_index, reader, self.rotary)
+            return self.make_attention(layer_index, reader, self.rotary_of(layer_index))
 
         own = (f"{name}.self_attn.", f"{name}.linear_attn.")
         yield Reloadable(own, layer.attention, attention)

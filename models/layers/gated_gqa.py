@@ -21,7 +21,7 @@ class GatedGQAttention(GQAttention):
         parts = self._parts(self._qkv(hidden))
         q = self._rows(parts, batch.positions, groups[self._group].slots, cache)
         mixed = self._attend(q, k_cache, v_cache, groups)
-        gate = parts.qkv[:, 1 : 2 * self._gqa.num_heads : 2]
+        gate = parts.heads[:, 1 : 2 * self._gqa.num_heads : 2]
         gates = self._ops.capabilities.gates
         opened = mixed.mul_(gate.sigmoid()) if gates is None else gates.heads(mixed, gate)
         return self._o(opened.flatten(1))

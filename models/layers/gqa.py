@@ -1,6 +1,6 @@
 """Grouped-query attention of the dense families: optional biases, q/k norms and partial rotation.
 
-Legend: T tokens, D hidden, H query heads, G KV heads, Dh head width.
+Legend: T tokens, D hidden, H query heads, G KV heads, Dh width of a key, V width of a value.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.projection_norm import ProjectionNorms
 from moe_engine.models.layers.rotated_norm import HeadWeights, UnweightedNorm
 from moe_engine.models.sharding import local_attention
+from moe_engine.models.tensors import sinks_name
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share, heads_share
@@ -43,13 +44,14 @@ class GroupInputs:
 
 
 class ProjectedParts(NamedTuple):
-    """The parts of the projection, views of `qkv` [T, H+2G, Dh]; with an output gate `qkv` has its heads, too."""
+    """The parts of the projection. `heads` [T, H+G, Dh]: q and k together; with an output gate all heads of the
+    projection."""
 
     q: Tensor  # [T, H, Dh]
     k: Tensor  # [T, G, Dh]
-    v: Tensor  # [T, G, Dh]
-    qkv: Tensor
-    bias: Tensor | None = None  # [(H+2G) Dh], not yet added
+    v: Tensor  # [T, G, V]
+    heads: Tensor
+    bias: Tensor | None = None  # [H Dh + G Dh + G V], not yet added
 
 
 Groups = Sequence[GroupInputs]
@@ -82,62 +84,46 @@ class GQAttention:
         layer_name: str | None = None,
         input_size: int | None = None,
     ) -> None:
-        whole = config.attention
+        whole = config.attention_of(layer_index)
         assert isinstance(whole, GQAConfig)
-        gqa = local_attention(whole, parallel)
+        gqa, rope = local_attention(whole, parallel), config.rope_of(layer_index)
         self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
         self._ops = backends.ops
         self._backend: GQABackend = backends.attention  # type: ignore[assignment]
         self._group = _group_of(config, layer_index)
         self._all_groups = config.cache_groups
-        self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
+        self._scale = gqa.head_dim**-0.5 * rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
         query, key = whole.num_heads * gqa.head_dim, whole.num_kv_heads * gqa.head_dim
+        value, mixed = whole.num_kv_heads * gqa.value_width, whole.num_heads * gqa.value_width
         gated = 2 * query if gqa.output_gate else query
         share = Share.of(parallel.attn_tp)
         kv_share = heads_share(share, whole.num_kv_heads)
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         self._qkv = load_linear(
-            backends.linear, reader, names, [gated, key, key], input_size or config.hidden_size, gqa.qkv_bias,
+            backends.linear, reader, names, [gated, key, value], input_size or config.hidden_size, gqa.qkv_bias,
             [share, kv_share, kv_share],
         )  # fmt: skip
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
-        self._o = load_linear(backends.linear, reader, o_proj, hidden, query, gqa.o_bias, in_share=share)
+        self._o = load_linear(backends.linear, reader, o_proj, hidden, mixed, gqa.o_bias, in_share=share)
         self._paged: Callable[..., Tensor] = self._backend.paged
         self._sinks: Tensor | None = None
         if gqa.sinks:
-            sinks = (whole.num_heads,)
-            self._sinks = reader.tensor(f"{prefix}.sinks", sinks, Cut(share.cut(whole.num_heads)), dtype=torch.float32)
+            name, heads = f"{prefix}.{sinks_name(config)}", whole.num_heads
+            self._sinks = reader.tensor(name, (heads,), Cut(share.cut(heads)), dtype=torch.float32)
             supported = self._backend.capabilities.sinks
             assert supported is not None
             self._paged = partial(_with_sinks, supported, self._sinks)
-        self._q_norm: RMSNorm | UnweightedNorm | None = None
-        self._k_norm: RMSNorm | UnweightedNorm | None = None
-        self._head_weights: HeadWeights | None = None
-        self._both_norms: ProjectionNorms | None = None
-        if gqa.qk_norm == "projection":
-            self._both_norms = ProjectionNorms(
-                self._ops, reader, prefix, (query, key), config.norm_eps, (share, kv_share), parallel.attn_tp
-            )
-        elif gqa.qk_norm == "rotated":
-            self._head_weights = HeadWeights(reader, prefix, gqa.head_dim)
-            self._q_norm = self._k_norm = UnweightedNorm(self._ops, gqa.head_dim, config.norm_eps, reader.device)
-        elif gqa.qk_norm:
-            self._q_norm, self._k_norm = (
-                RMSNorm(self._ops, reader, f"{prefix}.{name}", gqa.head_dim, config.norm_eps, config.norm_plus)
-                for name in ("q_norm", "k_norm")
-            )
-        self._grouped_rows = None if config.rope.axes else backends.ops.capabilities.grouped_rows
-        self._head_norms: HeadNorms | None = None
-        if self._q_norm is not None and self._k_norm is not None:
-            self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, config.norm_eps)
-
+        self._load_norms(config, reader, prefix, (query, key), (share, kv_share), parallel)
+        self._grouped_rows = None if rope.axes else backends.ops.capabilities.grouped_rows
         changed = self._both_norms is not None or rotary.query_scale is not None or gqa.output_gate
+        changed |= gqa.value_scale != 1.0
         self._adds_bias = self._grouped_rows is not None and not changed
         """Whether the launch that writes cache rows may add the bias of the projection."""
         decoder = self._backend.capabilities.decoder
         scaled = self._head_weights is not None or rotary.query_scale is not None
-        plain = type(self) is GQAttention and self._both_norms is None and not config.rope.axes and not scaled
+        scaled |= gqa.value_scale != 1.0 or gqa.value_width != gqa.head_dim
+        plain = type(self) is GQAttention and self._both_norms is None and not rope.axes and not scaled
         if decoder is not None and plain:
             norms = None if self._q_norm is None or self._k_norm is None else (self._q_norm.weight, self._k_norm.weight)
             self.in_stack = decoder.fuse_gqa(
@@ -146,6 +132,32 @@ class GQAttention:
                     config.norm_eps, self._scale,
                 )
             )  # fmt: skip
+
+    def _load_norms(
+        self, config: ModelConfig, reader: WeightSource, prefix: str, widths: tuple[int, int],
+        shares: tuple[Share, Share], parallel: ParallelContext,
+    ) -> None:  # fmt: skip
+        """Norms of q and k; widths and shares of their whole projections."""
+        width = self._gqa.head_dim
+        self._q_norm: RMSNorm | UnweightedNorm | None = None
+        self._k_norm: RMSNorm | UnweightedNorm | None = None
+        self._head_weights: HeadWeights | None = None
+        self._both_norms: ProjectionNorms | None = None
+        if self._gqa.qk_norm == "projection":
+            self._both_norms = ProjectionNorms(
+                self._ops, reader, prefix, widths, config.norm_eps, shares, parallel.attn_tp
+            )
+        elif self._gqa.qk_norm == "rotated":
+            self._head_weights = HeadWeights(reader, prefix, width)
+            self._q_norm = self._k_norm = UnweightedNorm(self._ops, width, config.norm_eps, reader.device)
+        elif self._gqa.qk_norm:
+            self._q_norm, self._k_norm = (
+                RMSNorm(self._ops, reader, f"{prefix}.{name}", width, config.norm_eps, config.norm_plus)
+                for name in ("q_norm", "k_norm")
+            )
+        self._head_norms: HeadNorms | None = None
+        if self._q_norm is not None and self._k_norm is not None:
+            self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, config.norm_eps)
 
     @property
     def inner_norms(self) -> list[RMSNorm]:
@@ -198,7 +210,7 @@ class GQAttention:
         self._ops.write_kv(k, parts.v, batch.slots, *self.cache_of(batch))
 
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """This layer's caches, [num_slots, G, Dh] each."""
+        """This layer's caches, [num_slots, G, Dh] and [num_slots, G, V]."""
         return batch.kv[self._layer_index]
 
     def slots_of(self, batch: ForwardBatch, groups: Groups) -> Tensor:
@@ -206,29 +218,32 @@ class GQAttention:
         return groups[self._group].slots
 
     def attend(self, query: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
-        """[T, H, Dh] -> [T, H, Dh]."""
+        """[T, H, Dh] -> [T, H, V]."""
         k_cache, v_cache = self.cache_of(batch)
         return self._attend(query, k_cache, v_cache, groups)
 
     def after(self, mixed: Tensor) -> Tensor:
-        """[T, H, Dh] -> [T, D]."""
+        """[T, H, V] -> [T, D]."""
         return self._o(mixed.flatten(1))
 
     # -- internals
 
     def _parts(self, projected: Tensor) -> ProjectedParts:
         gqa = self._gqa
-        num_heads, both = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
-        qkv = projected.view(-1, both + gqa.num_kv_heads, gqa.head_dim)
-        return ProjectedParts(qkv[:, :num_heads], qkv[:, num_heads:both], qkv[:, both:], qkv)
+        both = gqa.num_heads + gqa.num_kv_heads
+        heads, values = projected.split((both * gqa.head_dim, gqa.num_kv_heads * gqa.value_width), 1)
+        heads, v = heads.unflatten(1, (both, gqa.head_dim)), values.unflatten(1, (gqa.num_kv_heads, gqa.value_width))
+        if gqa.value_scale != 1.0:
+            v.mul_(gqa.value_scale)
+        return ProjectedParts(heads[:, : gqa.num_heads], heads[:, gqa.num_heads :], v, heads)
 
     def _turned(self, parts: ProjectedParts, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q and k of the parts, normed and rotated; may overwrite them."""
-        q, k, _, qkv, _ = parts
+        q, k, _, heads, _ = parts
         if self._both_norms is not None:
             q, k = self._norm_both(q, k)
         elif self._q_norm is None or self._k_norm is None:
-            self._ops.rotate_leading(qkv[:, : q.shape[1] + k.shape[1]], positions, self._rotary)
+            self._ops.rotate_leading(heads[:, : q.shape[1] + k.shape[1]], positions, self._rotary)
             return q, k
         else:
             q, k = self._q_norm(q), self._k_norm(k)
@@ -243,12 +258,12 @@ class GQAttention:
         return new_q.view(q.shape), new_k.view(k.shape)
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups) -> Tensor:
-        """q [T, H, Dh] -> [T, H, Dh], the decode group, then the prefill group."""
+        """q [T, H, Dh] -> [T, H, V], the decode group, then the prefill group."""
         inputs, paged = groups[self._group], self._paged
         plan = inputs.plan
         if len(inputs.queries) == 1:
             return paged(q, k_cache, v_cache, inputs.queries[0][1], self._scale, plan)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:2], self._gqa.value_width)
         for tokens, queries in inputs.queries:
             out[tokens] = paged(q[tokens], k_cache, v_cache, queries, self._scale, plan)
         return out

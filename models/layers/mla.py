@@ -218,7 +218,8 @@ class MLAAttention:
             return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
         if absorbed:
             query = self.before(hidden, batch.positions, batch.slots, cache)
-            return self.after(self.attend(query, batch, chunks))
+            values = self._values_at_once(query, cache, chunks[0])
+            return self.after(self.attend(query, batch, chunks)) if values is None else self._o(values.flatten(1))
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         if len(chunks) == 1 and not chunks[0].context_chunks and chunks[0].tokens == slice(0, len(q)):
             return self._o(self._expanded(q, cache, chunks[0]).flatten(1))
@@ -226,6 +227,16 @@ class MLAAttention:
         for chunk in chunks:
             self._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
+
+    def _values_at_once(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor | None:
+        """[T, H, C+R] -> [T, H, V], if the kernels multiply few tokens by W_UV themselves."""
+        at_once, weight = self._capabilities.absorbed_values, self._w_uv.data
+        if at_once is None or len(query) > at_once.max_tokens or self._values_quantized is not None or self._adapted:
+            return None
+        if chunk.selected is not None or not isinstance(weight, Tensor) or weight.dtype != query.dtype:
+            return None
+        scale = self._scale * self._latent_scale
+        return at_once.run(query, cache, chunk.queries, scale, chunk.plan, weight)
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Writes the cache rows of `forward` without computing its result."""

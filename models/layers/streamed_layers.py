@@ -71,7 +71,7 @@ class StreamedLayers:
         shared = [decoder.parallel, *self._modules]
         if self._stream is None:
             return held_bytes(decoder, shared=shared)
-        return held_bytes(decoder, shared=shared) + held_bytes(decoder.rotary) + self._stream.buffer_bytes
+        return held_bytes(decoder, shared=shared) + held_bytes(decoder.rotary_tables) + self._stream.buffer_bytes
 
 
 def _beginning(stream: WeightStream, call: LayerCall) -> LayerCall:

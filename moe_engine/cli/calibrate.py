@@ -174,10 +174,10 @@ def _summary(costs: CostFile) -> str:
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns, "
         f"of different prompts {(costs.split_second or 0.0) * 1e9:.2f} ns less",
         f"an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps "
-        f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms; the frontend "
-        f"takes {costs.request_seconds * 1e3:.2f} ms for a request and {costs.token_seconds * 1e6:.0f} us for a token, "
-        f"of several; a request waits {costs.idle_seconds * 1e3:.2f} ms more for an idle engine, "
-        f"{costs.busy_seconds * 1e3:.2f} ms for a busy one",
+        f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms, its token by "
+        f"{costs.sent_seconds * 1e6:.0f} us; frontend and client compute {costs.request_seconds * 1e3:.2f} ms for a "
+        f"request and {costs.token_seconds * 1e6:.0f} us for a token; a request waits "
+        f"{costs.idle_seconds * 1e3:.2f} ms more for an idle engine, {costs.busy_seconds * 1e3:.2f} ms for a busy one",
     ]
     for name, sizes in costs.ledger.items():
         lines.append(f"{name}: predicted {sizes['predicted']} bytes, allocated {sizes['allocated']}")

@@ -100,9 +100,9 @@ def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float |
     # the measured steps contain what the constants of a GPU stand for
     alone = candidate.concurrency <= candidate.form.attn_dp * candidate.replicas
     answer_s = file.answer_seconds + (file.idle_seconds if alone else file.busy_seconds)
-    share = replace(load_efficiency(OURS), request_ms=answer_s * 1e3)
+    share, steps = replace(load_efficiency(OURS), request_ms=answer_s * 1e3), load.output / (1 + accepted)
     prediction = predicted(
-        MeasuredCosts(file), candidate, load, share, accepted, mixed, beside_s=file.arrival_seconds + file.end_seconds,
-        front_end_s=file.request_seconds + load.output * file.token_seconds,
+        MeasuredCosts(file), candidate, load, share, accepted, mixed, beside_s=file.beside_seconds(steps),
+        front_end_s=file.request_seconds + steps * file.token_seconds,
     )  # fmt: skip
     return candidate, prediction

@@ -199,6 +199,7 @@ class _Source:
     acceptance: tuple[float, ...]
     arrival_seconds: float = 0.0
     end_seconds: float = 0.0
+    sent_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -215,6 +216,7 @@ class _Source:
             file.acceptance,
             file.arrival_seconds,
             file.end_seconds,
+            file.sent_seconds,
             file.request_seconds,
             file.token_seconds,
             file.idle_seconds,
@@ -273,6 +275,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         graphs=config.graphs,
         arrival_seconds=source.arrival_seconds,
         end_seconds=source.end_seconds,
+        sent_seconds=source.sent_seconds,
         idle_seconds=source.idle_seconds,
         load_seconds=source.load_seconds,
     )

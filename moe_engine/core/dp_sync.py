@@ -14,11 +14,11 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from moe_engine.prefill_delay import DelayFacts
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.types import StepFacts, StepPlan
+from moe_engine.types.prefill_delay import DelayFacts
 
 POLL_MS = 50
 MAX_EARLY = 2

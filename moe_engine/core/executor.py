@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from moe_engine.core.rank_calls import RankCall
 from moe_engine.errors import EngineDeadError
-from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import KVReport, StepPlan, StepResult
+from moe_engine.types.token_masks import LaunchedStep, StepMasks
 
 
 class StepWorker(Protocol):

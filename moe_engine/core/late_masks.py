@@ -20,8 +20,8 @@ from moe_engine.core.executor import StepWorker
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.jump_forward import MIN_TOKENS, JumpForward
 from moe_engine.structured_output.mask_batch import FilledAtOnce, MaskBatch
-from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 from moe_engine.types import Request, Status, StepPlan, StepResult
+from moe_engine.types.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 
 logger = logging.getLogger("moe_engine")
 

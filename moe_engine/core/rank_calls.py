@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import msgspec
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import KVReport, StepPlan, StepResult
+from moe_engine.types.token_masks import LaunchedStep, StepMasks
 
 
 class RankAnswer(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_engine.core.dp_sync import MAX_EARLY, DPSync, PrefillTurns, StepExchange, StepFactsMessage
-from moe_engine.prefill_delay import DelayFacts
 from moe_engine.types import StepFacts
+from moe_engine.types.prefill_delay import DelayFacts
 
 STEPS = 1 << 40
 """Step numbers per generation: g * STEPS + 1 and on."""

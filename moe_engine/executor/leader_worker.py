@@ -21,8 +21,8 @@ from moe_engine.core.rank_calls import RankAnswer, RankCall, RankWorker
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError, StepNotRun
 from moe_engine.executor.plan_broadcast import KV_REPORT, Answer
 from moe_engine.executor.progress import Progress
-from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import KVReport, StepPlan, StepResult
+from moe_engine.types.token_masks import LaunchedStep, StepMasks
 
 MAX_AHEAD = 64
 """Max steps between the leader and its slowest follower; collectives usually keep it at one."""

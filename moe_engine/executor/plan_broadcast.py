@@ -19,8 +19,8 @@ from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
-from moe_engine.token_masks import StepMasks
 from moe_engine.types import StepPlan
+from moe_engine.types.token_masks import StepMasks
 
 SUBSCRIPTION = (b"\0", b"\1")
 """First byte of XPUB's messages about subscriptions."""

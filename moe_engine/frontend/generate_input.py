@@ -17,8 +17,8 @@ from moe_engine.frontend.session_params import SessionParams
 from moe_engine.frontend.session_turns import Joined
 from moe_engine.media.settings import ImageSource
 from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.types import ImageTokens, SamplingParams
+from moe_engine.types.constraint import Constraint, FreeReasoning
 from moe_engine.validation import OffOnly, check_unicode
 
 Text = Annotated[str, Meta(min_length=1)]

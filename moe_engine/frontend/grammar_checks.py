@@ -18,8 +18,8 @@ from moe_engine.errors import GenerationError, InputError
 from moe_engine.processes.background import yield_to_steps
 from moe_engine.processes.frame_child import FrameChild, FrameChildren
 from moe_engine.structured_output.check_process import CheckSpec, Verdict
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.request import read_constraint
+from moe_engine.types.constraint import Constraint
 
 COMPILE_SECONDS = 10.0
 START_SECONDS = 120.0

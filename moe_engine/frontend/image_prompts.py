@@ -8,9 +8,9 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.image_tokens import ImageTokens, keyed_ids
 from moe_engine.media.images import Images, place_images
 from moe_engine.media.settings import ImageSource, MediaSettings
+from moe_engine.types.image_tokens import ImageTokens, keyed_ids
 
 FIELD = "image_data"
 
@@ -75,12 +75,11 @@ class ImagePrompts:
             return
         if is_joined:
             raise InputError(f"{sources[0].field}: not available yet in sessions; leave out session_params")
-        if len(sources) > self._settings.max_images:
-            raise InputError(
-                f"{FIELD}: {len(sources)} images; this server takes {self._settings.max_images} in a request "
-                "(--limit-mm-data-per-request)",
-                field=sources[self._settings.max_images].field,
-            )
+        most = self._settings.max_images
+        if len(sources) > most:
+            surplus = sources[most].field
+            words = f"image {most + 1} of {len(sources)}; this server takes {most} in a request"
+            raise InputError(f"{surplus}: {words} (--limit-mm-data-per-request)", field=surplus)
 
     async def place(
         self, ids: Sequence[int], sources: Sequence[ImageSource], field: str

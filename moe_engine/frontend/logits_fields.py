@@ -8,9 +8,9 @@ from dataclasses import replace
 from moe_engine.custom_logit_processor import pickled_bytes
 from moe_engine.errors import InputError
 from moe_engine.frontend.generate_input import Prompt
-from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
+from moe_engine.types.constraint import FreeReasoning
 
 NOT_ENABLED = (
     "The server is not configured to enable custom logit processor. Start it with --enable-custom-logit-processor "

@@ -37,7 +37,8 @@ class Pausing:
         return frontend.num_live
 
     async def resume(self) -> bool:
-        """False: generation was not paused.
+        """False: generation was not paused. Waits for the end of a weight update that runs during the pause: steps
+        between its parts would compute KV of the old weights.
 
         Raises:
             EngineDeadError: no scheduler is alive.
@@ -45,6 +46,7 @@ class Pausing:
         """
         if self._frontend.released:
             raise InputError(released_message(self._frontend.released))
+        await self._frontend.weights.until_whole()
         was_paused, self._frontend.paused = self._frontend.paused, False
         await self._frontend.client.call("resume")
         if was_paused:

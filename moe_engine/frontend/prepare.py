@@ -31,10 +31,10 @@ from moe_engine.frontend.prompt_checks import PromptChecks, too_long
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.structured_output.check_process import CheckSpec
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
+from moe_engine.types.constraint import Constraint, FreeReasoning
 
 BULK = (
     "text", "input_ids", "sampling_params", "rid", "extra_key", "cache_salt", "token_ids_logprob",

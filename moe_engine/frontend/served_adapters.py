@@ -18,8 +18,8 @@ from functools import cached_property
 
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import EngineClient
-from moe_engine.step_settings import LoraSettings
 from moe_engine.storage.fingerprint import fingerprint_of
+from moe_engine.types.step_settings import LoraSettings
 
 logger = logging.getLogger("moe_engine")
 

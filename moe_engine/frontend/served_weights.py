@@ -18,8 +18,10 @@ class ServedWeights:
         self._num_waiting = 0
         self._unused = asyncio.Event()
         self._open = asyncio.Event()
-        self._unused.set()
-        self._open.set()
+        self._whole = asyncio.Event()
+        """Cleared while an update replaces the weights of paused requests."""
+        for event in (self._unused, self._open, self._whole):
+            event.set()
 
     @property
     def num_waiting(self) -> int:
@@ -52,6 +54,10 @@ class ServedWeights:
         self._unused.clear()
         return True
 
+    async def until_whole(self) -> None:
+        """Waits for the end of an update that replaces the weights of paused requests."""
+        await self._whole.wait()
+
     def recheck(self) -> None:
         """Waiting requests call `given_up` again."""
         if not self._open.is_set():
@@ -78,8 +84,11 @@ class ServedWeights:
         self._open.clear()
         try:
             on_close()
-            if seconds is not None:
+            if seconds is None:
+                self._whole.clear()
+            else:
                 await asyncio.wait_for(self._unused.wait(), seconds)
             yield running
         finally:
+            self._whole.set()
             self._open.set()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.media.settings import MediaSettings
-from moe_engine.step_settings import LoraSettings
 from moe_engine.structured_output.backend import GrammarSettings
+from moe_engine.types.step_settings import LoraSettings
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from moe_engine.errors import InputError
-from moe_engine.image_tokens import ImageTokens, image_key
 from moe_engine.media.addresses import MediaError
 from moe_engine.media.image_process import ImageSetup
 from moe_engine.media.processors import Processors
 from moe_engine.media.read import read_media
 from moe_engine.media.settings import ImageSource, MediaSettings
 from moe_engine.models.vision_config import VisionConfig
+from moe_engine.types.image_tokens import ImageTokens, image_key
 
 READERS, PROCESSES = 8, 2
 """Threads that read images, and processes (with a thread each) that process them."""

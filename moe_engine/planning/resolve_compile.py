@@ -10,8 +10,8 @@ from moe_engine.models.formats.table import kept_format
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_kernels import FLAGS
 from moe_engine.planning.resolve_parallel import ParallelPlan
-from moe_engine.step_settings import CompileSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.step_settings import CompileSettings
 
 FLAG = "--enable-torch-compile"
 INSIDE = ("ops", "linear")

@@ -14,8 +14,8 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.step_settings import GraphSettings
 
 # GPU memory in GB (below) -> largest captured batch size, on fewer than 4 ranks and on more: SGLang's numbers
 MAX_SIZES = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))

@@ -12,11 +12,12 @@ from moe_engine.kernels.lora.choice import choose_lora
 from moe_engine.models import registry
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.lora_adapter import TARGETS, Adapter, linear_shapes, read_adapter
+from moe_engine.models.tensors import layer_index
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.ledger import LORA_HOST_ROW, LORA_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
-from moe_engine.step_settings import LoraAdapter, LoraSettings
+from moe_engine.types.step_settings import LoraAdapter, LoraSettings
 
 NOT_CAPTURED = "not available yet with --enable-lora"
 ALL = "all"
@@ -221,7 +222,7 @@ def _local_shape(
     target: str, name: str, rows: int, columns: int, model: ModelConfig, topology: Topology
 ) -> tuple[int, int]:
     """N and K of a module on one rank."""
-    attention = model.attention
+    attention = model.attention_of(layer_index(name))
     if target in FEED_FORWARD:
         whole = topology.travels if ".shared_expert" in name else not topology.cuts_dense
         ranks = 1 if whole else topology.tp_size

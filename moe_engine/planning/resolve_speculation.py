@@ -16,7 +16,7 @@ from moe_engine.config.speculative import AUTO, SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
-from moe_engine.models.tensors import has_mtp_names
+from moe_engine.models.tensors import UNREAD_MTP, has_mtp_names
 from moe_engine.models.widths import local_heads
 from moe_engine.planning.eagle_checks import algorithm_of, check_head, refuse_token_map
 from moe_engine.planning.resolution_log import Record
@@ -180,7 +180,8 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
             "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
         )
-    if model.num_nextn_predict_layers and not has_mtp_names(model):
+    has_mtp = model.num_nextn_predict_layers or model.architecture in UNREAD_MTP
+    if has_mtp and not has_mtp_names(model):
         raise NotAvailableYet(
             f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek, GLM, Hy3, "
             "ERNIE 4.5 and Qwen are); use NGRAM"
@@ -216,9 +217,10 @@ def _refuse_windows(topk: int, *models: ModelConfig) -> None:
     for model in models:
         if model.windows:
             window = min(own for own in model.windows if own is not None)
+            shorter = f", or --context-length {window}" if model.other_layers is None else ""
             raise ConfigError(
                 f"--speculative-eagle-topk {topk} with {model.source}: draft trees need layers without a sliding "
-                f"window; use --speculative-eagle-topk 1, or --context-length {window}"
+                f"window; use --speculative-eagle-topk 1{shorter}"
             )
 
 

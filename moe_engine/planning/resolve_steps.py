@@ -28,8 +28,8 @@ from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import with_snapshots
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.weight_offload import WeightOffload, resolve_offload
-from moe_engine.step_settings import GraphSettings, LoraSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.step_settings import GraphSettings, LoraSettings
 
 TIER_RATIO = 2.0
 """Default size of the host-RAM tier, as a multiple of the KV cache."""

@@ -14,9 +14,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.resolution_log import Record
-from moe_engine.step_settings import StorageSettings
 from moe_engine.storage.backends import BACKENDS, users_class
 from moe_engine.storage.mooncake_storage import settings_in, settings_of
+from moe_engine.types.step_settings import StorageSettings
 
 STORAGE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 EXTRA = "--hicache-storage-backend-extra-config"

@@ -23,8 +23,8 @@ from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolve_speculation import speculative_values
 from moe_engine.planning.resolve_storage import resolve_write_policy
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 
 T = TypeVar("T")
 INPUT_MARGIN = 5

@@ -6,8 +6,8 @@ from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.slo import parse_slo
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.prefill_delay import DEFAULT_DELAY_MS, PASSES_BUCKETS, SECONDS_BUCKETS, DelayerSettings
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.types.prefill_delay import DEFAULT_DELAY_MS, PASSES_BUCKETS, SECONDS_BUCKETS, DelayerSettings
 
 CPU_DELAYED_TOKENS = 48 * 2048
 """`max_delayed_tokens` on a CPU: whole chunks for up to 48 waiting requests, 384 tokens for 256 of them."""

@@ -17,7 +17,7 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.weight_offload import NONE, WeightOffload
-from moe_engine.step_settings import GraphSettings, LoraSettings
+from moe_engine.types.step_settings import GraphSettings, LoraSettings
 
 MIN_USEFUL_TOKENS = 128
 KEEP_GATES = ("cpu", "triton")
@@ -84,8 +84,7 @@ class SizingInput:
     def window_bytes_per_token(self) -> int:
         """KV bytes of a token in all windowed layers, on one rank."""
         model = self.local_model
-        with_kv = model.num_layers - len(model.state_layers)
-        return model.kv_bytes_per_token(self.kv_dtype) // with_kv * len(model.windowed_layers)
+        return model.kv_bytes_of(model.windowed_layers, self.kv_dtype)
 
     @property
     def weight_format(self) -> WeightFormat:

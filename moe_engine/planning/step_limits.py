@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.row_sizes import row_width
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.row_sizes import row_width
 
 LowLatency = Literal["never", "decode", "always"]
 """Which steps use low-latency dispatch (fixed capacity)."""

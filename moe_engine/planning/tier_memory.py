@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import state_bytes
-from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS, TRANSFER_SLOTS, transfer_window_bytes
+from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS, TRANSFER_SLOTS, transfer_window_bytes
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
 """Row buffers on a GPU: rows that leave the pool, in parts and whole, and rows that arrive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_engine.planning.ledger import SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
 from moe_engine.planning.sizing_input import SizingInput
-from moe_engine.row_sizes import window_pool_tokens
+from moe_engine.types.row_sizes import window_pool_tokens
 
 INDEXED_WINDOWS = 16
 """If all layers have windows, tokens without KV have only a number in the radix cache. Their maximum is the size of the

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
 from moe_engine.kv_connectors import SIDES
-from moe_engine.prefill_delay import DelayerSettings
-from moe_engine.step_settings import StorageSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.prefill_delay import DelayerSettings
+from moe_engine.types.step_settings import StorageSettings
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 

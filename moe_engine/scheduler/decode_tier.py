@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from moe_engine.kv_ops import KVOps
 from moe_engine.scheduler.host_tier import MIN_LOAD, HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Match
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.waiting_queue import prefix_limit
 from moe_engine.types import Request, Status
+from moe_engine.types.kv_ops import KVOps
 
 logger = logging.getLogger("moe_engine")
 

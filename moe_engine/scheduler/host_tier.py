@@ -20,8 +20,8 @@ from moe_engine.scheduler.slot_allocator import SlotAllocator
 from moe_engine.scheduler.storage_tier import StorageTier
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting
-from moe_engine.step_settings import StorageSettings
 from moe_engine.types import KVLoad, KVOps, Request, Status
+from moe_engine.types.step_settings import StorageSettings
 
 MIN_LOAD = 10
 """Min length of a match that is loaded; shorter matches are computed (SGLang's load-back threshold)."""

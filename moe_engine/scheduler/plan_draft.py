@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from moe_engine.image_tokens import needed_behind
 from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.types import KVOps, NewRow, Request, RowWrite, Speculation, StateOps, StepPlan
+from moe_engine.types.image_tokens import needed_behind
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from moe_engine.prefill_delay import DelayerSettings, DelayFacts
+from moe_engine.types.prefill_delay import DelayerSettings, DelayFacts
 
 WINDOW = 16
 """Prefill batches whose largest size counts as the usual one."""

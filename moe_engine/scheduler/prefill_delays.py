@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moe_engine.prefill_delay import DelayFacts
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.prefill_delayer import Outcome, PrefillDelayer
 from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.types.prefill_delay import DelayFacts
 
 
 class DecodeInterval:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from moe_engine.kv_ops import KVOps
-from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.types import Request, Status
+from moe_engine.types.kv_ops import KVOps
+from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 
 MAX_STAGED = 4
 """Pieces of a transfer that are staged and not sent."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_engine.kv_ops import LAST_STATE, NO_STATE
 from moe_engine.scheduler.state_snapshots import NONE
 from moe_engine.scheduler.storage_tier import Prefetch, StorageTier
 from moe_engine.scheduler.tiered_snapshots import TieredSnapshots, TierStateNode
 from moe_engine.types import KVBackup, KVFetch
+from moe_engine.types.kv_ops import LAST_STATE, NO_STATE
 
 MOST_BACKUPS = 8
 """Max states that are being backed up; further states are not stored."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_engine.kv_ops import KVLoad, KVOps
 from moe_engine.scheduler.host_tier import HostTier, Load
 from moe_engine.scheduler.slot_allocator import SlotAllocator
 from moe_engine.scheduler.state_snapshots import NONE
@@ -18,7 +17,8 @@ from moe_engine.scheduler.state_storage_tier import StateStorageTier
 from moe_engine.scheduler.tiered_cache import TierNode
 from moe_engine.scheduler.tiered_snapshots import TieredSnapshots, TierStateNode
 from moe_engine.scheduler.waiting_queue import Waiting
-from moe_engine.step_settings import StorageSettings
+from moe_engine.types.kv_ops import KVLoad, KVOps
+from moe_engine.types.step_settings import StorageSettings
 
 
 @dataclass(slots=True)

@@ -8,8 +8,6 @@ and counts as failed. Both servers have the same ranks and page size (`core.kv_t
 
 from __future__ import annotations
 
-from moe_engine.kv_ops import KVOps
-from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 from moe_engine.scheduler.decode_tier import DecodeTier, Incoming
 from moe_engine.scheduler.prefill_tier import Outgoing, PrefillTier
 from moe_engine.scheduler.radix_cache import RadixCache
@@ -17,6 +15,8 @@ from moe_engine.scheduler.state_snapshots import NONE
 from moe_engine.scheduler.state_tier import StateHostTier
 from moe_engine.scheduler.tiered_snapshots import TierStateNode
 from moe_engine.types import Request, Status
+from moe_engine.types.kv_ops import KVOps
+from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 
 
 class StatePlaces(StateHostTier):

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from moe_engine.kv_ops import NO_STATE
 from moe_engine.scheduler.key_chain import KeyChain
 from moe_engine.scheduler.page_keys import page_keys, root_key
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting
-from moe_engine.step_settings import StorageSettings
 from moe_engine.types import NO_LORA, KVBackup, KVFetch, KVOps, KVReport
+from moe_engine.types.kv_ops import NO_STATE
+from moe_engine.types.step_settings import StorageSettings
 
 COMPLETE_SECONDS = 60.0
 """Longest wait under wait_complete."""
@@ -327,7 +327,7 @@ class StorageTier:
         entry = prefetch.entry
         begin = prefetch.start + done * size
         tokens = entry.prefix_keys[: begin + len(pages) * size]
-        unused = self._tree.add_absent(tokens, begin, pages, entry.request.namespace)
+        unused = self._tree.add_absent(tokens, begin, pages, entry.request.namespace, from_storage=True)
         self._free(unused)
 
     def _stop(self, prefetch: Prefetch) -> None:

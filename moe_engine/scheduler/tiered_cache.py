@@ -173,7 +173,9 @@ class TieredCache(RadixCache):
         for child in self._walk_absent(found.node, tokens, limit - limit % self.page_size):
             child.last_access = self._clock
 
-    def add_absent(self, tokens: list[int], start: int, pages: list[int], namespace: Hashable) -> list[int]:
+    def add_absent(
+        self, tokens: list[int], start: int, pages: list[int], namespace: Hashable, *, from_storage: bool = False
+    ) -> list[int]:
         """Adds pages with the KV of tokens[start:], which was not computed here. Returns the pages that are not used:
         the tree has their tokens, or lost the prefix before them."""
         found = RadixCache.peek(self, tokens, len(tokens), namespace)
@@ -199,7 +201,7 @@ class TieredCache(RadixCache):
             return pages
         used = pages[(pos - start) // size :]
         added = self._make(node, tokens[pos:])
-        added.alive, added.from_storage = False, True
+        added.alive, added.from_storage = False, from_storage
         added.places = [place for page in used for place in range(page * size, page * size + size)]
         self._clock += 1
         added.last_access = self._clock

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_engine.kv_ops import KVLoad, KVOps
 from moe_engine.scheduler.host_tier import HostTier, Load
 from moe_engine.scheduler.host_windows import NONE, HostWindows
 from moe_engine.scheduler.radix_cache import Node
@@ -18,6 +17,7 @@ from moe_engine.scheduler.tiered_cache import TierNode
 from moe_engine.scheduler.tiered_windows import Reach, TieredWindows
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.scheduler.window_pages import WindowPages
+from moe_engine.types.kv_ops import KVLoad, KVOps
 
 
 @dataclass(slots=True)

@@ -179,12 +179,22 @@ async def _no_such_route(request: Request, exc: Exception) -> Response:
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     path, method = request.url.path, request.method
     allowed = _methods_of(request) if status == 405 else ""
-    message = f"{method} {path}: no such endpoint" if status == 404 else f"{method} {path}: not allowed; use {allowed}"
+    near = _near_path(request) if status == 404 else None
+    missing = f"no such endpoint; did you mean {near}?" if near else "no such endpoint"
+    message = f"{method} {path}: {missing if status == 404 else f'not allowed; use {allowed}'}"
     problem = Problem(status, message, "NotFoundError" if status == 404 else "BadRequestError", None, status)
     response = error_response(problem, error_format_of(path))
     if allowed:
         response.headers["allow"] = allowed
     return response
+
+
+def _near_path(request: Request) -> str | None:
+    """The endpoint without or with one more `/v1`: clients differ in whether their base URL contains it."""
+    path = request.scope["path"]
+    near = path.removeprefix("/v1") if path.startswith("/v1/") else f"/v1{path}"
+    scope = {**request.scope, "path": near}
+    return near if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes) else None
 
 
 def _methods_of(request: Request) -> str:

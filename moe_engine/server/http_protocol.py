@@ -31,6 +31,9 @@ from moe_engine.server.start_queue import StartQueue
 MAX_HEAD_BYTES = 2**16
 HEAD_SECONDS = 60.0
 """Time limit for a complete request head, from the connection or from the head's first byte."""
+UNREAD_SECONDS = 120.0
+"""A connection whose client reads nothing of its response for this long is closed: a drain, a weight update and the
+unloading of an adapter wait for running requests."""
 
 PRIVATE = frozenset(
     {
@@ -179,6 +182,8 @@ class Connection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     when_lost: set[Callable[[], object]] | None = None
     """Called when the connection is lost; None from then on."""
+    _unread_timer: asyncio.TimerHandle | None = None
+    """Runs while the client reads too slowly."""
     _chunks: ChunkSizes | None = None
     """Of the body that is received, if it is chunked."""
     _tail = b""
@@ -194,10 +199,35 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ended()
+        self._unread_ended()
         super().connection_lost(exc)
         waiting, self.when_lost = self.when_lost or set(), None
         for callback in tuple(waiting):
             callback()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._unread_ended()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reader, unread)
+
+    def _check_reader(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._await_reader()
+        else:
+            self.logger.warning("A client read nothing of its response for %g s: disconnected", UNREAD_SECONDS)
+            self.transport.abort()
+
+    def _unread_ended(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -47,6 +47,8 @@ SWITCH_SECONDS = 0.0005
 streams. Python's default is ten times as long."""
 DEAD_ENGINE_GRACE_SECONDS = 1.0
 """Seconds for which the server still responds after the engine died, so that every client receives the error."""
+DEAD_ENGINE_DRAIN_SECONDS = 5.0
+"""Longest wait after that for clients that read or send too slowly: a supervisor waits for the server's end."""
 FAILED_CORE_SECONDS = 3.0
 """Time for a core that has reported its failure to kill its ranks, which may be stopped by a signal."""
 
@@ -152,7 +154,7 @@ async def _serve(
 
     def replica_died(cause: str) -> None:
         if client.cause_of_death() is not None:
-            switch.stop_after(DEAD_ENGINE_GRACE_SECONDS)
+            switch.stop_after(DEAD_ENGINE_GRACE_SECONDS, DEAD_ENGINE_DRAIN_SECONDS)
         elif not client.closing:
             logger.error("Serving continues with the other replicas")
 

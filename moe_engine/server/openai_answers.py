@@ -9,6 +9,10 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     total_tokens: int
@@ -16,6 +20,9 @@ class Usage(TypedDict):
     prompt_tokens_details: CachedTokens | None
     """With --enable-cache-report."""
     reasoning_tokens: int
+    """SGLang's place of the count."""
+    completion_tokens_details: NotRequired[ReasoningTokens]
+    """OpenAI's place of the count, after a reasoning."""
 
 
 class Metadata(TypedDict):

@@ -32,11 +32,11 @@ from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.openai_tools import ToolWish, tool_wish
 from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.reasoning import free_reasoning
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.counted_ids import num_calls
 from moe_engine.types import SamplingParams
+from moe_engine.types.constraint import Constraint
 
 
 class ChatApi:

@@ -37,16 +37,19 @@ class ParserOptions:
     """Calls in the conversation before the output."""
     keep_special: frozenset[int] = frozenset()
     """Special tokens kept in the text for the parsers."""
+    think_start_id: int | None = None
+    """None also if the start tag is several tokens."""
     think_end_id: int | None = None
 
     def count_reasoning(self, output_ids: Sequence[int]) -> int:
-        """Tokens up to and including `</think>`; all of them if it is missing; 0 without reasoning."""
+        """Tokens up to and including `</think>`; all of them if it is missing; 0 without reasoning, where a text may
+        contain the tag."""
         if self.think_end_id is None:
             return 0
-        try:
-            return output_ids.index(self.think_end_id) + 1
-        except ValueError:
-            return len(output_ids) if self.inside else 0
+        ends = self.think_end_id in output_ids
+        until = output_ids[: output_ids.index(self.think_end_id) + 1] if ends else output_ids
+        begun = self.inside or (ends if self.think_start_id is None else self.think_start_id in until)
+        return len(until) if begun else 0
 
 
 def parser_options(
@@ -76,6 +79,7 @@ def parser_options(
         enforced=enforced,
         first_call=first_call,
         keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
+        think_start_id=tokenizer.token_id(reasoning.start) if reasoning else None,
         think_end_id=tokenizer.token_id(reasoning.end) if reasoning else None,
     )
 

@@ -26,13 +26,16 @@ def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning
             seen.add(g.prompt_index)
             prompt += len(g.prompt_ids)
             cached += g.cached_tokens
-    return {
+    usage: Usage = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
         "prompt_tokens_details": {"cached_tokens": cached} if cache_report else None,
         "reasoning_tokens": reasoning_tokens,
     }
+    if reasoning_tokens:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
 
 
 def last_hidden_state(g: Generation) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterable
@@ -87,6 +89,13 @@ class _HourFiles(_Dropping, TimedRotatingFileHandler):
     def __init__(self, folder: str) -> None:
         self.target = folder
         super().__init__(Path(folder) / f"{socket.gethostname()}.log", when="H", encoding="utf-8")
+
+    def rotation_filename(self, default_name: str) -> str:
+        """A new name. The class's own may belong to lines of another server with the same folder, or of the same hour
+        before the clock was set back, and would replace them."""
+        name = super().rotation_filename(default_name)
+        names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
+        return next(name for name in names if not os.path.exists(name))
 
     def handleError(self, record: logging.LogRecord) -> None:
         super().handleError(record)

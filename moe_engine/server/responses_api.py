@@ -26,10 +26,11 @@ from moe_engine.server.responses_prompt import (
     NAMES,
     chat_request,
     check_options,
+    end_from,
     input_messages,
     repeated_fields,
     shortened,
-    shorter_ends,
+    shorter_starts,
 )
 from moe_engine.server.responses_store import ResponseStore, Running
 from moe_engine.server.responses_types import (
@@ -106,10 +107,10 @@ class ResponsesApi:
                 return plan, await self._state.frontend.begin(plan.read, self._state.token_json.chat)
             except TooLongError:
                 asked: ResponsesPlan = plan.options[0]
-                ends = shorter_ends(asked.cut[1]) if asked.cut is not None else []
-                if not (asked.cut and ends):
+                if asked.cut is None or not (starts := shorter_starts(asked.cut[1])):
                     raise
-                plan = await asyncio.to_thread(self._plan, asked.cut[0], ends[0], asked)
+                req, messages = asked.cut
+                plan = await asyncio.to_thread(self._plan, req, end_from(messages, starts[0]), asked)
 
     async def input_tokens(self, request: Request) -> Response:
         """Tokens of the prompt of a response."""

@@ -18,6 +18,7 @@ T = TypeVar("T")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "reasoning_text": "text",
          "refusal": "refusal"}  # fmt: skip
 """The field with the text, by the kind of a part."""
+SYSTEM_ROLES = ("system", "developer")
 NAMES = (
     (r"^(tools\[\d+\])\.function", r"\1"),
     (r"^tool_choice\.allowed_tools\.(tools\[\d+\])\.function", r"tool_choice.\1"),
@@ -81,30 +82,31 @@ def shortened(messages: list[dict[str, Any]], plan_of: Callable[[list[dict[str, 
     try:
         return plan_of(messages)
     except TooLongError:
-        ends = shorter_ends(messages)
-        if not ends:
+        starts = shorter_starts(messages)
+        if not starts:
             raise
-    found, low, high = None, 0, len(ends) - 1
+    found, low, high = None, 0, len(starts) - 1
     while low <= high:
         middle = (low + high) // 2
         try:
-            found, high = plan_of(ends[middle]), middle - 1
+            found, high = plan_of(end_from(messages, starts[middle])), middle - 1
         except TooLongError:
-            if middle == len(ends) - 1:
+            if middle == len(starts) - 1:
                 raise
             low = middle + 1
     assert found is not None
     return found
 
 
-def shorter_ends(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The conversation without its first turn, its first two, ..., down to the last turn; with all system messages."""
-    ends = []
-    for i, message in enumerate(messages):
-        kept = [earlier for earlier in messages[:i] if earlier["role"] in ("system", "developer")]
-        if message["role"] == "user" and len(kept) < i:
-            ends.append(kept + messages[i:])
-    return ends
+def shorter_starts(messages: list[dict[str, Any]]) -> list[int]:
+    """The turns with which a shortened conversation can begin (`end_from`): the second, the third, ..., the last."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
+    return [i for i, message in enumerate(messages) if message["role"] == "user" and i > first]
+
+
+def end_from(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
+    """The conversation from message `start` on, with all system messages before it."""
+    return [message for message in messages[:start] if message["role"] in SYSTEM_ROLES] + messages[start:]
 
 
 def input_messages(given: str | list[Any], before: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:

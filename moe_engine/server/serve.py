@@ -56,6 +56,11 @@ class GracefulServer(uvicorn.Server):
             self.force_exit = True
         self.should_exit = True
 
+    def disconnect_clients(self) -> None:
+        """Closes all connections without their responses; their requests end as if the clients had left."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Like uvicorn's, but does not re-raise the signal afterwards: a drained server exits with code 0."""
@@ -131,7 +136,7 @@ async def serve(
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
     server = GracefulServer(config, on_ready, second)
     if stop is not None:
-        stop.connect(server.stop)
+        stop.connect(server.stop, server.disconnect_clients)
     try:
         await server.serve(sockets=[sock])
     finally:

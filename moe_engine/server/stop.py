@@ -16,21 +16,30 @@ INTERRUPTED, STOPPED = 130, 1
 
 
 class StopSwitch:
-    """Passed to the HTTP server; `stop_after` stops it like SIGTERM, after a delay to respond to clients."""
+    """Passed to the HTTP server; `stop_after` stops it from inside."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
+        self._disconnect: Callable[[], None] | None = None
 
-    def connect(self, stop: Callable[[], None]) -> None:
-        """Called by the server with its stop function."""
-        self._stop = stop
+    def connect(self, stop: Callable[[], None], disconnect: Callable[[], None]) -> None:
+        """Called by the server with its functions to drain, and to close all connections."""
+        self._stop, self._disconnect = stop, disconnect
 
-    def stop_after(self, seconds: float) -> None:
-        asyncio.get_running_loop().call_later(seconds, self._fire)
+    def stop_after(self, seconds: float, drain_seconds: float) -> None:
+        """Stops the server like SIGTERM, after a delay to respond to clients. The drain has a limit, which ends it for
+        clients that read or send too slowly."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(seconds, self._fire)
+        loop.call_later(seconds + drain_seconds, self._end_drain)
 
     def _fire(self) -> None:
         if self._stop is not None:
             self._stop()
+
+    def _end_drain(self) -> None:
+        if self._disconnect is not None:
+            self._disconnect()
 
 
 class SecondSignal:

@@ -12,8 +12,8 @@ from typing import Any
 
 from moe_engine.class_path import class_at
 from moe_engine.errors import ConfigError
-from moe_engine.step_settings import StorageSettings
 from moe_engine.storage.protocol import METHODS, PageStorage
+from moe_engine.types.step_settings import StorageSettings
 
 Maker = Callable[[StorageSettings, int], PageStorage]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.types.constraint import Constraint, FreeReasoning
 
 if TYPE_CHECKING:
     import numpy as np  # not loaded by the frontend

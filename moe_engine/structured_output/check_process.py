@@ -23,10 +23,10 @@ from moe_engine.processes.background import in_idle_time
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.structured_output.request import read_constraint
 from moe_engine.tokenizer.tokenizer import TokenizerSource
+from moe_engine.types.constraint import Constraint
 
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20

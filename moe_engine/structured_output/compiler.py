@@ -10,7 +10,7 @@ from threading import Lock
 
 from moe_engine.processes.background import yield_to_steps, yielding
 from moe_engine.structured_output.backend import CompiledGrammar, GrammarBackend
-from moe_engine.structured_output.constraint import Constraint
+from moe_engine.types.constraint import Constraint
 
 THREADS = 2
 MAX_GRAMMARS = 256

@@ -15,7 +15,6 @@ import llguidance
 import numpy as np
 
 from moe_engine.structured_output.backend import PREPARED, GrammarError, GrammarSettings, Matcher
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.error_places import readable, without_line, wrong_part
 from moe_engine.structured_output.gbnf import is_lark_syntax, to_lark
 from moe_engine.structured_output.llguidance_gaps import enforceable
@@ -24,6 +23,7 @@ from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.structural_tags import lark_of_tags
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
 from moe_engine.structured_output.vocabulary import Vocabulary
+from moe_engine.types.constraint import Constraint, FreeReasoning
 
 ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
 """A space, or a line end with an indentation. Bounded: a model may otherwise repeat white space up to its limit."""

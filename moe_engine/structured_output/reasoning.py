@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_engine.structured_output.backend import Matcher
-from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.structured_output.mask_batch import MaskBatch
 from moe_engine.structured_output.vocabulary import Vocabulary
+from moe_engine.types.constraint import FreeReasoning
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_engine.errors import InputError
-from moe_engine.structured_output.constraint import Constraint
+from moe_engine.types.constraint import Constraint
 from moe_engine.validation import check_unicode
 
 MAX_DEPTH = 100

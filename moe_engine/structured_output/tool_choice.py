@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from moe_engine.errors import InputError
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.request import json_source, read_constraint
 from moe_engine.structured_output.tool_parameters import OneParameter, parameters_of_call
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallParser
+from moe_engine.types.constraint import Constraint
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_ARGUMENTS = {"type": "object"}

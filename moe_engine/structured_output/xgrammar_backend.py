@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_engine.structured_output.backend import GrammarError, GrammarSettings, Matcher
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.mask_batch import FilledAtOnce
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.vocabulary import Vocabulary
 from moe_engine.structured_output.xgrammar_limits import check_regex, check_schema
+from moe_engine.types.constraint import Constraint, FreeReasoning
 
 if TYPE_CHECKING:
     import xgrammar  # which imports torch: loaded with the first grammar

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.tokenizer.answer_tags import AnswerTags
 from moe_engine.tokenizer.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyReasoning
 from moe_engine.tokenizer.stop import overlap
+from moe_engine.types.constraint import FreeReasoning
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -73,6 +73,7 @@ REASONING_FORMATS = {
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
+    "mimo": ReasoningFormat(switch="enable_thinking", calls="\n<tool_call>"),
     "step3": ReasoningFormat(forced=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.stats import mean
 
-LEAST_ANSWERS = 8
-"""Concurrent answers from which the time between the tokens of a step is measured."""
 SKIPPED = 6
 """First chunks of a stream that are not measured, because other prompts are computed meanwhile."""
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Seconds of a step, and context tokens of each request in it. `token_seconds`: between two of its tokens."""
+    """Seconds of a step, and context tokens of each request in it."""
 
     seconds: float
     context: float
-    token_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,19 +41,6 @@ def chunks_of(answer: Answer, counts: Sequence[int]) -> list[float]:
         chunks.append(chunks[-1] + sum(answer.itl[gap : gap + count]))
         gap += count
     return chunks
-
-
-def between_tokens(answers: Sequence[Stream]) -> float:
-    """Mean seconds between two chunks of one step, while all answers ran. The longest gaps, one a step, are those
-    between steps. 0: too few answers."""
-    if len(answers) < LEAST_ANSWERS:
-        return 0.0
-    begin = max(answer.chunks[0] + answer.started for answer in answers)
-    end = min(answer.chunks[-1] + answer.started for answer in answers)
-    moments = sorted(answer.started + at for answer in answers for at in answer.chunks)
-    gaps = sorted(later - before for before, later in pairwise(moments) if begin <= before and later <= end)
-    of_steps = gaps[: len(gaps) - -(-len(gaps) // len(answers))]
-    return mean(of_steps) if of_steps else 0.0
 
 
 def common_steps(answers: Sequence[Stream]) -> list[tuple[float, float]]:

@@ -24,7 +24,7 @@ import httpx
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning import mixed_probe, mixed_replay
-from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, between_tokens, chunks_of, common_steps
+from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, chunks_of, common_steps
 from moe_engine.tuning.costs.measured import LONE_TOKENS, CostFile, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
 from moe_engine.tuning.measured_points import (
@@ -40,6 +40,7 @@ from moe_engine.tuning.measured_points import (
     PREFILL,
     SPLIT,
     STAGGER_TOKENS,
+    STREAMED,
     Limits,
     MeasuredPoints,
 )
@@ -77,7 +78,7 @@ class Probes:
         self,
         base_url: str,
         limits: Limits,
-        front_end_cpu: Callable[[], float] | None = None,
+        front_end_cpu: Callable[[], float],
         scheduler: SchedulerConfig | None = None,
     ) -> None:
         """
@@ -108,7 +109,9 @@ class Probes:
             self._points.rounds.begin()
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
         file = self._points.file()
-        found = mixed_probe.effects(self._parts, MeasuredCosts(file), self._limits.drafts, self._limits.num_groups)
+        found = mixed_probe.effects(
+            self._parts, MeasuredCosts(file), self._limits.drafts, self._limits.num_groups, file.sent_seconds
+        )
         most = self._most_beside
         arrival = min(file.arrival_seconds if found is None else found.arrival, most)
         if found is None:
@@ -203,9 +206,10 @@ class Probes:
         costs, accepted = MeasuredCosts(self._points.file()), accumulate(self._points.acceptance(), mul)
         tokens = 1 + sum(accepted)
         rate = load * mixed_probe.rate_of(costs, limits.drafts, tokens, limits.num_groups, limits.max_running)
-        began = time.time()
+        began, before = time.time(), self._cpu()
         answered = await mixed_probe.run(ask, rate, most, self._rng)
         lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))
+        self._add_work(streams, before)
         steps = (await self._records()).together(began, time.time())
         unix = time.time() - time.perf_counter()
         part = mixed_probe.Part(
@@ -246,13 +250,16 @@ class Probes:
         self._bursts.clear()
 
     async def _decode(self, point: Hashable, count: int, length: int) -> Decode | None:
-        """A step in which `count` requests decode."""
+        """A step in which `count` requests decode: while the tokens of each step are sent, and without that."""
         if not self._points.rounds.wants(point):
             return None
-        began = time.time()
+        rows, began = max(count // self._limits.num_groups, 1), time.time()
         with self._points.rounds.timed(point):
-            found = await self._streams(count, length)
-        self._unread.append((point, max(count // self._limits.num_groups, 1), (began, time.time(), found.seconds)))
+            found, tokens = await self._streams(count, length)
+            middle = time.time()
+            await asyncio.gather(*(self._ask(self._prompt(length), tokens, stream=False) for _ in range(count)))
+        self._unread.append(((STREAMED, point), rows, (began, middle, found.seconds)))
+        self._unread.append((point, rows, (middle, time.time(), found.seconds)))
         if point == (DECODE, count):
             self._points.decodes.setdefault(count, []).append(found)
         return found
@@ -316,13 +323,16 @@ class Probes:
 
     def _cpu(self) -> float:
         """CPU seconds of the frontend and this client."""
-        return time.process_time() + (self._front_end_cpu() if self._front_end_cpu is not None else 0.0)
+        return time.process_time() + self._front_end_cpu()
+
+    def _add_work(self, streams: Sequence[Stream], before: float) -> None:
+        """CPU time of frontend and client for these answers. `before`: `_cpu` at their begin."""
+        self._points.work.append((len(streams), sum(len(one.chunks) for one in streams), self._cpu() - before))
 
     @property
     def _most_beside(self) -> float:
         """A request cannot take more from the steps beside it than frontend and client compute for it."""
-        known = self._front_end_cpu is not None and self._num_lone
-        return self._lone_cpu / self._num_lone if known else math.inf
+        return self._lone_cpu / self._num_lone if self._num_lone else math.inf
 
     async def _entry_beside_decodes(self, length: int) -> None:
         """Seconds until the server has read a request while steps take the cores."""
@@ -345,8 +355,8 @@ class Probes:
         return count, min(tokens, self._limits.max_input - length, self._limits.pool // (max(count, 0) + 1) - length)
 
     async def _arrivals(self, length: int) -> None:
-        """Delay of a step by an arriving request, and the time that the frontend takes for it: while some requests
-        decode, several others arrive at once, and then none for the same time."""
+        """Delay of a step by an arriving request: while some requests decode, several others arrive at once, and then
+        none for the same time."""
         count, tokens = self._beside(length)
         if count < 1 or not self._points.rounds.wants("arrivals"):
             return
@@ -355,10 +365,8 @@ class Probes:
             streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             while not streams.done():
                 begin = time.perf_counter()
-                new = await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
+                await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
                 middle = time.perf_counter()
-                received = [one.received for one in new]
-                self._points.between.append((max(received) - min(received)) / (ARRIVALS - 1))
                 await asyncio.sleep(middle - begin)
                 phases.append((begin, middle, time.perf_counter()))
             answers = await streams
@@ -384,24 +392,28 @@ class Probes:
                 stream = await self._ask([*prefix, *self._prompt(length)], FIRST_TOKENS)
                 self._unread.append((point, length, stream))
 
-    async def _streams(self, count: int, length: int) -> Decode:
-        """A step of `count` concurrent answers, from the chunks that arrived while all of them ran."""
+    async def _streams(self, count: int, length: int) -> tuple[Decode, int]:
+        """A step of `count` concurrent answers, from the chunks that arrived while all of them ran, and the tokens of
+        each answer."""
         tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
         room = self._limits.pool * self._limits.num_groups // count
         most = max(min(self._limits.max_input, room) - length, 2 * SKIPPED)
         for _ in range(REPEATS):
             tokens = min(tokens, most)
+            before = self._cpu()
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             if common := common_steps(answers):
                 seconds, done = median([step for step, _ in common]), median([done for _, done in common])
-                return Decode(seconds, length + done * tokens, between_tokens(answers))
+                if count >= mixed_probe.BESIDE:  # a few requests cost more each: processes wake up for each step
+                    self._add_work(answers, before)
+                return Decode(seconds, length + done * tokens), tokens
             tokens *= 2
         raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
 
     def _prompt(self, length: int) -> list[int]:
         return self._rng.choices(self._limits.vocab, k=length)
 
-    async def _ask(self, ids: list[int], tokens: int) -> Stream:
+    async def _ask(self, ids: list[int], tokens: int, stream: bool = True) -> Stream:
         counts: list[int] = []
         last: dict[str, Any] = {}
         varied: dict[str, Any] = {}
@@ -414,7 +426,8 @@ class Probes:
                 varied = meta
 
         to_unix = time.time() - time.perf_counter()
-        answer = await ask_native(BenchRequest(ids, len(ids), tokens), self._options, seen)
+        options = replace(self._options, stream=stream)
+        answer = await ask_native(BenchRequest(ids, len(ids), tokens), options, seen)
         if not answer.success:
             raise MoeEngineError(f"a request of the measurement failed: {answer.error}")
         if tokens >= VARIED_TOKENS:  # shorter answers would count with their first tokens alone

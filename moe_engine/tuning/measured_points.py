@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.tuning import mixed_probe
+from moe_engine.tuning import frontend_work, mixed_probe
 from moe_engine.tuning.answer_steps import Decode
 from moe_engine.tuning.costs.measured import LONE_TOKENS, CostFile, Curve
 from moe_engine.tuning.rounds import Rounds
@@ -26,6 +26,8 @@ STAGGER_TOKENS = 2
 """Additional tokens for each concurrent request: the first requests are ahead when the last ones begin. Longer answers
 would cost more than ordinary ones: frontend and client process each chunk with all tokens so far."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
+STREAMED = "streamed"
+"""A decode whose tokens are sent at once; the others are sent at the end of the answer."""
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
 """New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""
 OUTSIDE, SPLIT, LONE = "outside the steps", "several prompts", "alone"
@@ -58,8 +60,7 @@ class MeasuredPoints:
         long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
         prefix: tokens of the long cached prefix.
         entries: seconds until the server had read a request: idle, and beside decodes.
-        delays: of steps by requests that arrive at once. between: seconds from one of them to the next, in the front
-        end.
+        delays: of steps by requests that arrive at once. work: CPU time of frontend and client.
         split: steps with several prompts, with their round. steps, accepted: of drafts.
     """
 
@@ -71,7 +72,7 @@ class MeasuredPoints:
         self.prefix: list[int] = []
         self.entries: dict[bool, list[float]] = {False: [], True: []}
         self.delays: list[float] = []
-        self.between: list[float] = []
+        self.work: list[frontend_work.Sample] = []
         self.split: list[tuple[int, mixed_probe.Step]] = []
         self.steps, self.accepted = 0, 0.0
         self._halves: list[int] = []
@@ -102,7 +103,7 @@ class MeasuredPoints:
         per_cached, per_pair, behind = self.cached_costs()
         lone = rounds.value((LONE, self.lone_tokens)) - self.prefill_seconds(self.lone_tokens)
         idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE) + lone, 0.0)
-        between = median([decode.token_seconds for decode in self.decodes[counts[-1]]])
+        request, sent = frontend_work.work_of(self.work) if self.work else (0.0, 0.0)
         return CostFile(
             {drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
             Curve(tuple(map(float, lengths)), tuple(max(s, 1e-6) for s in prefill)),
@@ -116,8 +117,9 @@ class MeasuredPoints:
             arrival_seconds=max(median(self.delays), 0.0) if self.delays else 0.0,
             idle_seconds=idle,
             busy_seconds=max(median(self.entries[True]) - median(self.entries[False]), 0.0),
-            request_seconds=min(median(self.between), answer),
-            token_seconds=min(between, answer),
+            sent_seconds=self.sent_seconds(),
+            request_seconds=min(request, answer),
+            token_seconds=min(sent, answer),
             acceptance=self.acceptance(),
         )
 
@@ -227,6 +229,15 @@ class MeasuredPoints:
         tails = [tail for tail in tails if self.rounds.has((CACHED, tail, short))]
         seconds = [self.rounds.value((CACHED, tail, short)) - short * (token + pair * tail) for tail in tails]
         return token, pair, Curve(tuple(map(float, tails)), tuple(max(s, 1e-6) for s in ascending(seconds)))
+
+    def sent_seconds(self) -> float:
+        """Time that a step loses to each request with tokens from the step before: streamed answers against others,
+        over all numbers of requests alike."""
+        points = [
+            (count, (DECODE, count)) for count in self.row_counts() if self.rounds.has((STREAMED, (DECODE, count)))
+        ]
+        lost = [(self.rounds.value((STREAMED, point)) - self.rounds.value(point)) / count for count, point in points]
+        return max(median(lost), 0.0) if lost else 0.0
 
     def split_second(self) -> float | None:
         """Seconds that a pair of tokens in different prompts saves; None: no step had several prompts."""

@@ -165,9 +165,15 @@ async def run(
     return list(await asyncio.gather(*tasks))
 
 
-def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int, num_groups: int = 1) -> Effects | None:
-    """The regression over all parts; None: too few steps, or none in which a request arrived. `num_groups`: schedulers
-    that step together."""
+def effects(
+    parts: Sequence[Part], costs: StepCostModel, drafts: int, num_groups: int = 1, sent_seconds: float = 0.0
+) -> Effects | None:
+    """The regression over all parts; None: too few steps, or none in which a request arrived.
+
+    Args:
+        num_groups: schedulers that step together.
+        sent_seconds: as in `CostFile`; known, so no variable.
+    """
     parts = [part for part in parts if len(part.steps) >= LEAST_STEPS]
     if not parts:
         return None
@@ -176,7 +182,7 @@ def effects(parts: Sequence[Part], costs: StepCostModel, drafts: int, num_groups
     # columns: decode seconds of each part, prefill seconds of each part, arrivals, ends
     height, width = sum(map(len, alone)), 2 * len(parts) + 2
     matrix = np.zeros((height, width))
-    taken = np.concatenate([np.array([step[-1] for step in part.steps]) for part in parts])
+    taken = np.concatenate([_without_sending(part.steps, sent_seconds * num_groups) for part in parts])
     begin = 0
     for number, (part, seconds) in enumerate(zip(parts, alone)):
         rows = slice(begin, begin + len(seconds))
@@ -217,6 +223,14 @@ def _costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.N
         decode = min(whole.by_resource.get("decode", 0.0), whole.seconds) if rows else 0.0
         found[place] = decode, whole.seconds - decode
     return found
+
+
+def _without_sending(steps: Sequence[Step], sent_seconds: float) -> npt.NDArray[np.float64]:
+    """Seconds of each step without those in which the tokens of the step before were sent."""
+    seconds, ends, rows = (np.array([step[place] for step in steps]) for place in (-1, -2, 0))
+    follows = ends[1:] - seconds[1:] - ends[:-1] < seconds[1:]
+    seconds[1:] -= np.minimum(sent_seconds * rows[:-1] * follows, seconds[1:] / 2)
+    return seconds
 
 
 def _shares(steps: Sequence[Step], spans: Sequence[tuple[float, float]]) -> npt.NDArray[np.float64]:

@@ -87,6 +87,7 @@ def replay(file: CostFile, part: Part, scheduler: SchedulerConfig, num_groups: i
         acceptance=file.acceptance,
         arrival_seconds=file.arrival_seconds,
         end_seconds=file.end_seconds,
+        sent_seconds=file.sent_seconds,
         idle_seconds=file.idle_seconds,
     )
     request, token = file.request_seconds, file.token_seconds

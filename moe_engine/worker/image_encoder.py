@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_engine.image_tokens import ImageTokens
 from moe_engine.models.batch import ImageRows
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.parallel.collectives import Group
+from moe_engine.types.image_tokens import ImageTokens
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.device_stream import DeviceStream
 

@@ -22,7 +22,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.lora import LoraLayers
 from moe_engine.models.lora_adapter import Adapter, AdapterModule, read_adapter
-from moe_engine.step_settings import LoraSettings
+from moe_engine.types.step_settings import LoraSettings
 from moe_engine.worker.device_stream import DeviceStream
 
 logger = logging.getLogger(__name__)

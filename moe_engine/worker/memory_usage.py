@@ -26,7 +26,8 @@ def memory_usage(runner: ModelRunner) -> dict[str, int]:
     """
     states, device = runner.rows.states, runner.stream.device
     parts = parts_of(runner, exported=True)
-    tables = (part.rotary.cos_sin for part in parts if isinstance(part, Decoder))
+    decoders = (part for part in parts if isinstance(part, Decoder))
+    tables = (table.cos_sin for part in decoders for table in part.rotary_tables.values())
     return {
         "weights": _bytes(chain(tables, *map(weights_of, parts))),
         "kv_cache": _bytes(runner.kv_pool.tensors()),

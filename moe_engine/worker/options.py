@@ -10,8 +10,8 @@ from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 
 
 @dataclass(frozen=True)

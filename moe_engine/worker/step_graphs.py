@@ -30,8 +30,8 @@ from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepFacts, StepPlan
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
@@ -123,13 +123,16 @@ class _Inputs:
             self.real[used_tokens:num_tokens].fill_(1)
         self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # in case a copy raises
         if batch is not None and queries is not None:
-            self.input_ids[:num_tokens].copy_(batch.input_ids)
-            self.positions[:num_tokens].copy_(batch.positions)
-            self.slots[:num_tokens].copy_(batch.slots)
+            of_tokens = [
+                (self.input_ids, batch.input_ids),
+                (self.positions, batch.positions),
+                (self.slots, batch.slots),
+            ]
             if batch.windows is not None:
-                self.window_slots[:num_tokens].copy_(batch.windows.slots)
-            self.rows[:num_requests].copy_(queries.rows)
-            self.context_lens[:num_requests].copy_(queries.context_lens_device)
+                of_tokens.append((self.window_slots, batch.windows.slots))
+            of_requests = [(self.rows, queries.rows), (self.context_lens, queries.context_lens_device)]
+            for pairs, count in ((of_tokens, num_tokens), (of_requests, num_requests)):  # a launch for each dtype
+                torch._foreach_copy_([buffer[:count] for buffer, _ in pairs], [given for _, given in pairs])
         if self.states is not None:
             stored = None if batch is None else batch.stored_states
             self.states.fill(None if queries is None else queries.rows, stored, (used_requests, used_tokens))

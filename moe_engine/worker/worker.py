@@ -17,8 +17,8 @@ import torch
 
 from moe_engine.kernels.triton import guard
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
+from moe_engine.types.token_masks import LaunchedStep, StepMasks
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.kv_cache.kv_copies import Listener

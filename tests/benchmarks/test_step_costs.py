@@ -176,7 +176,7 @@ def test_latent_attention_reads_each_record_once() -> None:
     given = SimpleNamespace(
         rows=meta(128), q=meta(128, 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
         partial=meta(64, 1, 16, 512, dtype=torch.float32), table=meta(128, 4096),
-        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
+        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, BLOCK_N=64, grid=(120,),
     )  # fmt: skip
     found = triton_costs.latent(given, SETTING)
     assert found.read == 128 * 16 * 576 * 2 + 128 * 2048 * (576 * 2 + 4)
@@ -184,6 +184,36 @@ def test_latent_attention_reads_each_record_once() -> None:
     assert found.flops == {"bf16": 2 * 128 * 16 * 2048 * (576 + 512)}
     given.table = meta(128, 1024)  # of a selection
     assert triton_costs.latent(given, SETTING).flops == {"bf16": 2 * 128 * 16 * 1024 * (576 + 512)}
+
+
+def test_split_contexts_write_and_merge_results_of_two_tiles_each() -> None:
+    """A request of 2,048 tokens has at most 16 pieces of two tiles of 64 tokens, however large the buffer is; the
+    merge does not know the tile and assumes 32 tokens. The weight of the values is read once."""
+    one = meta(264, 1, 16, 512, dtype=torch.float32)
+    given = SimpleNamespace(
+        rows=meta(1), q=meta(1, 16, 576), out=meta(16, 512), cache=meta(3000, 576), partial=one, table=meta(1, 4096),
+        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, BLOCK_N=64, grid=(133,),
+    )  # fmt: skip
+    assert triton_costs.latent(given, SETTING).written == 16 * 512 * 2 + 16 * 16 * 513 * 4
+    merge = SimpleNamespace(partial=one, merges=meta(132, 8), out=meta(1, 16, 512), PER_GROUP=16, BLOCK_M=16)
+    assert triton_costs.merge_partials(merge, SETTING).read == 32 * 16 * 512 * 4
+    values = SimpleNamespace(
+        mixed=meta(1, 16, 512), partial=one, merges=meta(132, 8), weight=meta(16, 128, 512), out=meta(1, 16, 128),
+        HEADS=16, LATENT=512, VALUE=128, BLOCK_M=16,
+    )  # fmt: skip
+    found = triton_costs.merge_values(values, SETTING)
+    assert found.read == 32 * 16 * 512 * 4 + 16 * 128 * 512 * 2
+    assert found.flops == {"bf16": 2 * 16 * 128 * 512}
+
+
+def test_few_programs_read_slowly() -> None:
+    """A row of 129,280 logits by one program, and by 32."""
+    logits, tokens = meta(1, 129280, dtype=torch.float32), meta(1, dtype=torch.int64)
+    times = []
+    for programs in (1, 32):
+        found = triton_costs.greedy(SimpleNamespace(logits=logits, tokens=tokens, grid=(1, programs)), SETTING)
+        times.append(H200.microseconds("stream", found, False) - H200["eager_gap_us"])
+    assert times == pytest.approx([(129280 * 4 + 8) / 112e9 * 1e6, H200["kernel_floor_us"]])
 
 
 def test_grouped_products_read_experts_with_tokens_and_valid_rows() -> None:

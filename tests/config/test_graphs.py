@@ -14,7 +14,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_graphs import GRAPH_BYTES, SMALL_GRAPH_BYTES, graph_row, graph_sizes, recorded
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.step_settings import GraphSettings
+from moe_engine.types.step_settings import GraphSettings
 from tests.config.conftest import SMALL, machine
 
 

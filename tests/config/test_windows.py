@@ -20,6 +20,11 @@ ALTERNATING: dict[str, Any] = {
     "use_sliding_window": True, "max_window_layers": 1,
 }  # fmt: skip
 
+MIMO: dict[str, Any] = {
+    **LLAMA, "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(("model", "windows"), [(MISTRAL, (512, 512)), (ALTERNATING, (None, 512))])
 def test_the_window_does_not_cut_the_context(resolved, model, windows) -> None:
@@ -36,6 +41,8 @@ def test_draft_trees_need_layers_without_windows(standalone) -> None:  # noqa: F
     with pytest.raises(ConfigError, match="--context-length 512"):
         standalone(MISTRAL, **tree)
     assert standalone(MISTRAL, context_length=512, **tree).draft_model.windows == ()
+    with pytest.raises(ConfigError, match=r"speculative-eagle-topk 1$"):
+        standalone(MIMO, context_length=128, **tree)  # whose windows stay
 
 
 def test_layers_of_two_windows_are_captured(resolved) -> None:

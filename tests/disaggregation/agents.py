@@ -18,8 +18,8 @@ from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError
-from moe_engine.row_sizes import TRANSFER_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.types.row_sizes import TRANSFER_SLOTS
 from tests.disaggregation.faulty import Cable
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ class Rows:
 
     def __init__(self, num_places: int, num_tensors: int, num_heads: int, head_bytes: int) -> None:
         self.stored = 0
-        self.num_tensors = num_tensors
+        self.row_widths = [num_heads * head_bytes] * num_tensors
         self.array = np.zeros((num_places, num_tensors, num_heads, head_bytes), np.uint8)
         self._flat = self.array.reshape(num_places, -1)
 

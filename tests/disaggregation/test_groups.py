@@ -58,6 +58,30 @@ def test_unequal_shares_are_refused(wrong: tuple[int, int, int]) -> None:
             Layout(*wrong)
 
 
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 2), (2, 4)])
+def test_tensors_of_different_widths_are_cut_alike(ranks: tuple[int, int]) -> None:
+    """Keys and values of MiMo-V2-Flash: layers with 4 and with 8 KV heads, 6 bytes of a key, 4 of a value."""
+    tensors = [np.random.randint(0, 256, (5, heads, width), np.uint8) for heads in (4, 8, 8) for width in (6, 4)]
+
+    def held(rank: int, count: int) -> Rows:
+        own = [tensor.reshape(5, count, -1)[:, rank] for tensor in tensors]
+        rows = Rows(5, 1, 1, sum(part.shape[1] for part in own))
+        rows.row_widths = [part.shape[1] for part in own]
+        rows.write(list(range(5)), np.concatenate(own, 1))
+        return rows
+
+    places, (decode, prefill) = [4, 0, 2], (layout(count, 8) for count in ranks)
+    for rank in range(ranks[0]):
+        want, got = held(rank, ranks[0]), held(rank, ranks[0])
+        got.array[:] = 0
+        for source in sources_of(rank, decode, prefill):
+            theirs, ours = parts(rank, decode, source, prefill)
+            sent = np.zeros(3 * ours.bytes_of(got), np.uint8)
+            theirs.read_into(held(source, ranks[1]), places, sent)
+            ours.write(got, places, sent)
+        assert np.array_equal(got.read(places), want.read(places)) and not got.read([1, 3]).any()
+
+
 class Rank:
     """A rank of a prefill server: sends the reports of its thread, in any order that the protocol allows."""
 

@@ -74,6 +74,15 @@ def test_heads_are_divided_and_joined(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["tp2 to tp1", "tp1 to tp2"])
+def test_layers_with_different_heads_are_divided_alike(form: str, tmp_path: Path) -> None:
+    """MiMo-V2-Flash: two KV heads, four in layers with a window, and values narrower than keys."""
+    fields = {"num_key_value_heads": 2, "vocab_size": 1024}
+    model = make_checkpoint("mimo_v2_flash", tmp_path / "model", random.randrange(2**31), **fields)
+    check_pair(tmp_path, form, "--model-path", str(model), count=2)
+
+
+@pytest.mark.exhaustive
 def test_states_are_transferred_between_ranks(tmp_path: Path) -> None:
     """Qwen3-Next: each rank has some of the channels of a state, and the KV of some heads."""
     model = make_checkpoint("qwen3_next", tmp_path / "model", random.randrange(2**31), vocab_size=1024)

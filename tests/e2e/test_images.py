@@ -196,7 +196,11 @@ def test_what_is_refused(served: Served, tmp_path: Path) -> None:
         ({"text": text, "image_data": "data:video/mp4;base64,AAAA"}, "image_data", "video input is not supported"),
         ({"text": "no place", "image_data": good}, "text", "1 images for 0 image placeholders"),
         ({"text": text}, "text", "no images"),
-        ({"text": text * 4, "image_data": [good] * 4}, "image_data[3]", "takes 3 in a request"),
+        (
+            {"text": text * 4, "image_data": [good] * 4},
+            "image_data[3]",
+            "image_data[3]: image 4 of 4; this server takes 3",
+        ),
         ({"text": text, "image_data": {"url": good}}, "image_data", "expected"),
         ({"text": text, "video_data": good}, "video_data", "not available"),
     ):

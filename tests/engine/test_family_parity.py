@@ -17,6 +17,7 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
     [
         ("qwen3_moe", "chunked"),
         ("minimax_m2", "chunked"),
+        ("mimo_v2_flash", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),
         ("qwen3_next", "chunked"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_engine.image_tokens import FIRST_KEY, ImageTokens, image_key, keyed_ids
+from moe_engine.types.image_tokens import FIRST_KEY, ImageTokens, image_key, keyed_ids
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.models.vision_checkpoints import KINDS, Oracle, Pixels, make_checkpoint, random_pixels, with_images
 

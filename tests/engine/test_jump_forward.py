@@ -13,9 +13,9 @@ import pytest
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.compiler import GrammarCompiler
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from moe_engine.types.constraint import Constraint
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.engine.test_failed_steps import Poisoned
 from tests.structured_output.schemas import draw_schemas

@@ -18,9 +18,13 @@ from tests.models.lora import make_adapter, merge
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MLA = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MIMO: dict[str, Any] = {
+    "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense"] * 2,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"targets": DENSE, "more": {}},
     "deepseek_v3": {"targets": MLA, "more": {"num_hidden_layers": 2}},
+    "mimo_v2_flash": {"targets": DENSE, "more": MIMO},
 }
 FLAGS = {"dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 12, "chunked_prefill_size": 48}
 NUM_TOKENS = 8

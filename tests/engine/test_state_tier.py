@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.kv_ops import LAST_STATE
 from moe_engine.models.config import StateGroup, StatePart
 from moe_engine.storage.file_storage import FileStorage
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVLoad, KVOps, KVReport
+from moe_engine.types.kv_ops import LAST_STATE
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.host_states import HostStates
 from moe_engine.worker.kv_cache.kv_copies import KVCopies

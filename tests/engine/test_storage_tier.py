@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.step_settings import StorageSettings
 from moe_engine.storage.file_storage import FileStorage
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVLoad, KVOps, KVReport
+from moe_engine.types.step_settings import StorageSettings
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.host_pool import LAYOUTS
 from moe_engine.worker.kv_cache.kv_copies import KVCopies

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_engine.kv_ops import KVLoad, KVOps
+from moe_engine.types.kv_ops import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec

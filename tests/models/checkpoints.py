@@ -30,6 +30,7 @@ KINDS = (
     "qwen3_moe",
     "mixtral",
     "minimax_m2",
+    "mimo_v2_flash",
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
@@ -201,6 +202,19 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {**_GQA, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3}
         | {"intermediate_size": 32, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {**_GQA, **_DEEPSEEK_MOE, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16, "rms_norm_eps": 1e-5}
+        | {"sliding_window": 20, "attention_value_scale": 0.707}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            }
+        },
     ),
     "glm4_moe": (
         "Glm4Moe",

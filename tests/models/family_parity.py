@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"num_mtp_layers": 1, "num_hidden_layers": 4},
     "qwen3_moe": {},
     "minimax_m2": {},
+    "mimo_v2_flash": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_oss": {},

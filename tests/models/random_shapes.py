@@ -32,18 +32,27 @@ EXPERTS = {
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
-    "ernie4_5_moe": "moe_num_experts",
+    "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
 WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
 MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-GROUPED = ("deepseek_v3", "deepseek_v2", "mistral4", "glm4_moe", "dots1", "glm4_moe_lite", "solar_open")
+GROUPED = (
+    "deepseek_v3",
+    "deepseek_v2",
+    "mistral4",
+    "glm4_moe",
+    "dots1",
+    "glm4_moe_lite",
+    "solar_open",
+    "mimo_v2_flash",
+)
 """Routers that choose groups of experts."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
-OWN_ROPE = ("gpt_oss", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
+OWN_ROPE = ("gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_TIE = ("qwen3_next",)
 DROPPED = (
@@ -68,7 +77,7 @@ class Shape:
 
 
 def draw(kind: str, rng: random.Random) -> Shape:
-    layers = rng.choice((1, 2, 3, 4)) if kind not in ("glm4_moe_lite", "gpt_oss", "qwen3_moe") else 3
+    layers = rng.choice((1, 2, 3, 4)) if kind not in ("glm4_moe_lite", "gpt_oss", "qwen3_moe", "mimo_v2_flash") else 3
     fields: dict[str, Any] = {
         "num_hidden_layers": layers,
         "vocab_size": rng.choice((257, 300, 320)),
@@ -114,6 +123,11 @@ def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     fields |= {"num_attention_heads": kv * group, "num_key_value_heads": kv, "hidden_size": hidden}
     if kind not in NO_HEAD_DIM:
         fields["head_dim"] = width
+    if kind == "mimo_v2_flash":
+        fields |= {"num_attention_heads": 4, "num_key_value_heads": rng.choice((1, 2)), "sliding_window": 9}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        fields |= {"v_head_dim": rng.choice((8, 16, 28)), "attention_value_scale": rng.choice((None, 0.707))}
+        fields["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": 5e5}}
     if kind == "minimax_m2":
         fields["rotary_dim"] = rng.choice((4, width // 2 // 2 * 2, width))
     if kind == "glm4_moe":
@@ -150,7 +164,7 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
         fields |= {"n_group": groups, "topk_group": kept}
         fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
         fields["norm_topk_prob"] = rng.random() < 0.7 and kind != "deepseek_v2"  # which transformers does not follow
-        fields["n_shared_experts"] = rng.choice((1, 2))
+        fields["n_shared_experts"] = rng.choice((1, 2)) if kind != "mimo_v2_flash" else None
     if kind in ("qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
     if kind == "deepseek_v2":

@@ -13,7 +13,7 @@ from moe_engine.kernels.backends import Backends, plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import index_widths
@@ -139,16 +139,11 @@ class Stepper:
 
 def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
     """Caches of every layer, filled with NaN: unwritten slots must have no influence."""
-    attention = config.attention
+    name = str(dtype).removeprefix("torch.")
 
-    def cache(*shape: int) -> Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    def caches(layer: int) -> Any:
+        shapes = [(num_slots, *part) for part in config.kv_parts(layer, name)]
+        found = tuple(torch.full(shape, float("nan"), dtype=dtype, device=device) for shape in shapes)
+        return found[0] if len(found) == 1 else found
 
-    if isinstance(attention, MLAConfig) and attention.indexer is not None:
-        latents, keys = (num_slots, attention.cache_width), (num_slots, 1, attention.index_width)
-        shared = attention.shared_layers
-        return [cache(*latents) if i in shared else (cache(*latents), cache(*keys)) for i in range(config.num_layers)]
-    if attention.kind == "mla":
-        return [cache(num_slots, attention.cache_width) for _ in range(config.num_layers)]
-    heads, width = attention.num_kv_heads, attention.head_dim  # type: ignore[union-attr]
-    return [(cache(num_slots, heads, width), cache(num_slots, heads, width)) for _ in range(config.num_layers)]
+    return [caches(i) for i in range(config.num_layers)]

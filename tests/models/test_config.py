@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.models import sizes
-from moe_engine.models.checkpoint_files import read_header
+from moe_engine.models.checkpoint_files import read_checkpoint, read_header
 from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig, activation_dtype
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_file import load_model_config
@@ -439,6 +440,12 @@ def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_model_config(tmp_path / "weights")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
+
+    (tmp_path / "pipe").mkdir()
+    for name, read in (("config.json", load_model_config), ("pytorch_model.bin", read_checkpoint)):
+        os.mkfifo(tmp_path / "pipe" / name)  # to open it would block
+        with pytest.raises(MoeEngineError, match=rf"{name}: cannot be read \(no regular file\)"):
+            read(tmp_path / "pipe")
 
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")

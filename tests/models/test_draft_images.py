@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.image_tokens import ImageTokens
 from moe_engine.models.batch import ForwardBatch, ImageRows
 from moe_engine.types import NewRow
+from moe_engine.types.image_tokens import ImageTokens
 from moe_engine.worker.batch.row_images import RowImages
 from tests.examples import examples
 from tests.models.test_mtp import Drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,13 @@ def test_flag_of_adapters() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             lora_entries(wrong)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_pipes_are_refused(base: Path, tmp_path: Path, name: str) -> None:
+    """To open a pipe would block the thread that runs the steps."""
+    path = make_adapter(tmp_path / "a", base, ("q_proj",))
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(MoeEngineError, match=name):
+        read_adapter(path, load_model_config(base))

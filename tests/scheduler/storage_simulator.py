@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.kv_ops import LAST_STATE, NO_STATE
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.types import KVBackup, KVFetch, KVReport, StepPlan
+from moe_engine.types.kv_ops import LAST_STATE, NO_STATE
 from tests.scheduler.tier_simulator import TierSimulation
 
 
@@ -39,7 +39,6 @@ class FakeStorage:
         self.open: dict[int, _Op] = {}
         self.reports: list[KVReport] = []
         self.last = 0
-        self.num_read = 0
         self.states: Callable[[], dict[int, Any]] = dict
         """States by host entry."""
         self.num_compared: int | None = None
@@ -106,7 +105,6 @@ class FakeStorage:
                     host[place] = None  # possibly overwritten
                 return True
             host.update(zip(places, self.pages[key]))
-            self.num_read += 1
         elif self._rng.random() >= self._faults.unstored:
             values = [host[place] for place in places]
             stored = self.pages.setdefault(key, values)

@@ -10,12 +10,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from moe_engine.core.dp_sync import PrefillTurns
-from moe_engine.prefill_delay import DelayerSettings, DelayFacts
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.scheduler.prefill_delayer import Outcome, PrefillDelayer
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
 from moe_engine.types import StepFacts, StepPlan, StepResult
+from moe_engine.types.prefill_delay import DelayerSettings, DelayFacts
 from tests.scheduler.simulator import make_request
 
 

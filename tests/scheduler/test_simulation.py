@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler import POLICIES, SchedulerConfig
 from moe_engine.types import Request
+from moe_engine.types.prefill_delay import DelayerSettings
 from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
 from tests.scheduler.traces import play_arrivals

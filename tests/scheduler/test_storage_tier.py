@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.page_keys import page_keys, root_key
-from moe_engine.step_settings import StorageSettings
 from moe_engine.types import KVBackup, KVFetch, KVOps, SpeculationConfig, StepPlan
+from moe_engine.types.step_settings import StorageSettings
 from tests.examples import examples
 from tests.scheduler.simulator import make_request
 from tests.scheduler.storage_simulator import Faults, StorageSimulation

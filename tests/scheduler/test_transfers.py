@@ -111,10 +111,10 @@ def test_only_tokens_that_neither_device_nor_host_has_are_transferred() -> None:
     network = Network(prefill, decode, rng, 0.0)
     session = [rng.randrange(50) for _ in range(100)]
     others = [[rng.randrange(50) for _ in range(150)] for _ in range(3)]
-    moved = []
+    moved, asked = [], []
     for room, prompt in enumerate([session, *others, session + [rng.randrange(50) for _ in range(30)]]):
         for server, new in ((prefill, 1), (decode, 4)):
-            request = make_request(str(room), prompt, new, ignore_eos=True)
+            asked.append(request := make_request(str(room), prompt, new, ignore_eos=True))
             request.bootstrap = ("host", 1, room)
             server.add(request)
         before = decode.tier.num_transferred_tokens
@@ -123,6 +123,7 @@ def test_only_tokens_that_neither_device_nor_host_has_are_transferred() -> None:
         moved.append(decode.tier.num_transferred_tokens - before)
     assert decode.scheduler.stats().host_hit_tokens_total >= 90  # the session had left the device
     assert moved[0] == 99 and moved[-1] <= 30, moved
+    assert asked[1].cached_tokens == 99 and asked[1].tiers == (99, 0, "")  # received KV is in the host tier
     prefill.check_end()
     decode.check_end()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from moe_engine.row_sizes import window_pool_tokens
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.types import StepPlan, StepResult
+from moe_engine.types.row_sizes import window_pool_tokens
 from tests.scheduler.simulator import FakeWorker, prefix_hashes
 
 

@@ -130,6 +130,22 @@ def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         RequestLog(RequestLogSettings(targets=(str(tmp_path / "file"),)))
 
 
+def test_servers_with_one_folder_lose_no_hour_of_their_request_logs(tmp_path: Path):
+    """Both rotate the file of the hour; so does one server after its clock was set back."""
+    servers = [request_log._file_handler(str(tmp_path)) for _ in range(2)]
+    lines = []
+    for hour in range(3):
+        for number, server in enumerate(servers):
+            lines.append(f"hour {hour} of server {number}")
+            server.emit(logging.makeLogRecord({"msg": lines[-1]}))
+        for server in servers:
+            server.doRollover()
+    for server in servers:
+        server.close()
+    found = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    assert sorted(found) == sorted(lines)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_request_log_on_a_full_disk(
     tmp_path: Path,

@@ -370,3 +370,22 @@ def test_unexpected_exceptions_become_500():
     assert "ZeroDivisionError: boom" in response.json()["error"]["message"]
     response = post(client, "/generate", {"text": "a", "stream": True})
     assert response.status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/generate", "/generate"), ("/v1/unheard", None), ("/unheard", None),
+    ],
+)  # fmt: skip
+def test_a_path_of_another_base_url_names_the_endpoint(path, near):
+    response = post(FakeClient(), path, CHAT)
+    error = response.json()["error"]["message"]
+    words = f"no such endpoint; did you mean {near}?" if near else "no such endpoint"
+    assert response.status_code == 404 and error == f"POST {path}: {words}"
+
+
+def test_functions_names_its_successor():
+    response = post(FakeClient(), "/v1/chat/completions", {**CHAT, "functions": [{"name": "a"}]})
+    assert response.json()["param"] == "functions" and "send tools" in response.json()["message"]

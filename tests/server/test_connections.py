@@ -9,8 +9,9 @@ import gzip
 import inspect
 import json
 import socket
+import time
 import tomllib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,24 @@ def test_uvicorn_logs_in_the_format_of_all_lines(capfd):
             assert connection.recv(4096).startswith(b"HTTP/1.1 400")
     lines = [line for line in capfd.readouterr().err.splitlines() if "Invalid HTTP request" in line]
     assert lines and all(line.startswith("[20") for line in lines)
+
+
+LONG_NAME = "x" * 50_000_000
+"""A response with it is larger than what sockets hold."""
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_reads_nothing_is_disconnected(monkeypatch, capfd, reads):
+    monkeypatch.setattr(http_protocol, "UNREAD_SECONDS", 0.3)
+    with real_server(FakeClient(served_model_name=LONG_NAME)) as address, connected(address) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        if not reads:
+            words = "read nothing of its response for 0.3 s: disconnected"
+            until(lambda: words in capfd.readouterr().err)
+        received = 0
+        with suppress(ConnectionError):
+            while data := connection.recv(1 << 20):
+                received += len(data)
+                if reads:
+                    time.sleep(0.01)  # longer than the limit in all
+        assert (received > len(LONG_NAME)) == reads

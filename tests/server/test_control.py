@@ -382,7 +382,7 @@ def test_endpoints_that_are_not_offered():
     assert get(FakeClient(), "/generate").status_code == 405
     assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"
     assert get(FakeClient(), "/openapi.json").status_code == 200
-    for flag, value in (("reasoning_parser", "mimo"), ("tool_call_parser", "step3")):
+    for flag, value in (("reasoning_parser", "nemotron_3"), ("tool_call_parser", "step3")):
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value}"):
             make_app(FakeClient(), **{flag: value})
 
@@ -395,7 +395,7 @@ def test_parsers_as_endpoints():
     body = {"text": text, "tools": [{"function": {"name": "f"}}], "tool_call_parser": "deepseekv31"}
     got = post(FakeClient(), "/parse_function_call", body).json()
     assert got == {"normal_text": "ok ", "calls": [{"tool_index": 0, "name": "f", "parameters": '{"a": 1}'}]}
-    for name in ("mimo", "step3"):
+    for name in ("kimi_k3", "step3"):
         later = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": name})
         assert later.status_code == 400 and "not available yet" in later.json()["error"]["message"]
     response = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": "x"})

@@ -13,6 +13,7 @@ from moe_engine.core.messages import RequestDelta
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.prepare import BURST
 from moe_engine.server.native_types import Output
 from tests.server.fake_engine import FakeClient, clients_id
@@ -319,3 +320,25 @@ def test_hidden_states_of_openai_choices():
     streamed = post(client, "/v1/completions", body | {"stream": True}, **settings)
     for refused in (post(client, "/v1/completions", body), streamed):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_hidden_states"
+
+
+async def test_generation_continues_behind_an_update_of_paused_requests(monkeypatch):
+    """A step between the flush of the prefix cache and the new weights would leave KV of the old weights in it."""
+    calls: list[str] = []
+
+    async def call(method: str, **args: Any) -> list[Any]:
+        calls.append(method)
+        return []
+
+    client = FakeClient()
+    monkeypatch.setattr(client, "call", call)
+    frontend = Frontend(client, client.tokenizer)
+    pausing = Pausing(frontend)
+    await pausing.pause("retract")
+    async with frontend.weights.exclusive(None, lambda: None):
+        resumed = asyncio.create_task(pausing.resume())
+        await asyncio.sleep(0.05)
+        assert calls == ["pause"] and frontend.paused
+    assert await resumed and calls == ["pause", "resume"]
+    async with frontend.weights.exclusive(9.0, lambda: None):
+        assert not await pausing.resume()  # without a pause it waits for nothing

@@ -16,10 +16,10 @@ from moe_engine.server.large_schemas import cut_schema
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import verdict_of
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.structured_output.request import UNREAD_CHARS, find_constraint, json_source, read_constraint
 from moe_engine.structured_output.tool_choice import tool_constraint
+from moe_engine.types.constraint import Constraint
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import make_app
 from tests.structured_output.test_llguidance_backend import EOS, SIZE

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from moe_engine.core.messages import AddRequest, RequestDelta
-from moe_engine.step_settings import LoraAdapter, LoraSettings
+from moe_engine.types.step_settings import LoraAdapter, LoraSettings
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, in_process, post
 

@@ -18,8 +18,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch, stop
 from moe_engine.server.listen import bind
-from moe_engine.server.serve import GracefulServer
+from moe_engine.server.serve import GracefulServer, serve
 from tests.server.fake_engine import FakeClient
+from tests.server.harness import make_app
 from tests.waiting import until
 
 PROGRAM = """
@@ -175,3 +176,31 @@ def test_server_info_shows_the_bound_port(monkeypatch):
     monkeypatch.setattr(launch, "_serve", served)
     assert launch.serve(EngineArgs.from_kwargs(port=0)) == 0
     assert ports["shown"] == ports["bound"] > 0
+
+
+HALF = b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"text"'
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+LONG_NAME = "x" * 50_000_000
+"""A response with it is larger than what sockets hold."""
+
+
+@pytest.mark.parametrize("sent", [HALF, MODELS], ids=["sends its request", "reads nothing"])
+def test_a_slow_client_does_not_hold_up_the_exit_of_a_dead_engine(sent, capfd):
+    """A supervisor waits for the exit, to start the server again."""
+
+    async def main(sock):
+        ready, switch = asyncio.Event(), stop.StopSwitch()
+        app = make_app(FakeClient(served_model_name=LONG_NAME))
+        serving = serve(app, sock, log_level="warning", stop=switch, on_ready=lambda *_: ready.set())
+        served = asyncio.create_task(serving)
+        await ready.wait()
+        reader, writer = await asyncio.open_connection(*sock.getsockname()[:2], limit=1024)
+        writer.write(sent)
+        if sent is MODELS:
+            assert await reader.readuntil(b"\r\n\r\n")
+        switch.stop_after(0.2, 0.3)
+        await asyncio.wait_for(served, 60)
+        writer.close()
+
+    asyncio.run(main(bind("127.0.0.1", 0)))
+    assert not capfd.readouterr().err

@@ -117,6 +117,24 @@ def test_reasoning_tokens_and_prompt_with_tools():
     assert '"get_weather"' in client.tokenizer.decode(client.requests[0].prompt_ids)
 
 
+@pytest.mark.parametrize(
+    ("text", "thinking", "counted"),
+    [
+        ("why</think>Paris", True, "why</think>"),
+        ("<think>why</think>Paris", False, "<think>why</think>"),
+        ("the tag </think> ends", False, ""),
+    ],
+)
+def test_an_end_tag_outside_the_reasoning_counts_no_reasoning(text, thinking, counted):
+    client = FakeClient(text)
+    body = {**CHAT, "chat_template_kwargs": {"thinking": thinking}}
+    usage = post(client, "/v1/chat/completions", body, reasoning_parser="deepseek-v3").json()["usage"]
+    count = len(client.tokenizer.encode(counted, False)) if counted else 0
+    details = {"completion_tokens_details": {"reasoning_tokens": count}} if count else {}
+    assert usage["reasoning_tokens"] == count and usage == usage | details
+    assert ("completion_tokens_details" in usage) == bool(count)
+
+
 def test_sampling_of_chat_requests():
     client = FakeClient()
     defaults = {"temperature": 0.6, "top_p": 0.95}

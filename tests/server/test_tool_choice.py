@@ -10,9 +10,9 @@ import pytest
 
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from moe_engine.types.constraint import Constraint
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, post
 

@@ -76,6 +76,7 @@ def install() -> None:
         _kept.append(cuda_build.take_kernels_away())
     library = torch.library.Library("aten", "IMPL")  # composites that need a kernel of the device
     library.impl("copy_", operators.copy, "CUDA", allow_override=True)
+    library.impl("_foreach_copy_", operators.copy_lists, "CUDA", allow_override=True)
     _kept.append(library)
     _runtime(torch)
     _tensors(torch)

@@ -111,6 +111,17 @@ def copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return into
 
 
+def copy_lists(into: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """``aten::_foreach_copy_``: one launch for contiguous tensors of one dtype, as CUDA's kernel, else a copy
+    of each."""
+    alike = len({x.dtype for x in into} | {x.dtype for x in sources}) == 1
+    if alike and all(x.is_cuda and x.is_contiguous() for x in (*into, *sources)):
+        _compute(aten._foreach_copy_.default, (into, sources), {})
+        return
+    for destination, source in zip(into, sources):
+        destination.copy_(source, non_blocking)
+
+
 def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
     pinned = is_pinned(source)
     if launch.graph is not None and not (pinned and non_blocking):

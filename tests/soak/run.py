@@ -23,11 +23,12 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, runs
 from tests.soak import answers, questions
 from tests.soak.clients import BEHAVIORS, ORDINARY, Client, Known, Tally
 from tests.soak.http import Connection
 from tests.soak.neighbors import Neighbors, quantile
+from tests.waiting import until
 
 COMMON = ("--dtype", "float32", "--random-seed", "7", "--log-level", "warning")
 TIGHT = ("--max-total-tokens", "6000", "--chunked-prefill-size", "128", "--max-running-requests", "24")
@@ -52,6 +53,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     ),
 }
 SETTLE_SECONDS = 60.0
+ALLOWED_OPEN = 32
+"""Files and threads that pools and helper processes may open on demand under load."""
 LEAST_GAPS = 100
 """Min number of gaps for a p99."""
 ALLOWED_GAP_RATIO = 5.0
@@ -115,7 +118,7 @@ async def load(
 
 def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: bool = False) -> dict[str, Any]:
     """Both phases against a ready server. With `strikes`, the last rank is killed during the mixed phase."""
-    tally, empty = Tally(), settle(server)
+    tally, empty, files = Tally(), settle(server), num_open(server)
     neighbors = Neighbors(server.port, plan.num_neighbors)
     began = time.monotonic()
     asyncio.run(load(server.port, bank, plan, int(plan.num_requests * plan.quiet_share), ORDINARY, tally))
@@ -129,6 +132,7 @@ def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: b
             strikes = False
     mixed = neighbors.gaps(LEAST_GAPS)
     problems = neighbors.finish()
+    left_open = num_open(server)
     seconds = time.monotonic() - began
     return {
         "requests": tally.total,
@@ -141,6 +145,8 @@ def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: b
         "gaps": {"quiet": _summary(quiet), "mixed": _summary(mixed), "ratio": mixed[-1] / quantile(quiet, 0.99)},
         "pool": settle(server),
         "pool_before": empty,
+        "open": left_open,
+        "open_before": files,
         "memory_growth_bytes": _memory(server) - memory,
         "tracebacks": server.log.count("Traceback"),
     }
@@ -170,6 +176,22 @@ def _memory(server: ServerProcess) -> int:
     return sum(process.memory_info().rss for process in processes)
 
 
+def num_open(server: ServerProcess) -> dict[str, int]:
+    """Open files and threads of the server and of its computing processes, once no client is connected."""
+    front = psutil.Process(server.process.pid)
+
+    def has_no_client() -> bool:
+        states = (c.status for c in front.net_connections("tcp") if c.laddr.port == server.port)
+        return psutil.CONN_ESTABLISHED not in states
+
+    until(has_no_client, "clients are still connected")
+    processes = [front, *(child for child in server.children() if runs(child, "core_main", "rank_main"))]
+    return {
+        "files": sum(process.num_fds() for process in processes),
+        "threads": sum(process.num_threads() for process in processes),
+    }
+
+
 def _ranks(server: ServerProcess) -> list[psutil.Process]:
     """The computing processes, oldest first."""
     found = [child for child in server.children() if any("rank_main" in part for part in child.cmdline())]
@@ -183,6 +205,9 @@ def verdicts(result: dict[str, Any]) -> dict[str, bool]:
         "no lost request": not result["lost"],
         "neighbors got the same answer each time": not result["neighbor_problems"],
         "the KV pool is as empty as before": all(pool in result["pool_before"] for pool in result["pool"]),
+        "no file or thread is left open": all(
+            count <= result["open_before"][name] + ALLOWED_OPEN for name, count in result["open"].items()
+        ),
         "no traceback in the log": not result["tracebacks"],
     }
 
@@ -213,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{form}: {result['requests']} requests in {result['seconds']:.0f} s, {result['counts']}")
         print(f"  gaps (ms): quiet {gaps['quiet']}, mixed {gaps['mixed']}")
         print(f"  largest gap / quiet p99: {gaps['ratio']:.1f} (allowed {ALLOWED_GAP_RATIO:.0f})")
+        print(f"  open: {result['open_before']} before, {result['open']} at the end")
         print(f"  memory grew by {result['memory_growth_bytes'] / 2**20:.0f} MiB")
         for name, fine in checks.items():
             print(f"  {'pass ' if fine else 'SHORT'} {name}")

@@ -22,8 +22,8 @@ from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.scheduler import NEEDS_RESULT, Scheduler, SchedulerConfig
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows

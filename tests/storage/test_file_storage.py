@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError
-from moe_engine.step_settings import StorageSettings
 from moe_engine.storage import sealed_pages
 from moe_engine.storage.backends import open_storage
 from moe_engine.storage.file_storage import FileStorage
 from moe_engine.storage.fingerprint import fingerprint_of
 from moe_engine.storage.sealed_pages import HEADER, SealedPages
+from moe_engine.types.step_settings import StorageSettings
 from tests.examples import examples
 
 PAGE = 300

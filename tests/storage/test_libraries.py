@@ -19,7 +19,6 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.processes.addresses import free_port
-from moe_engine.step_settings import StorageSettings
 from moe_engine.storage import backends, mooncake_storage
 from moe_engine.storage.backends import open_storage
 from moe_engine.storage.file_storage import FileStorage
@@ -27,6 +26,7 @@ from moe_engine.storage.mooncake_storage import PREFIX, MooncakeStorage
 from moe_engine.storage.nixl_storage import NixlStorage
 from moe_engine.storage.protocol import PageStorage
 from moe_engine.storage.sealed_pages import SealedPages
+from moe_engine.types.step_settings import StorageSettings
 from tests.storage import emulators
 
 Open = Callable[[], PageStorage]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.tokenizer import Tokenizer
+from moe_engine.types.constraint import Constraint
 from tests.structured_output.test_llguidance_backend import backend, tokenizer
 from tests.structured_output.test_tool_calls import spells
 

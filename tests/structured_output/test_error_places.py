@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError
-from moe_engine.structured_output.constraint import Constraint
+from moe_engine.types.constraint import Constraint
 from tests.structured_output.test_llguidance_backend import backend, tokenizer
 
 __all__ = ["backend", "tokenizer"]  # fixtures

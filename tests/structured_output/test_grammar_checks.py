@@ -17,8 +17,8 @@ from moe_engine.processes import frame_child
 from moe_engine.processes.frame_child import FrameChildren
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.tokenizer import load_tokenizer
+from moe_engine.types.constraint import Constraint
 from tests.structured_output.test_llguidance_backend import EOS, SIZE
 
 

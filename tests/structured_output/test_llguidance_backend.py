@@ -12,9 +12,9 @@ import pytest
 
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings, Matcher
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from moe_engine.types.constraint import Constraint, FreeReasoning
 
 SIZE, EOS = 1280, 1
 TAGS = {

@@ -11,10 +11,10 @@ import pytest
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
 from moe_engine.structured_output.compiler import GrammarCompiler
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.mask_batch import MaskBatch
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import load_tokenizer
+from moe_engine.types.constraint import Constraint, FreeReasoning
 from tests.structured_output.schemas import draw_schemas
 from tests.structured_output.test_llguidance_backend import EOS, SIZE, allowed
 

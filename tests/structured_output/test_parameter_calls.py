@@ -14,18 +14,29 @@ import pytest
 
 from moe_engine.errors import InputError
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
 from moe_engine.structured_output.tool_choice import tool_constraint
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
+from moe_engine.types.constraint import Constraint
 from tests.structured_output.schemas import draw_schemas
 from tests.structured_output.test_llguidance_backend import EOS, allowed, backend, tokenizer
 from tests.structured_output.test_tool_calls import spells, tool
 
 __all__ = ["backend", "tokenizer"]  # fixtures
 
-FORMS = ("qwen3_coder", "glm45", "deepseekv32", "deepseekv4", "minimax-m2", "pythonic", "hunyuan", "hy_v3", "dots")
+FORMS = (
+    "qwen3_coder",
+    "mimo",
+    "glm45",
+    "deepseekv32",
+    "deepseekv4",
+    "minimax-m2",
+    "pythonic",
+    "hunyuan",
+    "hy_v3",
+    "dots",
+)
 LEAVES: list[Any] = [
     {"type": "string"},
     {"type": "string", "minLength": 2, "maxLength": 5},
@@ -126,6 +137,7 @@ CITY = {
 }
 CALLS = {
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "mimo": "<tool_call>\n<function=weather>\n<parameter=city>%s</parameter>\n</function>\n</tool_call>",
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
     "minimax-m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">%s</parameter>\n</invoke>\n'
     "</minimax:tool_call>",

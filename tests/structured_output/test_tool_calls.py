@@ -13,12 +13,12 @@ import pytest
 
 from moe_engine.errors import InputError
 from moe_engine.structured_output.backend import CompiledGrammar, GrammarBackend, GrammarError, Matcher
-from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
 from moe_engine.structured_output.tool_choice import tool_constraint
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallParser
 from moe_engine.tokenizer.tool_calls.named import CALL_END, CALLS_BEGIN, CALLS_END
+from moe_engine.types.constraint import Constraint, FreeReasoning
 from tests.structured_output.test_llguidance_backend import EOS, accepts, allowed, backend, tokenizer
 
 __all__ = ["backend", "tokenizer"]  # fixtures

@@ -15,10 +15,10 @@ from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.planning.prepare import prepare
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
-from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.structured_output.xgrammar_limits import check_regex, check_schema
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from moe_engine.types.constraint import Constraint
 from tests.structured_output.test_llguidance_backend import EOS, SIZE, check_rollback
 from tests.structured_output.test_tool_calls import spells
 

@@ -92,6 +92,9 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nParis <parameter=x>\n\n<parameter=n>5\n<parameter=o>{}\n"
      "</function>\n</tool_call>\n<function=g>\n<parameter=a>b\n</function>", "",
      [("f", {"s": "Paris <parameter=x>\n", "n": 5, "o": {}}), ("g", {"a": "b"})]),
+    ("mimo", "a <tool_call>\n<function=f>\n<parameter=s>\nls && pwd\n</parameter>\n<parameter=n>5</parameter>\n"
+     "<parameter=o>{\"k\": [1]}</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n"
+     "</tool_call>", "a ", [("f", {"s": "\nls && pwd\n", "n": 5, "o": {"k": [1]}}), ("g", {})]),
     ("glm45", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n"
      "<arg_key>e</arg_key>\n<arg_value>1</arg_value>\n"
      "<arg_key>a</arg_key>\n<arg_value>2.5</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>", "",

@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 
 from moe_engine.cli.main import main
-from moe_engine.step_settings import GraphSettings
 from moe_engine.tuning.costs.measured import CostFile, Curve
 from moe_engine.tuning.doctor.log_lines import parse
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
+from moe_engine.types.step_settings import GraphSettings
 from tests.tuning.plan_models import V3
 from tests.tuning.test_simulator import Linear, config
 

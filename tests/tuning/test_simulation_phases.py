@@ -93,18 +93,19 @@ def test_steps_that_a_server_records():
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
 
 
-def recorded_parts(rng, arrival, end, prefill_factor):
+def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0):
     """Steps beside requests at Poisson times: each part has its own slowness, which also changes within the part; the
-    delays by arrivals are drawn from a gamma distribution, and 2 % of the steps are interrupted by something else."""
+    delays by arrivals are drawn from a gamma distribution, and 2 % of the steps are interrupted by something else.
+    `sent`: delay of a step by each request that decoded in the step before."""
     parts, now = [], 1e9
     for _ in range(4):
         slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
         rate = 0.8 * mixed_probe.rate_of(COSTS, 0)
         calls = [due := due + rng.expovariate(rate) for _ in range(90)]
-        waiting, running, steps, arrivals, ends, ended = [], [], [], [], [], 0
+        waiting, running, steps, arrivals, ends, ended, decoded = [], [], [], [], [], 0, 0
         while calls or running or waiting:
             if not running and not waiting:
-                moment = max(moment, calls[0])
+                moment, decoded = max(moment, calls[0]), 0
                 arrivals.append((calls[0], calls.pop(0) + 0.0005))
                 waiting.append(mixed_probe.request_lengths(rng, 999))
             tokens, rows = sum(prompt for prompt, _ in waiting), 0 if waiting else len(running)
@@ -113,6 +114,7 @@ def recorded_parts(rng, arrival, end, prefill_factor):
             seconds *= slow * (1 + drift * (moment - now)) * (prefill_factor if tokens else 1)
             seconds *= max(rng.gauss(1, 0.1), 0.5)
             seconds += ended * end * slow * rng.gammavariate(4, 1 / 4) + (rng.random() < 0.02) * rng.expovariate(250)
+            seconds, decoded = seconds + decoded * sent * slow, rows
             ends += [moment + 0.0002] * ended
             prompts = len(waiting)
             running = [left - 1 for left in running] if not waiting else running + [left - 1 for _, left in waiting]
@@ -137,6 +139,10 @@ def test_time_that_requests_add_to_the_steps_beside_them():
     found = [mixed_probe.effects(recorded_parts(rng, arrival, end, prefill_factor), COSTS, 0) for _ in range(3)]
     assert median([one.arrival for one in found]) == pytest.approx(arrival, rel=0.2)
     assert median([one.end for one in found]) == pytest.approx(end, rel=0.3)
+    sent = rng.uniform(0.5e-4, 1e-4)
+    parts = recorded_parts(rng, arrival, end, 1.0, sent)
+    known, unknown = (mixed_probe.effects(parts, COSTS, 0, sent_seconds=seconds) for seconds in (sent, 0.0))
+    assert median(known.decode) == pytest.approx(1.0, abs=0.2) and median(unknown.decode) > median(known.decode)
     assert mixed_probe.effects([mixed_probe.Part([], [], [])], COSTS, 0) is None
 
 

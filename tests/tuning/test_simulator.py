@@ -13,7 +13,6 @@ import pytest
 from moe_engine.frontend.dp_routing import WEIGHTS, Load, Room, Router
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.placement.layout import ExpertLayout
-from moe_engine.prefill_delay import DelayerSettings
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.tuning import serving_report
@@ -27,6 +26,7 @@ from moe_engine.tuning.simulator.load_table import TableRouter
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
 from moe_engine.types import SpeculationConfig, StepPlan
+from moe_engine.types.prefill_delay import DelayerSettings
 from tests.examples import examples
 
 pytestmark = pytest.mark.drawn(16)
@@ -126,7 +126,7 @@ def test_runs_equal_single_steps(example):
         experts = ExpertLoad(counts, ExpertLayout(16, 4), ExpertSettings(rebalance=rebalance))
     num_groups = rng.choice([2, 5, 16]) if small else rng.choice([1, 1, 2, 5, 16])
     spec = ReplicaSpec(limits, Linear(), num_groups, overlap=small or rng.random() < 0.8, experts=experts)
-    beside = {name: rng.choice([0.0, 0.003]) for name in ("arrival_seconds", "end_seconds")}
+    beside = {name: rng.choice([0.0, 0.003]) for name in ("arrival_seconds", "end_seconds", "sent_seconds")}
     spec = replace(spec, **beside, idle_seconds=rng.choice([0.0, 0.002]))
     num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
     faults = ()
@@ -260,6 +260,17 @@ def test_a_request_that_ends_delays_the_step_behind():
         ends.append(sorted(answer.latency for answer in outcome.recorder.answers))
     assert ends[1][0] == pytest.approx(ends[0][0], abs=1e-6)
     assert ends[1][1] - ends[0][1] == pytest.approx(delay, abs=1e-6)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_tokens_that_are_sent_delay_the_step_behind(exact: bool):
+    """Eight decode steps of two requests, of which seven follow one that has tokens of both."""
+    delay, ends = random.uniform(0.001, 0.004), []
+    for seconds in (0.0, delay):
+        spec = FleetSpec(ReplicaSpec(config(), Linear(row=0, token=0), sent_seconds=seconds, exact=exact))
+        outcome = simulate(spec, Fixed([Arrival(0.0, [1, 2, 3], 9), Arrival(0.0, [4, 5, 6], 9)], 2))[1]
+        ends.append(max(answer.latency for answer in outcome.recorder.answers))
+    assert ends[1] - ends[0] == pytest.approx(7 * 2 * delay, abs=1e-6)
 
 
 def test_an_idle_engine_and_a_busy_one_answer_later():

@@ -15,13 +15,22 @@ from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.tuning import calibration
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.answer_steps import Decode, Stream, between_tokens, chunks_of, common_steps
+from moe_engine.tuning.answer_steps import Decode, Stream, chunks_of, common_steps
 from moe_engine.tuning.calibration import VARIED_TOKENS, Probes
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
+from moe_engine.tuning.frontend_work import work_of
 from moe_engine.tuning.gap_histogram import GapHistogram
-from moe_engine.tuning.measured_points import DECODE, DECODE_TOKENS, PREFILL, Limits, MeasuredPoints, ascending
+from moe_engine.tuning.measured_points import (
+    DECODE,
+    DECODE_TOKENS,
+    PREFILL,
+    STREAMED,
+    Limits,
+    MeasuredPoints,
+    ascending,
+)
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
@@ -213,12 +222,25 @@ def test_gaps_of_concurrent_answers():
     assert common_steps([first, Stream(second.chunks, 20.0, 0.0)]) == []
 
 
-def test_time_between_the_tokens_of_a_step():
-    """Ten answers, whose tokens come one after the other at the end of each step."""
-    between = random.uniform(1e-5, 1e-4)
-    answers = [Stream([0.01 * step + between * place for step in range(9)], 5.0, 0.0) for place in range(10)]
-    assert between_tokens(answers) == pytest.approx(between)
-    assert between_tokens(answers[:7]) == 0.0
+def test_work_of_frontend_and_client():
+    """Requests with answers of several lengths, measured with 3 % of noise; no kind of work is below 0."""
+    request, chunk = random.uniform(0.5e-3, 3e-3), random.uniform(2e-5, 8e-5)
+    counts = [(count, count * length) for count in (8, 32, 64, 200) for length in (16, 100, 220)]
+    samples = [(n, sent, (n * request + sent * chunk) * random.gauss(1, 0.03)) for n, sent in counts]
+    assert work_of(samples) == pytest.approx((request, chunk), rel=0.3)
+    assert work_of([(8, 800, 8e-2), (8, 80, 1e-3)])[0] == 0.0 and work_of([(8, 80, 3e-2), (8, 800, 1e-2)])[1] == 0.0
+
+
+def test_time_that_steps_lose_to_streamed_tokens():
+    """A round of streamed answers and of others; one number of requests is beside another program."""
+    lost = random.uniform(1e-5, 1e-4)
+    points = MeasuredPoints(Limits(64, 4000, 1 << 20, 512, range(2)))
+    points.rounds.begin()
+    assert points.sent_seconds() == 0.0
+    for count in points.row_counts():
+        points.rounds.add((DECODE, count), 1e-3 + count * 2e-5)
+        points.rounds.add((STREAMED, (DECODE, count)), 1e-3 + count * (2e-5 + lost) + (count == 8))
+    assert points.sent_seconds() == pytest.approx(lost)
 
 
 def test_measured_curves_never_fall():
@@ -286,6 +308,7 @@ def test_acceptance_is_that_of_the_beginning_of_an_answer(monkeypatch: pytest.Mo
     """An answer to random tokens ends in a loop, whose drafts are all accepted."""
 
     async def ask(request, options, seen):
+        assert options.stream
         answer, steps, correct = Answer(request.prompt_len, success=True, ttft=0.1), 0, 0
         seen({"completion_tokens": 1}, 1)
         total = 1
@@ -298,7 +321,7 @@ def test_acceptance_is_that_of_the_beginning_of_an_answer(monkeypatch: pytest.Mo
         return answer
 
     monkeypatch.setattr(calibration, "ask_native", ask)
-    probes = Probes("", Limits(8, 100, 1000, 100, range(9), drafts=2))
+    probes = Probes("", Limits(8, 100, 1000, 100, range(9), drafts=2), lambda: 0.0)
     for tokens in (4, 4, 4, 4, 4, 4, 4, 4, VARIED_TOKENS, 1000):
         asyncio.run(probes._ask([1, 2, 3], tokens))
     points = probes._points

@@ -17,8 +17,8 @@ from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.resolve_graphs import recorded
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, SpeculationConfig, StepFacts, StepPlan
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec

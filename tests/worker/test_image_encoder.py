@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.image_tokens import ImageTokens, image_key
+from moe_engine.types.image_tokens import ImageTokens, image_key
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.image_encoder import ImageEncoder, divide
 from tests.examples import examples

@@ -41,7 +41,7 @@ def test_deepseek_v3_is_576_numbers_a_token_and_layer() -> None:
 
 
 def test_fp8_rows_are_about_half_as_long() -> None:
-    assert KVSpec("mla", 61, ((latent_width("fp8_e4m3", 512, 64),),), torch.uint8).bytes_per_token == 656 * 61
+    assert KVSpec((((latent_width("fp8_e4m3", 512, 64),),),) * 61, torch.uint8).bytes_per_token == 656 * 61
     assert latent_width("fp8_e5m2", 512, 64) == 576 and latent_width("fp8_e4m3", 64, 16) == 96
     assert head_width("fp8_e4m3", 128) == 132 and head_width("fp8_e5m2", 128) == 128
     mla = MLAConfig(4, None, kv_lora_rank=64, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8)
@@ -52,7 +52,7 @@ def test_fp8_rows_are_about_half_as_long() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e5m2])
 def test_rows_move_as_if_all_were_read_first(dtype: torch.dtype) -> None:
-    pool = KVPool(KVSpec("gqa", 2, ((2, 6), (2, 6)), dtype), 16, 1, STREAM)
+    pool = KVPool(KVSpec.gqa(2, 2, 6, dtype), 16, 1, STREAM)
     held = [tensor.view(torch.uint8) for layer in pool.layers for tensor in layer]
     for tensor in held:
         tensor.random_(0, 100)

@@ -31,10 +31,12 @@ def queries(rows: list[int], counts: list[int]) -> PagedQueries:
     return PagedQueries(counts, counts, torch.tensor(rows).int(), starts, torch.tensor(counts).int(), table, 1)
 
 
+def spec_beside(pool: StatePool) -> KVSpec:
+    return KVSpec(tuple(() if i in pool.layers else ((7,),) for i in range(5)), torch.float32)
+
+
 def make_batch(pool: StatePool, decode: PagedQueries | None, prefill: PagedQueries | None) -> ForwardBatch:
-    kv = KVPool(
-        KVSpec("mla", 5, ((7,),), torch.float32, pool.layers.keys()), 4, 1, DeviceStream("cpu"), states=pool
-    ).layers
+    kv = KVPool(spec_beside(pool), 4, 1, DeviceStream("cpu"), states=pool).layers
     none = torch.zeros(0, dtype=torch.int64)
     return ForwardBatch(none, none, none, none, AttentionBatch(decode, prefill), None, kv)
 
@@ -49,7 +51,7 @@ def test_tensors_and_bytes() -> None:
 
 def test_layers_with_a_state_have_no_kv() -> None:
     pool = make_pool()
-    spec = KVSpec("mla", 5, ((7,),), torch.float32, pool.layers.keys())
+    spec = spec_beside(pool)
     kv = KVPool(spec, 4, 1, DeviceStream("cpu"), states=pool)
     assert spec.bytes_per_token == 2 * 7 * 4 and kv.num_bytes == 5 * spec.bytes_per_token
     assert isinstance(kv.layers[0], Tensor) and kv.layers[4] is pool.layers[4]

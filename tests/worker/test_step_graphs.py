@@ -18,7 +18,6 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import (
     NewRow,
     SamplingParams,
@@ -27,6 +26,7 @@ from moe_engine.types import (
     StepFacts,
     StepPlan,
 )
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_engine.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.types import NewRow, SamplingParams
+from moe_engine.types.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling import token_masker
 from moe_engine.worker.sampling.token_masker import TokenMasker

@@ -22,7 +22,7 @@ from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
-from moe_engine.step_settings import CompileSettings, GraphSettings
+from moe_engine.types.step_settings import CompileSettings, GraphSettings
 from moe_engine.worker.startup import compile_setup as region_setup
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted

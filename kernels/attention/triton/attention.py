@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.protocol import AbsorbedValues, AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
 from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
 from moe_engine.kernels.attention.triton.latent import LatentTile, latent_attention, latent_tile
 from moe_engine.kernels.attention.triton.merge import merge_chunk
+from moe_engine.kernels.attention.triton.merge_values import MAX_TOKENS
 from moe_engine.kernels.attention.triton.paged import PagedTile, paged_attention, paged_tile
 from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TOKEN, PLAIN, form_of, record_bytes
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
@@ -188,7 +189,9 @@ class TritonMLA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
         chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
-        return AttentionCapabilities(self.plan_in_place, chunks, sparse=over_absorbed(self))
+        # in deterministic mode the number of tokens may not choose the kernel
+        values = None if self._deterministic else AbsorbedValues(self.absorbed_values, MAX_TOKENS)
+        return AttentionCapabilities(self.plan_in_place, chunks, sparse=over_absorbed(self), absorbed_values=values)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol.
@@ -233,10 +236,22 @@ class TritonMLA(_Backend):
     ) -> Tensor:  # fmt: skip
         """See the protocol; `value_width` is C where the rotary width is not 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
+        return self._over_latent(q, cache, queries, scale, plan, latent)
+
+    def absorbed_values(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, weight: Tensor
+    ) -> Tensor:
+        """See `AbsorbedValues`."""
+        return self._over_latent(q, cache, queries, scale, plan, weight.shape[2], weight)
+
+    def _over_latent(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, latent: int,
+        weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         form = form_of(cache, latent, q.shape[2] - latent)
         self._absorbed_as = (q.shape[1], q.dtype, form)
         tile, segments = self._absorbed_schedule(_find(plan, queries), *self._absorbed_as)
-        return latent_attention(q, cache, queries, segments, tile, scale, latent, form)
+        return latent_attention(q, cache, queries, segments, tile, scale, latent, form, weight)
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: object, out: Tensor | None = None,
@@ -289,7 +304,8 @@ class TritonGQA(_Backend):
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
-        self._paged_as: tuple[int, int, int, torch.dtype] | None = None
+        self._paged_as: dict[int | None, tuple[int, int, int, torch.dtype]] = {}
+        """Of the layers with each window: the arguments of `_cut`. Layers with equal windows are alike."""
 
     @property
     def capabilities(self) -> AttentionCapabilities:
@@ -302,17 +318,18 @@ class TritonGQA(_Backend):
             groups.append(GroupPlan(batch.decode, buffers))
         if batch.prefill is not None:
             groups.append(GroupPlan(batch.prefill))
-        if self._paged_as is not None:
-            for group in groups:
-                self._schedule(group, *self._paged_as)
+        for group in groups:
+            if (form := self._paged_as.get(group.queries.window)) is not None:
+                self._schedule(group, *form)
         return StepPlan(*groups)
 
     def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
         """See `TritonMLA.plan_in_place`."""
-        if self._paged_as is None or self._deterministic or batch.decode is None:
+        form = None if batch.decode is None else self._paged_as.get(batch.decode.window)
+        if form is None or self._deterministic or batch.decode is None:
             return None
-        _, split = self._cut(batch.decode, *self._paged_as)
-        return PlanInPlace(batch.decode, self._paged_as[0], split)
+        _, split = self._cut(batch.decode, *form)
+        return PlanInPlace(batch.decode, form[0], split)
 
     def _cut(
         self, queries: PagedQueries, per_group: int, num_groups: int, width: int, dtype: torch.dtype
@@ -331,8 +348,8 @@ class TritonGQA(_Backend):
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         num_groups = k_cache.shape[1]
-        self._paged_as = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
-        tile, segments = self._schedule(_find(plan, queries), *self._paged_as)
+        form = self._paged_as[queries.window] = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
+        tile, segments = self._schedule(_find(plan, queries), *form)
         return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale, sinks)
 
 

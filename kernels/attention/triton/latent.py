@@ -19,6 +19,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.merge import merge_partials
+from moe_engine.kernels.attention.triton.merge_values import merge_values
 from moe_engine.kernels.attention.triton.tiles import (
     LOG2_E,
     LOWEST,
@@ -230,13 +231,14 @@ def latent_kernel(
 
 def latent_attention(
     q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
-    form: int,
+    form: int, weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronization.
 
     Args:
         schedule: schedule of these queries, H rows per token, with the tile's block size.
         form: row format of the cache, from `latent_records.form_of`.
+        weight: W_UV [H, V, C]; the result is then [T, H, V].
 
     Raises:
         ValueError: if the cache has another dtype, or strided rows.
@@ -247,7 +249,7 @@ def latent_attention(
     cache = cache if form == PLAIN else cache.view(torch.uint8)
     out = q.new_empty(num_tokens, heads, latent)
     if num_tokens == 0:
-        return out
+        return out if weight is None else q.new_empty(0, heads, weight.shape[1])
     if q.stride(2) != 1 or (q.stride(0) != heads * q.stride(1) and num_tokens > 1):
         q = q.contiguous()
     partial = q.new_empty(max(1, schedule.num_partials), 1, tile.block_m, latent, dtype=torch.float32)
@@ -260,6 +262,8 @@ def latent_attention(
         WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+    if weight is not None:
+        return merge_values(out, partial, lse, schedule, weight)
     merge_partials(partial, lse, schedule, out)
     return out
 

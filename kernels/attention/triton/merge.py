@@ -115,9 +115,9 @@ def merge_chunk(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> N
 
 def aot_cases() -> list[AotCase]:
     cases = []
-    sizes = ((128, 512, 64), (16, 512, 16), (16, 512, 32), (4, 128, 16), (8, 128, 16), (8, 64, 16))
-    for per_group, width, block_m in sizes:
-        sinks = width == 64  # gpt-oss
+    sizes = [(*size, False) for size in ((128, 512, 64), (16, 512, 16), (16, 512, 32), (4, 128, 16), (8, 128, 16))]
+    sizes += [(8, 64, 16, True), (8, 128, 16, True)]  # gpt-oss, MiMo-V2-Flash
+    for per_group, width, block_m, sinks in sizes:
         signature = {"partial": "*fp32", "lse": "*fp32", "merges": "*i32", "out": "*bf16"}
         constants: dict[str, object] = {
             "PER_GROUP": per_group, "WIDTH": width, "BLOCK": width, "BLOCK_M": block_m, "ROWS": _ROWS, "SINKS": sinks,

@@ -1,7 +1,8 @@
 """Grouped-query attention over paged keys and values, for decode and prefill: one program per segment of `schedule` and
 KV head. Rows are (query token, head of the group) pairs, so a tile of keys serves all heads of its group.
 
-Legend: T query tokens, H heads, G KV heads, D head width, N segments; M, N rows and context tokens of a tile.
+Legend: T query tokens, H heads, G KV heads, D width of a key, V width of a value, N segments; M, N rows and context
+tokens of a tile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     stored_columns,
 )
 from moe_engine.kernels.kv_format.formats import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
-from moe_engine.kernels.kv_format.head_records import form_of
+from moe_engine.kernels.kv_format.head_records import form_of, value_width
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -75,17 +76,18 @@ def paged_kernel(
     q, keys, values, out, partial, lse, segments, rows, table, visible, sinks, lens,
     q_token_stride, q_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride, scale,
     query_len,
-    PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KV_FORMAT: tl.constexpr, SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr, SCALE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> out [T, H, D], or partial [., G, M, D] and
-    lse [., G, M] to base 2.
+    """q [T, H, D], keys [slots, G, D] and values [slots, G, V] or FP8 rows -> out [T, H, V], or partial [., G, M, V]
+    and lse [., G, M] to base 2.
 
-    `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: offset of a record's
-    scale. WINDOW: positions that a query token sees; 0: all. SINKS: `sinks` [H] are logits
-    without a value; those of partial results are added by the merge. BOUNDS: as `Schedule.query_len`, with the context
-    tokens `lens` of each request.
+    `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE, VALUE_SCALE: offset of the
+    scale in a record of a key, of a value. WINDOW: positions that a query token sees; 0: all. SINKS: `sinks` [H] are
+    logits without a value; those of partial results are added by the merge. BOUNDS: as `Schedule.query_len`, with the
+    context tokens `lens` of each request.
     """
     wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
@@ -108,7 +110,7 @@ def paged_kernel(
         before = first - 1
         best = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        mixed = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+        mixed = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
         lowest = tl.maximum(first + first_row // PER_GROUP - WINDOW, 0)
@@ -128,8 +130,8 @@ def paged_kernel(
                 scores = tl.where((start + inside)[None, :] >= (limit - WINDOW)[:, None], scores, float("-inf"))
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if KV_FORMAT == _TOKEN:
-                weights = weights * _head_scales(own_values, slot * value_stride, SCALE)[None, :]
-            value = stored_columns(own_values, slot * value_stride, 0, WIDTH, BLOCK, KV_FORMAT, dtype)
+                weights = weights * _head_scales(own_values, slot * value_stride, VALUE_SCALE)[None, :]
+            value = stored_columns(own_values, slot * value_stride, 0, VALUE, VALUE_BLOCK, KV_FORMAT, dtype)
             mixed = tl.dot(weights.to(value.dtype), value, mixed * decay[:, None], input_precision=PRECISION)
         target = tl.load(record + 7)
         if SINKS:  # noqa: SIM102 - a constant, and a value of the device
@@ -138,16 +140,16 @@ def paged_kernel(
                 total += tl.exp2(sink - best)
         norm, log_sum = finish(best, total)
         mixed = mixed * norm[:, None]
-        column = tl.arange(0, BLOCK)
-        live = (row < left)[:, None] & (column < WIDTH)[None, :]
+        column = tl.arange(0, VALUE_BLOCK)
+        live = (row < left)[:, None] & (column < VALUE)[None, :]
         if target < 0:
             head = group * PER_GROUP + inner % PER_GROUP
             out_row = query.to(tl.int64) * groups * PER_GROUP + head
-            base = out + token * groups * PER_GROUP * WIDTH
-            tl.store(base + out_row[:, None] * WIDTH + column[None, :], mixed.to(out.dtype.element_ty), live)
+            base = out + token * groups * PER_GROUP * VALUE
+            tl.store(base + out_row[:, None] * VALUE + column[None, :], mixed.to(out.dtype.element_ty), live)
         else:
             partial_row = (target * groups + group) * BLOCK_M + row
-            tl.store(partial + partial_row.to(tl.int64)[:, None] * WIDTH + column[None, :], mixed, live)
+            tl.store(partial + partial_row.to(tl.int64)[:, None] * VALUE + column[None, :], mixed, live)
             tl.store(lse + partial_row, log_sum)
 
 
@@ -155,7 +157,7 @@ def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronization.
+    """q [T, H, D], keys [slots, G, D] and values [slots, G, V] or FP8 rows -> [T, H, V]. No host synchronization.
 
     Args:
         schedule: schedule of these queries, H / G rows per token, with the tile's block size.
@@ -165,27 +167,27 @@ def paged_attention(
         ValueError: if dtypes differ or head widths are strided.
     """
     num_tokens, heads, width = q.shape
-    form = form_of(keys, width)
-    for cache in (keys, values):
-        alike = cache.dtype == q.dtype if form == PLAIN else form_of(cache, width) == form
+    form, value = form_of(keys, width), value_width(keys, values, width)
+    for cache, channels in ((keys, width), (values, value)):
+        alike = cache.dtype == q.dtype if form == PLAIN else form_of(cache, channels) == form
         if not alike or cache.stride(-1) != 1:
             raise ValueError(f"queries are {q.dtype}, the cache is {cache.dtype} with strides {cache.stride()}")
     if form != PLAIN:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     groups = keys.shape[1]
-    out = q.new_empty(num_tokens, heads, width)
+    out = q.new_empty(num_tokens, heads, value)
     if num_tokens == 0:
         return out
     if q.stride(-1) != 1:
         q = q.contiguous()
-    partial = q.new_empty(max(1, schedule.num_partials), groups, tile.block_m, width, dtype=torch.float32)
+    partial = q.new_empty(max(1, schedule.num_partials), groups, tile.block_m, value, dtype=torch.float32)
     lse = partial.new_empty(partial.shape[:3])
     paged_kernel[(len(schedule.segments), groups)](
         q, keys, values, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible, sinks,
         queries.context_lens_device if schedule.query_len is not None else None,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
-        **_constants(heads // groups, width, tile, form, queries.visible is not None, q.dtype),
+        **_constants(heads // groups, width, value, tile, form, queries.visible is not None, q.dtype),
         WINDOW=queries.window or 0, SINKS=sinks is not None, BOUNDS=schedule.query_len is not None,
         WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -195,22 +197,24 @@ def paged_attention(
 
 
 def _constants(
-    per_group: int, width: int, tile: PagedTile, form: int, tree: bool, dtype: torch.dtype
+    per_group: int, width: int, value: int, tile: PagedTile, form: int, tree: bool, dtype: torch.dtype
 ) -> dict[str, object]:
     return {
-        "PER_GROUP": per_group, "WIDTH": width, "BLOCK": max(16, next_power_of_2(width)), "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "KV_FORMAT": form, "SCALE": head_scale_offset(width), "TREE": tree,
+        "PER_GROUP": per_group, "WIDTH": width, "BLOCK": max(16, next_power_of_2(width)), "VALUE": value,
+        "VALUE_BLOCK": max(16, next_power_of_2(value)), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "KV_FORMAT": form, "SCALE": head_scale_offset(width), "VALUE_SCALE": head_scale_offset(value), "TREE": tree,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",
     }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    """Llama-3-8B (4 heads a KV head), Qwen3 (8, 64 wide and 128), decode, verification and prefill."""
+    """Llama-3-8B (4 heads a KV head), Qwen3 (8, 64 wide and 128), decode, verification and prefill; MiMo-V2-Flash with
+    a window (keys of 192, values of 128)."""
     cases = []
     bf16, fp32 = torch.bfloat16, torch.float32
-    gpt_oss = ((8, 64, 1, bf16, PLAIN, False), (8, 64, 512, bf16, PLAIN, False))  # gpt-oss, with sinks and a window
+    windowed = [(8, width, tokens, bf16, PLAIN, False) for width in (64, 192) for tokens in (1, 512)]  # and sinks
     for per_group, width, tokens, dtype, form, tree in (
-        *gpt_oss,
+        *windowed, (8, 192, 1, bf16, FP8_TOKEN, False),
         (4, 128, 1, bf16, PLAIN, False), (4, 128, 8, bf16, PLAIN, True), (4, 128, 512, bf16, PLAIN, False),
         (8, 128, 1, bf16, PLAIN, False), (8, 128, 512, bf16, PLAIN, False), (2, 64, 1, bf16, PLAIN, False),
         (2, 64, 512, bf16, PLAIN, False), (4, 128, 1, fp32, PLAIN, False), (4, 128, 1, bf16, FP8_TOKEN, False),
@@ -229,8 +233,9 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         if form == FP8_TOKEN:  # records are a multiple of 4 bytes long
             signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
-        sinks = per_group == 8 and width == 64
-        constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False, "WINDOW": 128 * sinks}
+        sinks, value = width in (64, 192) and per_group == 8, min(width, 128)
+        constants = {**_constants(per_group, width, value, tile, form, tree, dtype), "WIDE": False}
+        constants["WINDOW"] = 128 * sinks
         constants |= {"SINKS": sinks} | ({} if sinks else {"sinks": None})
         signature |= {"sinks": "*fp32"} if sinks else {}
         bounds = tokens <= 8 and not tree  # decodes

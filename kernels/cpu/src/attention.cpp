@@ -9,7 +9,7 @@ namespace moe {
 template <class T>
 static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t width, const int32_t* slots,
                             int64_t count) {
-  ahead->lines = ceil_div(width * int64_t(sizeof(T)), 64);
+  ahead->lines = std::max(ahead->lines, ceil_div(width * int64_t(sizeof(T)), 64));
   for (int64_t i = 0; i < count; i++)
     ahead->rows[ahead->count++] = reinterpret_cast<const char*>(first + (slots ? slots[i] : i) * row);
 }
@@ -131,7 +131,7 @@ struct PagedSource {
   const Queries& queries;
   int form;
   const void *k, *v;
-  int64_t k_row, k_head, v_row, v_head, width;
+  int64_t k_row, k_head, v_row, v_head, width, value;  // channels of a key, of a value
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
@@ -139,27 +139,27 @@ struct PagedSource {
     const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       for (int64_t i = 0; i < count; i++) rows[i] = at<T>(v, slots[i] * v_row + u.group * v_head);
-      pack_values(rows, count, width, steps, values);
+      pack_values(rows, count, value, steps, values);
       return paged_keys(at<T>(k, u.group * k_head), k_row, width, slots, count, rows);
     }
-    auto read = [&](const uint8_t* from, int64_t row) {
-      return read_keys(width, count, rows, [&](int64_t i, T* to) { read_head(form, from + slots[i] * row, width, to); });
+    auto read = [&](const uint8_t* from, int64_t row, int64_t channels) {
+      return read_keys(channels, count, rows,
+                       [&](int64_t i, T* to) { read_head(form, from + slots[i] * row, channels, to); });
     };
-    read(at<uint8_t>(v, u.group * v_head), v_row);  // once the values are packed, keys reuse their buffer
-    pack_values(rows, count, width, steps, values);
-    return read(at<uint8_t>(k, u.group * k_head), k_row);
+    read(at<uint8_t>(v, u.group * v_head), v_row, value);  // once the values are packed, keys reuse their buffer
+    pack_values(rows, count, value, steps, values);
+    return read(at<uint8_t>(k, u.group * k_head), k_row, width);
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
     int32_t kept[BLOCK];
     const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       add_rows(lines, at<T>(k, u.group * k_head), k_row, width, slots, count);
-      add_rows(lines, at<T>(v, u.group * v_head), v_row, width, slots, count);
+      add_rows(lines, at<T>(v, u.group * v_head), v_row, value, slots, count);
       return;
     }
-    const int64_t bytes = head_bytes(form, width);
-    add_rows(lines, at<uint8_t>(k, u.group * k_head), k_row, bytes, slots, count);
-    add_rows(lines, at<uint8_t>(v, u.group * v_head), v_row, bytes, slots, count);
+    add_rows(lines, at<uint8_t>(k, u.group * k_head), k_row, head_bytes(form, width), slots, count);
+    add_rows(lines, at<uint8_t>(v, u.group * v_head), v_row, head_bytes(form, value), slots, count);
   }
 
   template <class X>
@@ -253,9 +253,9 @@ static void absorbed(int form, const T* q, int64_t q_token, int64_t q_head, cons
 template <class T>
 static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row, int64_t k_head,
                   const void* v, int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads,
-                  int64_t key_heads, int64_t width, float scale, const float* sinks, T* out) {
-  const Heads<T> h{q, q_token, q_head, out, heads * width, width, key_heads, heads / key_heads, width, width, scale, sinks};
-  const PagedSource<T> source{queries, form, k, v, k_row, k_head, v_row, v_head, width};
+                  int64_t key_heads, int64_t width, int64_t value, float scale, const float* sinks, T* out) {
+  const Heads<T> h{q, q_token, q_head, out, heads * value, value, key_heads, heads / key_heads, width, value, scale, sinks};
+  const PagedSource<T> source{queries, form, k, v, k_row, k_head, v_row, v_head, width, value};
   Attention<T, PagedSource<T>>(queries, h, source).run(128);
 }
 
@@ -311,13 +311,13 @@ API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int
 
 API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,
                    int64_t k_head, const void* v, int64_t v_row, int64_t v_head, const Queries* queries, int64_t heads,
-                   int64_t key_heads, int64_t width, float scale, const float* sinks, void* out) {
+                   int64_t key_heads, int64_t width, int64_t value, float scale, const float* sinks, void* out) {
   if (is_bf16)
     paged(form, IN(bf16, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
-          scale, sinks, OUT(bf16, out));
+          value, scale, sinks, OUT(bf16, out));
   else
     paged(form, IN(float, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
-          scale, sinks, OUT(float, out));
+          value, scale, sinks, OUT(float, out));
 }
 
 // `by_slots`: a context token is row slots[...] of kv and rope, as in the paged form.

@@ -97,12 +97,12 @@ def _parameters(tensors: StepTensors, count: int) -> tuple[SamplingParameters, T
 
 def _caches(model: ModelConfig, kv_dtype: str, activations: str) -> list[Any]:
     """`ForwardBatch.kv` of the model."""
-    attention, dtype = model.attention, getattr(torch, STORED[kv_dtype][0])
+    dtype = getattr(torch, STORED[kv_dtype][0])
 
-    def parts() -> tuple[Tensor, ...]:
-        return tuple(torch.empty(SLOTS, *part, dtype=dtype, device=META) for part in attention.kv_parts(kv_dtype))
+    def parts(layer: int) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(SLOTS, *part, dtype=dtype, device=META) for part in model.kv_parts(layer, kv_dtype))
 
-    layers = [parts() for _ in range(model.num_layers)]
+    layers = [parts(i) for i in range(model.num_layers)]
     caches: list[Any] = [layer[0] if len(layer) == 1 else layer for layer in layers]
     for group in model.state_groups:
         for layer in group.layers:

@@ -27,9 +27,9 @@ from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.transports.protocol import Memory, Send, Transport, TransportError
 from moe_engine.processes import open_files
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys, connect
-from moe_engine.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message, Receiving, State
+from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 
 CONNECT_SECONDS = 5.0
 SOCKETS_OF_THREAD = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -16,6 +17,7 @@ from moe_engine.core.kv_transfer.schema import cache_schema
 from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.models.config import GQAConfig
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.addresses import LOOPBACK, network_address, own_address_towards
 from moe_engine.processes.rendezvous_address import host_of
@@ -127,11 +129,17 @@ def _start(
 
 def layout_of(config: ResolvedConfig) -> Layout:
     """The ranks of an attention group: each has all of MLA's latent; KV heads are divided, and replicated if there are
-    more ranks than heads."""
-    ranks, attention = config.parallel.topology.attn_tp_size, config.model.attention
-    if attention.kind != "gqa":
+    more ranks than heads. Raises ConfigError: ranks have different shares of different layers."""
+    ranks, kinds = config.parallel.topology.attn_tp_size, config.model.attentions
+    counts = {kind.num_kv_heads for kind in kinds if isinstance(kind, GQAConfig)}
+    if not counts:
         return Layout(ranks)
-    heads = attention.num_kv_heads  # type: ignore[union-attr]
+    if len(counts) > 1 and ranks > min(counts):
+        raise ConfigError(
+            f"--disaggregation-mode: layers with {min(counts)} and with {max(counts)} KV heads are divided differently "
+            f"over {ranks} ranks; use at most {min(counts)} ranks (--tp-size / --attn-dp-size)"
+        )
+    heads = math.lcm(*counts)
     return Layout(ranks, min(ranks, heads), heads)
 
 

@@ -25,10 +25,10 @@ from moe_engine.core.kv_transfer.schema import difference
 from moe_engine.core.kv_transfer.transports.protocol import Send, Transport, TransportError, Write
 from moe_engine.core.kv_transfer.windows import SendWindow
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
-from moe_engine.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
-from moe_engine.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import WINDOW, Message, Sending, State
+from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
+from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 
 logger = logging.getLogger("moe_engine")
 

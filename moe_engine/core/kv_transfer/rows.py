@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +19,8 @@ class StagedRows(Protocol):
     def row_bytes(self) -> int: ...
 
     @property
-    def num_tensors(self) -> int:
-        """Number of tensors of the KV pool in a row; tensors with heads have equal sizes."""
+    def row_widths(self) -> Sequence[int]:
+        """Bytes of a row in each tensor of the KV pool, one after the other."""
 
     def read(self, places: list[int]) -> np.ndarray:
         """[n, row_bytes], new memory."""
@@ -33,8 +34,8 @@ class StagedRows(Protocol):
 
 @dataclass(frozen=True)
 class RowPart:
-    """The part of a rank's rows that another rank also holds: heads [begin, end) of `num_heads` in each tensor; the
-    whole row if `num_heads` is 0."""
+    """The part of a rank's rows that another rank also holds: heads [begin, end) of `num_heads` in each tensor
+    (parts of heads, if other layers have more heads); the whole row if `num_heads` is 0."""
 
     begin: int = 0
     end: int = 0
@@ -49,23 +50,28 @@ class RowPart:
         if self._is_whole:
             rows.read_into(places, out.reshape(len(places), -1))
             return
-        found = self._cut(rows, rows.read(places))
-        out.reshape(found.shape)[:] = found
+        whole, target = rows.read(places), out.reshape(len(places), -1)
+        for own, part in self._spans(rows):
+            target[:, part] = whole[:, own]
 
     def write(self, rows: StagedRows, places: list[int], values: np.ndarray) -> None:
         """The inverse of `read_into`; the rest of the rows is unchanged."""
         if self._is_whole:
             rows.write(places, values.reshape(len(places), -1))
             return
-        whole = rows.read(places)
-        target = self._cut(rows, whole)
-        target[:] = values.reshape(target.shape)
+        whole, source = rows.read(places), values.reshape(len(places), -1)
+        for own, part in self._spans(rows):
+            whole[:, own] = source[:, part]
         rows.write(places, whole)
 
     @property
     def _is_whole(self) -> bool:
         return self.end - self.begin == self.num_heads
 
-    def _cut(self, rows: StagedRows, whole: np.ndarray) -> np.ndarray:
-        """A view of rows [n, row_bytes]: [n, tensors, heads, bytes of a head]."""
-        return whole.reshape(len(whole), rows.num_tensors, self.num_heads, -1)[:, :, self.begin : self.end]
+    def _spans(self, rows: StagedRows) -> Iterator[tuple[slice, slice]]:
+        """For each tensor: the bytes of a row that are the part, and their place among those of all tensors."""
+        first = at = 0
+        for width in rows.row_widths:
+            begin, end = (first + width * head // self.num_heads for head in (self.begin, self.end))
+            yield slice(begin, end), slice(at, at + end - begin)
+            first, at = first + width, at + end - begin

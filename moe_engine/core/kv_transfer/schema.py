@@ -20,6 +20,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
     drafts = speculation.method if speculation is not None else "none"
     layers = model.num_layers - len(model.state_layers)
     scaled = " scaled" if model.latent_scales else ""
+    parts = (str(kind.kv_parts(config.kv_cache_dtype)) for kind in model.attentions)
     return {
         "version": str(VERSION),
         "architecture": model.architecture,
@@ -27,7 +28,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
         "states": _of_states(config),
         "EAGLE head": "none" if head is None else _of_head(head, config),
-        "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}{scaled}",
+        "cache": f"{model.attention.kind} {' '.join(parts)}{scaled}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),
         "weights": weights_identity(config),

@@ -35,7 +35,7 @@ from moe_engine.tokenizer.tool_calls.objects import (
 from moe_engine.tokenizer.tool_calls.pythonic import BEGIN as PYTHON_BEGIN
 from moe_engine.tokenizer.tool_calls.pythonic import END as PYTHON_END
 from moe_engine.tokenizer.tool_calls.pythonic import parse_pythonic
-from moe_engine.tokenizer.tool_calls.tagged import DOTS, DSML, GLM45, MINIMAX_M2, QWEN3_CODER, dsml, hunyuan
+from moe_engine.tokenizer.tool_calls.tagged import DOTS, DSML, GLM45, MIMO, MINIMAX_M2, QWEN3_CODER, dsml, hunyuan
 
 DEEPSEEK_MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 KIMI_MARKERS = (KIMI_K2.begin, KIMI_K2.end, KIMI_K2.call_begin, KIMI_K2.after_name, KIMI_K2.call_end)
@@ -131,6 +131,14 @@ _QWEN3_CODER = ToolFormat(
         parameters=ParameterSyntax("<parameter=", ">\n", ">\n", "\n</parameter>\n", "</parameter>"),
     ),
 )  # fmt: skip
+_MIMO = ToolFormat(
+    MIMO.parse,
+    QWEN_MARKERS,
+    CallSyntax(
+        QWEN_BEGIN, "\n", "", f"\n{QWEN_BEGIN}\n", "<function=", ">\n", f"</function>\n{QWEN_END}",
+        parameters=ParameterSyntax("<parameter=", ">", ">", "</parameter>\n", "</parameter>"),
+    ),
+)  # fmt: skip
 _MINIMAX_M2 = ToolFormat(
     MINIMAX_M2.parse,
     (MINIMAX_M2.begin, MINIMAX_M2.end),
@@ -198,6 +206,7 @@ TOOL_FORMATS = {
     "qwen25": _QWEN,
     "hermes": _QWEN,
     "qwen3_coder": _QWEN3_CODER,
+    "mimo": _MIMO,
     "llama3": ToolFormat(parse_llama, (LLAMA_BEGIN,), _object_syntax(LLAMA_BEGIN, "", "", "; ", "parameters")),
     "mistral": ToolFormat(
         parse_mistral,

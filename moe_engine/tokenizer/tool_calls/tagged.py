@@ -1,4 +1,4 @@
-"""Formats that write each argument between tags: Qwen3-Coder, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2,
+"""Formats that write each argument between tags: Qwen3-Coder, MiMo, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2,
 Hy3, dots.
 
 Texts become JSON by the function's schema: a string stays as it is, other values are read as JSON.
@@ -272,6 +272,7 @@ QWEN3_CODER = TaggedFormat(
     "<tool_call>", "<function=", (">",), "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>",
     trims=True, implied_ends=("\n<parameter=", "\n</function>"),
 )  # fmt: skip
+MIMO = replace(QWEN3_CODER, trims=False, implied_ends=())
 GLM45 = TaggedFormat(
     "<tool_call>", "", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "</tool_call>", "</tool_call>",

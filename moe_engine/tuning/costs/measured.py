@@ -58,10 +58,11 @@ class CostFile:
         split_second: seconds that each pair of tokens saves which are in different prompts of a step, against one
         prompt; None: `pair_second`.
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
-        request_seconds, token_seconds: time between two requests, and between two tokens, of a frontend that has
-        several to process. `answer_seconds` contains one of each.
-        arrival_seconds, end_seconds: time that the arrival and the end of a request add to the steps beside them: the
-        part of the work outside the steps that takes cores from them, and planning.
+        request_seconds, token_seconds: work of frontend and client for a request, and for the tokens that a request
+        gets in a step. `answer_seconds` contains one of each.
+        arrival_seconds, end_seconds, sent_seconds: time that the arrival of a request, its end, and its tokens of the
+        step before add to the steps beside them: the part of the work outside the steps that takes cores from
+        them, and planning. `decode` and `prefill` are without it.
         idle_seconds: additional time of an answer to a request that finds the engine idle.
         busy_seconds: additional time until a request is read while steps take the cores of the frontend.
         acceptance: chance that a draft at each position is accepted if those before it are.
@@ -80,6 +81,7 @@ class CostFile:
     answer_seconds: float = 0.0
     arrival_seconds: float = 0.0
     end_seconds: float = 0.0
+    sent_seconds: float = 0.0
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -88,6 +90,10 @@ class CostFile:
     launch: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def beside_seconds(self, steps: float) -> float:
+        """What a request whose answer takes this number of steps adds to all steps."""
+        return self.arrival_seconds + self.end_seconds + steps * self.sent_seconds
 
     def slower(self, decode: Curve, prefill: float) -> CostFile:
         """With decodes and prompts that take times as long; answers to lone requests take as long as before, as far as

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_fields import Fields, text_fields
+from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
 CACHED_STATE_BYTES = 4
@@ -102,6 +103,8 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         ConfigError: a field is missing or has another type.
     """
     fields = Fields(text_fields(raw), source)
+    if fields.raw.get("model_type") == "mimo_v2_flash":
+        fields = mimo_fields(fields)
     hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     experts = _first(fields, "n_routed_experts", "num_experts", "num_local_experts")
     top_k = _first(fields, "num_experts_per_tok", "experts_per_token", "top_k_experts") if experts else 0
@@ -113,13 +116,12 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
     shared = _first(fields, "shared_expert_intermediate_size")
     if not shared and experts:
         shared = _first(fields, "n_shared_experts", "num_shared_experts") * (own_width or width)
-    dense_layers = min(layers, fields.integer("first_k_dense_replace", 0, minimum=0)) if experts else layers
     return ModelFacts(
         name=_name(raw),
         hidden=hidden,
         vocab=(vocab := fields.integer("vocab_size")),
         layers=layers,
-        dense_layers=dense_layers,
+        dense_layers=_dense_layers(fields, layers) if experts else layers,
         dense=3 * hidden * width,
         shared=3 * hidden * shared,
         expert=expert,
@@ -131,6 +133,13 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         num_heads=fields.integer("num_attention_heads"),
         mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
     )
+
+
+def _dense_layers(fields: Fields, layers: int) -> int:
+    kinds = fields.raw.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return kinds[:layers].count("dense")
+    return min(layers, fields.integer("first_k_dense_replace", 0, minimum=0))
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
@@ -171,9 +180,10 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     linear = len(kinds) - full - sliding
     found = []
     if grouped:
-        found.append(_grouped(fields, hidden, grouped, 0))
+        found.append(_grouped(fields, hidden, grouped, 0, "num_key_value_heads"))
     if sliding:
-        found.append(_grouped(fields, hidden, sliding, window))
+        own = "swa_num_key_value_heads" if fields.has("swa_num_key_value_heads") else "num_key_value_heads"
+        found.append(_grouped(fields, hidden, sliding, window, own))
     if linear:
         found.append(_linear(fields, hidden, linear))
     return tuple(found)
@@ -201,17 +211,19 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     )
 
 
-def _grouped(fields: Fields, hidden: int, layers: int, window: int) -> AttentionFacts:
+def _grouped(fields: Fields, hidden: int, layers: int, window: int, kv_heads: str) -> AttentionFacts:
+    """kv_heads: name of the field with the number of KV heads."""
     heads = fields.integer("num_attention_heads")
-    groups = fields.integer("num_key_value_heads", heads)
-    width = fields.integer("head_dim", hidden // heads)
-    gate = heads * width * hidden if fields.raw.get("attn_output_gate") else 0
-    flops = 4.0 * heads * width
+    groups = fields.integer(kv_heads, heads)
+    key = fields.integer("head_dim", hidden // heads)
+    both = key + fields.integer("v_head_dim", key)
+    gate = heads * key * hidden if fields.raw.get("attn_output_gate") else 0
+    flops = 2.0 * heads * both
     return AttentionFacts(
         layers=layers,
-        sharded=hidden * width * (2 * heads + 2 * groups) + gate,
+        sharded=hidden * both * (heads + groups) + gate,
         replicated=0,
-        kv_width=2 * groups * width,
+        kv_width=groups * both,
         kv_heads=groups,
         decode_flops=flops,
         prefill_flops=flops,

@@ -19,7 +19,7 @@ class FrontEnd:
 
     Args:
         request_seconds: work of a request, before its scheduler receives it.
-        token_seconds: work of a token.
+        token_seconds: work of the tokens that a request gets in a step.
     """
 
     def __init__(self, request_seconds: float, token_seconds: float) -> None:
@@ -62,7 +62,7 @@ class FrontEnd:
         return self._waiting.popleft()[1]
 
     def tokens(self, moment: float, count: int) -> None:
-        """Results of a step, or a part of them."""
+        """Results of a step, or a part of them: the requests with tokens."""
         if moment > self._batch_at:
             end = self.next_read
             if end - self._request < moment and self._in_service == math.inf:

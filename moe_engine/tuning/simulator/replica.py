@@ -274,9 +274,15 @@ class Replica:
         """Of the step `ahead` steps after the next one, in which all groups are in a run without chunks."""
         return self.spec.costs.step(busiest([self._runs.shape(ahead)], self._skew))
 
+    def _sent(self, rows: int) -> float:
+        """Delay of a step while the tokens of `rows` requests are sent, the results of the step before."""
+        return rows * self.spec.sent_seconds
+
     def _collect(self, behind: Flight | None) -> None:
         """Applies the step in flight; then `behind` is in flight."""
+        sent = 0.0
         if self._flight is not None:
+            sent = self._sent(self._flight.rows)
             self.now = max(self.now, self._flight.end)
             self._record(self._flight)
             previous, self._collected = self._collected, self.now
@@ -288,7 +294,7 @@ class Replica:
         self._flight, ends, self._ends = behind, self._ends, 0
         if behind is None:
             return
-        behind.end += ends * self.spec.end_seconds
+        behind.end += ends * self.spec.end_seconds + sent
         if not self.spec.overlap:
             self._collect(None)
         elif not self._exact:
@@ -314,7 +320,7 @@ class Replica:
     def _tell(self, index: int, group: Group, event: RequestEvent) -> None:
         running, delay = group.running[event.rid], 0.0
         if self._front is not None and self._flight is not None:
-            self._front.tokens(self.now, len(event.token_ids))
+            self._front.tokens(self.now, min(len(event.token_ids), 1))
             delay = self._front.delay(self.now, self._flight.rows)
         if event.token_ids:
             self._recorder.tokens(running, len(event.token_ids), self.now, delay)
@@ -401,16 +407,17 @@ class Replica:
         waits = self._awake or self._held or runs.holding or runs.chunking
         if flight is None or flight.end >= until or waits or not runs.members:
             return False
-        room = until - flight.end
-        first = self._decode_cost().seconds
+        room, sent = until - flight.end, self._sent(runs.total_rows)
+        first = self._decode_cost().seconds + sent
         steps = min(runs.next_end - runs.step, MAX_JUMP, self._same_skew, 1 + int(min(room / first, MAX_JUMP)))
         while steps >= 2:
-            last = self._decode_cost(steps - 1)
-            total = steps * (first + last.seconds) / 2
-            is_even = last.seconds <= SLOWER * first and self._is_linear(first, last.seconds, steps)
-            if total - last.seconds <= room and is_even:
+            cost = self._decode_cost(steps - 1)
+            last = cost.seconds + sent
+            total = steps * (first + last) / 2
+            is_even = last <= SLOWER * first and self._is_linear(first, last, steps, sent)
+            if total - last <= room and is_even:
                 break
-            steps = min(steps - 1, 1 + int(room / last.seconds) if is_even else steps // 2)
+            steps = min(steps - 1, 1 + int(room / last) if is_even else steps // 2)
         else:
             return False
         if len(self.groups) > 1:
@@ -420,26 +427,25 @@ class Replica:
         self.now = begin = flight.end
         self._record(flight)
         self._counts.count(runs, self.groups, flight, self._collected, self.now)
-        self.now = begin + total - last.seconds
+        self.now = begin + total - last
         gap = (self.now - begin) / (steps - 1)
         self._recorder.gaps.add_steps(begin, gap, steps - 1, runs.total_rows)
         if self._front is not None:
             for number in range(1, steps):
                 self._front.tokens(begin + number * gap, runs.total_rows)
         runs.step += steps - 1
-        runs.sums.add(first, last.seconds - (last.seconds - first) / (steps - 1), steps - 1)
+        runs.sums.add(first, last - (last - first) / (steps - 1), steps - 1)
         self._collected = self.now
-        began = begin + total - last.seconds
-        self._flight = Flight(last, begin + total, flight.pending, runs.total_rows, began=began)
+        self._flight = Flight(cost, begin + total, flight.pending, runs.total_rows, began=self.now)
         self.num_steps += steps
         if self._recorder.keeps_details:
             self._recorder.steps += [(runs.total_rows, 0, gap)] * (steps - 1)
         self.busy_seconds += total
         return True
 
-    def _is_linear(self, first: float, last: float, steps: int) -> bool:
+    def _is_linear(self, first: float, last: float, steps: int, sent: float) -> bool:
         """Whether the step in the middle of a jump costs what the line between its first and its last step says."""
-        seconds = self._decode_cost(steps // 2).seconds
+        seconds = self._decode_cost(steps // 2).seconds + sent
         return abs(first + (last - first) * (steps // 2) / (steps - 1) - seconds) <= BENT * first
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.step_settings import GraphSettings
 from moe_engine.tuning.costs.step_cost import StepCostModel
 from moe_engine.tuning.simulator.expert_load import ExpertLoad
+from moe_engine.types.step_settings import GraphSettings
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class ReplicaSpec:
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
     every step, even if nothing can change. `arrival_seconds`, `end_seconds`: delays of the running step by a request
-    that arrives or has ended, if the frontend shares the step's cores. `idle_seconds`: additional time of the first
-    step after an idle time. `load_seconds`: of a token from the host-RAM tier, copied while its step runs.
+    that arrives or has ended, if the frontend shares the step's cores. `sent_seconds`: delay of a step by each request
+    with tokens from the step before, which are sent meanwhile. `idle_seconds`: additional time of the first step after
+    an idle time. `load_seconds`: of a token from the host-RAM tier, copied while its step runs.
     """
 
     scheduler: SchedulerConfig
@@ -33,5 +34,6 @@ class ReplicaSpec:
     """Sizes of decode steps that are recorded; they show in the log alone, the costs contain their effect."""
     arrival_seconds: float = 0.0
     end_seconds: float = 0.0
+    sent_seconds: float = 0.0
     idle_seconds: float = 0.0
     load_seconds: float = 0.0

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.row_sizes import row_width
 from moe_engine.types import LogprobSpec, NewRow, RowWrite
+from moe_engine.types.row_sizes import row_width
 from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.batch.row_images import RowImages
 from moe_engine.worker.batch.token_buffer import TokenBuffer

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_engine.image_tokens import FIRST_KEY, ImageTokens
 from moe_engine.models.vision.positions import axis_positions
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.types import NewRow
+from moe_engine.types.image_tokens import FIRST_KEY, ImageTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Page 0 is a dummy: padded tokens and warm-up write there, no request owns it, and it never holds NaN. All memory starts
 as zeros, so that a kernel that reads a tile past the end of a context gets finite numbers.
 
-Legend: C kv_lora_rank, P rotary width, I index key, G KV heads, Dh head width, L layers.
+Legend: C kv_lora_rank, P rotary width, I index key, G KV heads, Dh width of a key, V width of a value, L layers.
 """
 
 from __future__ import annotations
@@ -27,59 +27,42 @@ TOUCHED_AT_ONCE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class KVSpec:
-    """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`:
-    layers without KV. `first_only`: layers with the first part only (a latent without an index key). `last`: parts of
-    the `num_last` last layers if they differ (an EAGLE head's)."""
+    """KV cache layout of a token: the trailing shapes of each layer's tensors, () for a layer without KV."""
 
-    kind: str
-    num_layers: int
-    parts: tuple[tuple[int, ...], ...]
+    layers: tuple[tuple[tuple[int, ...], ...], ...]
     dtype: torch.dtype
-    without: Collection[int] = ()
-    first_only: Collection[int] = ()
-    last: tuple[tuple[int, ...], ...] = ()
-    num_last: int = 1
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
         """One latent of C+P numbers."""
-        return cls("mla", num_layers, ((kv_lora_rank + rotary_width,),), dtype)
+        return cls((((kv_lora_rank + rotary_width,),),) * num_layers, dtype)
 
     @classmethod
     def gqa(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
         """A key and a value of [G, Dh]."""
-        return cls("gqa", num_layers, ((num_kv_heads, head_dim), (num_kv_heads, head_dim)), dtype)
+        return cls((((num_kv_heads, head_dim),) * 2,) * num_layers, dtype)
 
-    def parts_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
-        """The trailing shapes of one layer's tensors."""
-        if self.last and layer >= self.num_layers - self.num_last:
-            return self.last
-        if layer in self.without:
-            return ()
-        return self.parts[:1] if layer in self.first_only else self.parts
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def bytes_per_token(self) -> int:
-        numbers = sum(math.prod(part) for layer in range(self.num_layers) for part in self.parts_of(layer))
-        return numbers * self.dtype.itemsize
+        return sum(math.prod(part) for parts in self.layers for part in parts) * self.dtype.itemsize
 
 
 def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None) -> KVSpec:
     """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own, and then the
     layers of an EAGLE head."""
-    num_last = 0 if head is None else head.num_layers
-    attention, num_layers = config.attention, config.num_layers + num_further_layers + num_last
-    stored = getattr(torch, STORED[kv_dtype][0])
-    parts = attention.kv_parts(kv_dtype)
-    last = () if head is None else head.attention.kv_parts(kv_dtype)
-    return KVSpec(
-        attention.kind, num_layers, parts, stored, config.state_layers, attention.shared_layers, last, num_last
-    )
+    layers = [config.kv_parts(i, kv_dtype) for i in range(config.num_layers + num_further_layers)]
+    if head is not None:
+        layers += [head.kv_parts(i, kv_dtype) for i in range(head.num_layers)]
+    return KVSpec(tuple(layers), getattr(torch, STORED[kv_dtype][0]))
 
 
 class KVPool:
     """`layers[i]` is `ForwardBatch.kv[i]`: [slots, C+P] for MLA (with index keys a pair, the second [slots, 1, I]), a
-    pair of [slots, G, Dh] for GQA; with FP8 the last dimension is that of `kv_format`'s rows.
+    pair of [slots, G, Dh] and [slots, G, V] for GQA; with FP8 the last dimension is that of `kv_format`'s rows.
 
     Args:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
@@ -110,9 +93,9 @@ class KVPool:
                 stream.lazy_zeros(
                     ((num_window_slots if layer in windowed else num_slots) + page_size, *part), spec.dtype
                 )
-                for part in spec.parts_of(layer)
+                for part in parts
             ]
-            for layer in range(spec.num_layers)
+            for layer, parts in enumerate(spec.layers)
         ]
         if self.num_bytes <= TOUCHED_AT_ONCE_BYTES:
             for parts in self._tensors:

@@ -45,10 +45,10 @@ def share_of(options: WorkerOptions, parallel: ParallelContext) -> Share:
 
 
 def _num_shares(model: ModelConfig, kv_dtype: str, parallel: ParallelContext) -> int:
-    whole = model.attention.kv_parts(kv_dtype)
-    local = local_config(model, parallel).attention.kv_parts(kv_dtype)
-    size = parallel.attn_tp_size
-    ratios = {_numbers(a) / _numbers(b) for a, b in zip(whole, local)}
+    local, size = local_config(model, parallel), parallel.attn_tp_size
+    pairs = zip(model.attentions, local.attentions)
+    parts = [both for a, b in pairs for both in zip(a.kv_parts(kv_dtype), b.kv_parts(kv_dtype))]
+    ratios = {_numbers(whole) / _numbers(part) for whole, part in parts}
     ratio = ratios.pop() if len(ratios) == 1 else 0.0
     return int(ratio) if ratio == int(ratio) and ratio and size % int(ratio) == 0 else size
 

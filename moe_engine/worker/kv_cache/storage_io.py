@@ -15,9 +15,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from moe_engine.kv_ops import NO_STATE
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVOps, KVReport
+from moe_engine.types.kv_ops import NO_STATE
 from moe_engine.worker.kv_cache.host_pool import HostPool
 from moe_engine.worker.kv_cache.host_states import HostStates
 from moe_engine.worker.kv_cache.io_threads import IOThreads

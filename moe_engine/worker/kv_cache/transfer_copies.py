@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from moe_engine.kv_ops import KVOps
+from moe_engine.types.kv_ops import KVOps
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 
 
@@ -30,8 +30,9 @@ class TransferCopies(KVCopies):
         return self.host.take(torch.tensor(places)).contiguous().numpy()
 
     @property
-    def num_tensors(self) -> int:
-        return sum(width > 0 for width in self._pool.row_widths)
+    def row_widths(self) -> list[int]:
+        """Bytes of a row in each tensor."""
+        return self._pool.row_widths
 
     @property
     def state_rows(self) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.sizes import EDIT_BYTES
-from moe_engine.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.types import FinishReason, NewRow, SamplingParams
+from moe_engine.types.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.worker.device_stream import DeviceStream
 
 NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=400)

@@ -22,8 +22,8 @@ from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.batch import Model
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.static_states import ChainStates
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch

@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.token_masks import DraftTree
 from moe_engine.types import Speculation, SpeculationConfig, StepPlan
+from moe_engine.types.token_masks import DraftTree
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch

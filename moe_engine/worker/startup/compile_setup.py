@@ -7,7 +7,7 @@ import logging
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import CompiledRegions
-from moe_engine.step_settings import CompileSettings
+from moe_engine.types.step_settings import CompileSettings
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.startup.warmup import compile_regions
 

@@ -11,8 +11,8 @@ from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.mtp import MTPLayers
-from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampling_state import mix64
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, MTPChain, NgramChain, StandaloneChain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
-from moe_engine.step_settings import GraphSettings
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.draft_graphs import DraftGraphs

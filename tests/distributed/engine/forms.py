@@ -143,7 +143,7 @@ class Forms:
     """The checkpoints, the requests, and the answers of one rank, shared by cases."""
 
     def __init__(self, folder: Path, num_prompts: int, num_tokens: int, seed: int) -> None:
-        self._folder, self._num_prompts, self._num_tokens, self._seed = folder, num_prompts, num_tokens, seed
+        self._folder, self._seed = folder, seed
         a_request = num_tokens + LONGEST_PROMPT + 24  # the longest request, with a margin
         self._tiny_pool = round(max(1.5, num_prompts // 16) * a_request / 16) * 16
         self._expected: dict[str, dict[str, Answer]] = {}

@@ -15,8 +15,8 @@ import pytest
 from moe_engine.core.dp_sync import DPSync, PrefillTurns, StepExchange
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
-from moe_engine.prefill_delay import DelayFacts
 from moe_engine.types import Speculation, StepFacts, StepPlan
+from moe_engine.types.prefill_delay import DelayFacts
 
 
 def lost() -> None:

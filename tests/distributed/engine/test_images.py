@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from moe_engine import Engine
-from moe_engine.image_tokens import image_key
 from moe_engine.media.images import Images, Picture
 from moe_engine.media.settings import ImageSource
+from moe_engine.types.image_tokens import image_key
 from tests.models.vision_checkpoints import END, IMAGE, START, Oracle, make_checkpoint, random_pixels, with_images
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

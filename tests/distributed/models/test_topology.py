@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.topology import ModelWidths, Topology
 
-V3 = ModelWidths(128, 0, True, dense_width=18432, num_experts=256, expert_width=2048, shared_width=2048)
+V3 = ModelWidths(128, (), dense_width=18432, num_experts=256, expert_width=2048, shared_width=2048)
 
 
 @st.composite
@@ -78,17 +78,18 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], words: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("topology", "widths", "words"),
     [
-        (Topology(16), ModelWidths(40, 8, False), ("40 attention heads", "16 ranks", "10 or 20")),
-        (Topology(6), ModelWidths(12, 4, False), ("4 KV heads", "6 ranks", "4 divide")),
-        (Topology(16, ep_size=16), ModelWidths(16, 0, True, num_experts=40), ("40 experts", "--ep-size", "10 or 20")),
+        (Topology(16), ModelWidths(40, (8,)), ("40 attention heads", "16 ranks", "10 or 20")),
+        (Topology(6), ModelWidths(12, (4,)), ("4 KV heads", "6 ranks", "4 divide")),
+        (Topology(8), ModelWidths(24, (8, 12)), ("12 KV heads", "8 ranks", "6 or 12 divide")),
+        (Topology(16, ep_size=16), ModelWidths(16, (), num_experts=40), ("40 experts", "--ep-size", "10 or 20")),
         (Topology(32), V3, ("dense layers of width 18432", "32 ranks", "blocks of 128", "--moe-dense-tp-size 1")),
-        (Topology(2), ModelWidths(16, 0, True, 0, 64, 1408, 2816, 128), ("1408", "blocks of 128", "1 or 11 can")),
-        (Topology(3), ModelWidths(15, 0, True, 0, 3, 9, 32), ("shared experts of width 32", "--moe-a2a-backend")),
+        (Topology(2), ModelWidths(16, (), 0, 64, 1408, 2816, 128), ("1408", "blocks of 128", "1 or 11 can")),
+        (Topology(3), ModelWidths(15, (), 0, 3, 9, 32), ("shared experts of width 32", "--moe-a2a-backend")),
     ],
 )
 def test_models_that_cannot_be_cut_so(topology: Topology, widths: ModelWidths, words: tuple[str, ...]) -> None:
     if widths is V3:
-        widths = ModelWidths(128, 0, True, 18432, 256, 2048, 2048, block=128)
+        widths = ModelWidths(128, (), 18432, 256, 2048, 2048, block=128)
     with pytest.raises(ConfigError) as error:
         topology.check(widths)
     assert all(word in str(error.value) for word in words), error.value
@@ -97,8 +98,8 @@ def test_models_that_cannot_be_cut_so(topology: Topology, widths: ModelWidths, w
 def test_models_that_can() -> None:
     for topology in (Topology(16), Topology(16, 16, 16, moe_a2a_backend="deepep"), Topology(32, 8, 8, 1)):
         topology.check(V3)
-    Topology(16).check(ModelWidths(128, 0, True, 18432, 256, 2048, 2048, block=128))
-    Topology(8).check(ModelWidths(32, 2, False, 11008))  # 2 KV heads, each on 4 ranks
+    Topology(16).check(ModelWidths(128, (), 18432, 256, 2048, 2048, block=128))
+    Topology(8).check(ModelWidths(32, (2,), 11008))  # 2 KV heads, each on 4 ranks
 
 
 def test_needs_no_torch() -> None:

@@ -19,8 +19,8 @@ from moe_engine.executor.leader_worker import MAX_AHEAD, LeaderWorker
 from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, PlanSender, Run, Step, Stop
 from moe_engine.executor.progress import Progress
 from moe_engine.parallel.collectives import PeerLost
-from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
+from moe_engine.types.token_masks import DraftTree, LaunchedStep, StepMasks
 
 SECONDS = 60.0
 """Time limit, far above the real durations."""

@@ -163,12 +163,16 @@ def test_expanded_contexts_that_share_rows(
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "width"), [(8, 2, 64), (6, 6, 80), (4, 1, 96), (8, 8, 128), (16, 2, 256), (3, 1, 33)]
-)
-def test_paged(any_library: Library, dtype: torch.dtype, heads: int, groups: int, width: int) -> None:
+    ("heads", "groups", "width", "value"),
+    [
+        (8, 2, 64, 64), (6, 6, 80, 80), (4, 1, 96, 96), (8, 8, 128, 128), (16, 2, 256, 256), (3, 1, 33, 33),
+        (16, 1, 192, 128), (4, 2, 24, 40),
+    ],
+)  # fmt: skip
+def test_paged(any_library: Library, dtype: torch.dtype, heads: int, groups: int, width: int, value: int) -> None:
     gqa = CpuGQA(any_library)
     queries, size = paged_queries([*LENS, (140, 160)], 16)
-    k_cache, v_cache = (filled_cache(queries, size, groups, width, dtype=dtype) for _ in range(2))
+    k_cache, v_cache = (filled_cache(queries, size, groups, each, dtype=dtype) for each in (width, value))
     q = normal(queries.num_tokens, heads, width, dtype=dtype)
     scale = width**-0.5
     got = gqa.paged(q, k_cache, v_cache, queries, scale, gqa.plan(AttentionBatch(queries, None)))

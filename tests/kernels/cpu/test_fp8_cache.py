@@ -108,10 +108,15 @@ def test_mla_reads_what_the_rows_say(
     assert torch.equal(out, TorchMLA().gather_latent(cache, queries, None, torch.empty_like(out), latent))
 
 
+@pytest.mark.parametrize("value", [0, 16])
 @pytest.mark.parametrize(("form", "width"), HEADS)
-def test_gqa_reads_what_the_rows_say(any_library: Library, dtype: torch.dtype, form: int, width: int) -> None:
+def test_gqa_reads_what_the_rows_say(
+    any_library: Library, dtype: torch.dtype, form: int, width: int, value: int
+) -> None:
+    """`value`: channels of a value; 0: as of a key."""
     queries, size = paged_queries(LENS, 16)
-    keys, values = (_filled(queries, size, lambda x: head_records.pack(x, form), 2, width) for _ in range(2))
+    widths = (width, value or width)
+    keys, values = (_filled(queries, size, lambda x: head_records.pack(x, form), 2, each) for each in widths)
     for heads in (2, 24):
         q = normal(queries.num_tokens, heads, width, dtype=dtype)
         got = CpuGQA(any_library).paged(q, keys, values, queries, 0.2, None)

@@ -229,3 +229,55 @@ def test_large_scores_do_not_overflow() -> None:
     cache = filled_cache(queries, size, 128, dtype=BF16)
     q = normal(2, 16, 128, dtype=BF16, scale=60.0)
     close(mla.absorbed(q, cache, queries, 1.0, None), want(q, cache, queries, 1.0, 64), 4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "value", "dtype", "lens"),
+    [
+        (16, 512, 128, BF16, [(1, 300), (1, 1), (1, 130)]),
+        (3, 40, 20, FP32, [(1, 70), (2, 90), (1, 5)]),
+        (12, 64, 33, BF16, [(3, 61), (4, 200)]),
+        (128, 96, 16, BF16, [(2, 70)]),
+    ],
+)
+@pytest.mark.parametrize("programs", [1, 7])
+def test_values_of_few_tokens(heads, latent, value, dtype, lens, programs, poisoned) -> None:
+    """The merge and the product by W_UV in one launch, of contexts that are split and of others."""
+    mla = TritonMLA(num_programs=programs)
+    queries, size = paged_queries(lens, 4)
+    cache = filled_cache(queries, size, latent + ROTARY, dtype=dtype)
+    q = normal(queries.num_tokens, heads, latent + ROTARY, dtype=dtype)
+    weight = normal(heads, value, latent, dtype=dtype)
+    scale = 0.7 * (latent + ROTARY) ** -0.5
+    values = mla.capabilities.absorbed_values
+    assert values is not None and queries.num_tokens <= values.max_tokens
+    got = values.run(q, cache, queries, scale, mla.plan(AttentionBatch(queries, None)), weight)
+    mixed = want(q, cache, queries, scale, latent)
+    close(got, torch.einsum("thc,hvc->thv", mixed, weight.double()), 2)
+
+
+def test_values_of_a_captured_step(poisoned) -> None:
+    """The schedule has room for other lengths; a context that is shorter than planned has empty pieces."""
+    mla = TritonMLA(num_programs=6)
+    queries, size = paged_queries([(1, 300), (1, 90)])
+    cache = filled_cache(queries, size, 96, dtype=BF16)
+    q, weight = normal(2, 4, 96, dtype=BF16), normal(4, 24, 32, dtype=BF16)
+    mla.absorbed(q, cache, queries, 0.1, None, 32)
+    plan = mla.plan_in_place(AttentionBatch(queries, None))
+    shorter = replace(queries, context_lens=[170, 90], context_lens_device=torch.tensor([170, 90], dtype=torch.int32))
+    values = mla.capabilities.absorbed_values
+    assert values is not None
+    for mine in (queries, shorter):
+        got = values.run(q, cache, mine, 0.1, plan, weight)
+        close(got, torch.einsum("thc,hvc->thv", want(q, cache, mine, 0.1, 32), weight.double()), 2)
+
+
+def test_values_that_do_not_fit() -> None:
+    mla = TritonMLA()
+    queries, size = paged_queries([(1, 5)])
+    cache, q = filled_cache(queries, size, 96, dtype=BF16), normal(1, 4, 96, dtype=BF16)
+    values = mla.capabilities.absorbed_values
+    assert values is not None
+    with pytest.raises(ValueError, match="do not fit"):
+        values.run(q, cache, queries, 0.1, None, normal(3, 24, 32, dtype=BF16))
+    assert TritonMLA(deterministic=True).capabilities.absorbed_values is None

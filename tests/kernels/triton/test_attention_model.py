@@ -48,7 +48,7 @@ def greedy(path: Path, attention: object | None, indexer: object | None = None) 
     return tokens, torch.cat(all_logits)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "mimo_v2_flash"])
 def test_tokens_equal_those_of_the_torch_row(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path, seed=11)
     mla = load_model_config(path).attention.kind == "mla"

@@ -36,14 +36,17 @@ def want(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: 
 @pytest.mark.each_value
 @pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
-    ("heads", "groups", "width", "page_size", "dtype"),
-    [(8, 2, 64, 16, BF16), (6, 6, 80, 1, BF16), (4, 1, 128, 64, BF16), (3, 1, 33, 8, FP32), (8, 4, 64, 1, FP32)],
-)
-def test_paged(heads: int, groups: int, width: int, page_size: int, dtype: torch.dtype, lens: list) -> None:
+    ("heads", "groups", "width", "value", "page_size", "dtype"),
+    [
+        (8, 2, 64, 64, 16, BF16), (6, 6, 80, 80, 1, BF16), (4, 1, 128, 128, 64, BF16), (3, 1, 33, 33, 8, FP32),
+        (8, 4, 64, 64, 1, FP32), (8, 1, 192, 128, 16, BF16), (4, 2, 24, 40, 1, FP32),
+    ],
+)  # fmt: skip
+def test_paged(heads: int, groups: int, width: int, value: int, page_size: int, dtype: torch.dtype, lens: list) -> None:
     """Relative to the largest value: 1.2e-2 in bf16 (weights and output are rounded), 6e-6 in fp32."""
     gqa = TritonGQA(num_programs=9)
     queries, size = paged_queries(lens, page_size)
-    keys, values = (filled_cache(queries, size, groups, width, dtype=dtype) for _ in range(2))
+    keys, values = (filled_cache(queries, size, groups, channels, dtype=dtype) for channels in (width, value))
     q = normal(queries.num_tokens, heads + 1, width, dtype=dtype)[:, 1:]  # a slice of the layer's joint product
     scale = width**-0.5
     got = gqa.paged(q, keys, values, queries, scale, gqa.plan(AttentionBatch(queries, None)))
@@ -51,16 +54,18 @@ def test_paged(heads: int, groups: int, width: int, page_size: int, dtype: torch
 
 
 @pytest.mark.parametrize("form", [FP8_TOKEN, FP8_RANGE])
-@pytest.mark.parametrize(("heads", "width", "dtype"), [(6, 80, BF16), (2, 33, FP32)])
-def test_fp8_rows(form: int, heads: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("heads", "width", "value", "dtype"), [(6, 80, 80, BF16), (2, 33, 33, FP32), (4, 24, 16, BF16)]
+)
+def test_fp8_rows(form: int, heads: int, width: int, value: int, dtype: torch.dtype) -> None:
     """Compared with the unpacked rows; unused rows are NaN."""
     gqa = TritonGQA(num_programs=5)
     queries, size = paged_queries([(1, 130), (20, 90), (1, 3)], 8)
     mine = torch.cat([slots_of(queries, r) for r in range(3)])
     caches, numbers = [], []
-    for magnitude in (1.0, 0.01):
-        rows = head_records.pack(normal(size, 2, width, dtype=dtype, scale=magnitude), form)
-        numbers.append(head_records.unpack(rows, width))
+    for magnitude, channels in ((1.0, width), (0.01, value)):
+        rows = head_records.pack(normal(size, 2, channels, dtype=dtype, scale=magnitude), form)
+        numbers.append(head_records.unpack(rows, channels))
         poisoned = torch.full_like(rows.view(torch.uint8), 0xFF)
         poisoned[mine] = rows.view(torch.uint8)[mine]
         caches.append(poisoned.view(rows.dtype))
@@ -80,6 +85,23 @@ def test_a_step_of_two_groups_is_planned_before_its_layers() -> None:
             keys, values = (filled_cache(queries, 160, 2, 32, dtype=FP32) for _ in range(2))
             close(gqa.paged(mine, keys, values, queries, 0.2, plan), want(mine, keys, values, queries, 0.2), 2)
     assert all(len(plan.of(queries)._schedules) == 1 for queries in groups)
+
+
+def test_layers_with_each_window_are_planned_as_they_are() -> None:
+    """Layers with a window have other KV heads: plans made before the step, and in place, keep both apart."""
+    gqa = TritonGQA(num_programs=6)
+    whole, size = paged_queries([(1, 90), (1, 170)], 4)
+    layers = [(whole, 1), (replace(whole, window=200), 2)]  # a window that hides nothing
+    q = normal(2, 4, 64, dtype=FP32)
+    caches = [[filled_cache(whole, size, groups, 64, dtype=FP32) for _ in "kv"] for _, groups in layers]
+    for queries, kv in ((queries, kv) for _ in range(2) for (queries, _), kv in zip(layers, caches)):
+        plan = gqa.plan(AttentionBatch(queries, None))
+        close(gqa.paged(q, *kv, queries, 0.2, plan), want(q, *kv, queries, 0.2), 2)
+    assert len(plan.of(layers[1][0])._schedules) == 1
+    plans = [gqa.plan_in_place(AttentionBatch(queries, None)) for queries, _ in layers]
+    for plan, (queries, _), kv in zip(plans, layers, caches):
+        close(gqa.paged(q, *kv, replace(queries), 0.2, plan), want(q, *kv, queries, 0.2), 2)
+        assert plan is not None and len(plan._schedules) == 1
 
 
 def test_trees() -> None:

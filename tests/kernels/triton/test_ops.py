@@ -195,6 +195,22 @@ def test_fp8_heads_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, heads, w
         ops.write_kv(k, v, slots, caches[0], torch.zeros(50, heads, width, dtype=dtype))
 
 
+@pytest.mark.parametrize("kv_dtype", ["plain", E4M3, E5M2])
+@pytest.mark.parametrize(("width", "value"), [(24, 16), (192, 128), (12, 40)])
+def test_values_of_another_width(ops, dtype, kv_dtype, width, value):
+    """The rows that torch writes, bit for bit."""
+    k, v, slots = normal(6, 3, width, dtype=dtype), normal(6, 3, value, dtype=dtype), torch.randperm(20)[:6].int()
+    stored = dtype if kv_dtype == "plain" else getattr(torch, STORED[kv_dtype][0])
+    written = []
+    for row in (ops, TorchOps()):
+        shapes = ((20, 3, head_width(kv_dtype, channels)) for channels in (width, value))
+        caches = [torch.zeros(shape, dtype=stored) for shape in shapes]
+        row.write_kv(k, v, slots, *caches)
+        written.append(caches)
+    for mine, theirs in zip(*written):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) and mine.view(torch.uint8).any()
+
+
 @pytest.mark.parametrize("width", [24, 300])
 def test_write_kv(ops, dtype, width):
     qkv = normal(6, 10, width, dtype=dtype)
@@ -496,29 +512,31 @@ def test_no_tokens(ops, dtype):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "turned", "norm"),
-    [(8, 2, 64, 64, False), (3, 3, 96, 48, True), (20, 1, 128, 32, True)],
+    ("heads", "kv_heads", "width", "turned", "norm", "value"),
+    [(8, 2, 64, 64, False, 64), (3, 3, 96, 48, True, 96), (20, 1, 128, 32, True, 128), (16, 2, 192, 64, False, 128)],
 )
 def test_grouped_rows_equal_the_separate_kernels(
-    heads: int, kv_heads: int, width: int, turned: int, norm: bool, interleaved: bool, dtype: torch.dtype
+    heads: int, kv_heads: int, width: int, turned: int, norm: bool, value: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
     """Bit for bit; every second head of the projection is a gate, as in Qwen3-Next."""
     ops, tokens, slots = triton_ops.TritonOps(), 5, torch.tensor([7, 2, 9, 0, 4])
     table = RotaryTable(torch.randn(50, turned), interleaved)
     qkv = torch.randn(tokens, 2 * (heads + kv_heads), width).to(dtype)
     q, k, v = qkv[:, 0 : 2 * heads : 2], qkv[:, 2 * heads : 2 * heads + kv_heads], qkv[:, 2 * heads + kv_heads :]
+    v = v[..., :value]
     norms = HeadNorms(torch.rand(width) + 0.5, torch.rand(width) + 0.5, 1e-5) if norm else None
     positions = torch.randint(0, 50, (tokens,))
-    bias = torch.randn((heads + 2 * kv_heads) * width).to(dtype) if heads > 3 else None
-    caches = [torch.randn(10, kv_heads, width).to(dtype) for _ in "kv"]
+    parts = [(heads, width), (kv_heads, width), (kv_heads, value)]
+    bias = torch.randn(sum(count * channels for count, channels in parts)).to(dtype) if heads > 3 else None
+    caches = [torch.randn(10, kv_heads, channels).to(dtype) for channels in (width, value)]
     want = [cache.clone() for cache in caches]
     given = qkv.clone()
     with launches() as found:
         got = ops.capabilities.grouped_rows(q, k, v, norms, positions, table, slots, *caches, bias)
     assert found == ["grouped_rows_kernel"] and torch.equal(qkv, given)
     if bias is not None:
-        own = bias.view(-1, width).split([heads, kv_heads, kv_heads])
-        q, k, v = (part + added for part, added in zip((q, k, v), own))
+        own = bias.split([count * channels for count, channels in parts])
+        q, k, v = (part + added.view(shape) for part, added, shape in zip((q, k, v), own, parts))
     q, k = (q.clone(), k.clone()) if norms is None else (ops.rms_norm(q, norms.q, 1e-5), ops.rms_norm(k, norms.k, 1e-5))
     ops.rotate_leading(q, positions, table)
     ops.rotate_leading(k, positions, table)

@@ -3,6 +3,8 @@ torch."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.kernels.cpu.test_sampling import HIGHEST, PARAMETERS, SHAPES, check, 
 pytestmark = pytest.mark.drawn(13)
 
 triton_sampling = pytest.importorskip("moe_engine.kernels.sampling.triton_sampling", reason="needs triton")
+triton_greedy = pytest.importorskip("moe_engine.kernels.sampling.triton_greedy", reason="needs triton")
 EVERY_WAY = [*PARAMETERS, (0.0, 1.0, 0, 0.0)]
 
 
@@ -111,3 +114,29 @@ def test_negative_and_positive_zero_are_one_logit(kernel):
 
 def test_no_rows(kernel):
     assert kernel.greedy(torch.empty(0, 50)).shape == (0,)
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_programs_share_a_row(monkeypatch, trial):
+    """Equal tokens, NaN and infinities in any part; the arrivals are counted from 0 again in each launch."""
+    monkeypatch.setattr(triton_greedy, "resident_programs", lambda device: 32)
+    monkeypatch.setattr(triton_greedy, "BLOCK", 128)
+    kernel = triton_sampling.TritonSampling()
+    for _ in range(3):
+        rows, vocab = random.randint(2, 6), random.choice((100, 1000, 4000, random.randint(129, 9000)))
+        programs = triton_greedy.programs_of_row(rows, vocab, 32)
+        assert programs == (1 if vocab == 100 else min(-(-vocab // 128), 64 // rows))
+        logits = torch.randn(rows, vocab).round(decimals=1)  # many equal ones
+        best = logits.argmax(-1)
+        expected = [int((logits[row] == logits[row, best[row]]).nonzero()[0]) for row in range(rows)]
+        bad = random.choice((float("nan"), float("inf")))
+        logits[1, random.randrange(vocab)] = bad
+        logits[0, : expected[0]] = -torch.inf
+        expected[1] = INVALID_TOKEN
+        assert kernel.greedy(logits).tolist() == expected
+
+
+def test_many_rows_have_a_program_each():
+    assert triton_greedy.programs_of_row(129, 129280, 132) == 1
+    assert triton_greedy.programs_of_row(128, 129280, 132) == 2
+    assert triton_greedy.programs_of_row(1, 129280, 132) == 32 and triton_greedy.programs_of_row(1, 40, 132) == 1

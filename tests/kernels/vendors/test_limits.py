@@ -43,6 +43,8 @@ REFUSED: list[tuple[str, str, dict[str, int], str]] = [
     ("gqa", "flashinfer", {"key": 96, "value": 96}, "heads of 96"),
     ("gqa", "fa3", {"key": 320, "value": 320}, "keys of 320"),
     ("gqa", "fa3", {"key": 100, "value": 100}, "keys of 100"),
+    ("gqa", "fa3", {"key": 192}, "of one width, not 192 and 128"),
+    ("gqa", "flashinfer", {"key": 192}, "of one width, not 192 and 128"),
 ]
 
 

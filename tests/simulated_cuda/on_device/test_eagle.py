@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA
-from moe_engine.step_settings import GraphSettings
+from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.draft_setup import why_drafts_are_not_captured
 from moe_engine.worker.startup.graph_setup import capture_graphs

@@ -87,6 +87,15 @@ def test_the_source_of_an_upload_must_stay_unchanged() -> None:
         torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.int64), (torch.int64, torch.int32)])
+def test_copies_of_lists(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """In one launch or in several: of tensors, and of parts of buffers."""
+    into = [torch.zeros(5, dtype=dtype, device=GPU) for dtype in dtypes]
+    sources = [torch.arange(3, dtype=dtype, device=GPU) + index for index, dtype in enumerate(dtypes)]
+    torch._foreach_copy_([x[:3] for x in into], sources)
+    assert [x.tolist() for x in into] == [[0, 1, 2, 0, 0], [1, 2, 3, 0, 0]]
+
+
 def test_graphs_read_the_current_values_of_their_inputs() -> None:
     x, out = torch.zeros(6, device=GPU), torch.zeros(6, device=GPU)
     graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

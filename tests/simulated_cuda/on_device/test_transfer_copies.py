@@ -31,7 +31,7 @@ def test_rows_that_another_server_gets(
     every = stream.from_list(range(17), torch.int64)
     pool.write_rows(every, stream.upload(content))
     copies = TransferCopies(pool, 8, stream, layout=layout, staged=staged)
-    assert copies.row_bytes == spec.bytes_per_token and copies.num_tensors == 6
+    assert copies.row_bytes == spec.bytes_per_token and len(copies.row_widths) == 6
     places, slots = [5, 6, 7, 0, 2], [3, 9, 4, 1, 2]
     copies.start(KVOps(store_slots=slots, store_places=places, serial=1))
     pool.write_rows(every, stream.upload(torch.zeros_like(content)))  # the next step overwrites the slots

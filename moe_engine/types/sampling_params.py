@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import InputError
-from moe_engine.structured_output.constraint import Constraint
+from moe_engine.types.constraint import Constraint
 
 GREEDY_TEMPERATURE = 1e-6
 """Requests below this temperature are decoded greedily."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import StepNotRun
-from moe_engine.types import StepResult
+from moe_engine.types.step import StepResult
 
 
 def words_of(vocab_size: int) -> int:

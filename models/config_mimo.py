@@ -1,0 +1,117 @@
+"""config.json of MiMo-V2-Flash -> ModelConfig. Imports no torch.
+
+Layers with a window have more KV heads, sinks, and a rotary base of their own. The published file and transformers'
+name the kinds of layers differently; `mimo_fields` reads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
+from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa, rotary_width
+from moe_engine.models.config_fields import Fields, parse_rope
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+_PUBLISHED = {
+    "layer_types": ("hybrid_layer_pattern", (_FULL, _WINDOW)),
+    "mlp_layer_types": ("moe_layer_freq", ("dense", "sparse")),
+}
+"""transformers' field, and the published one with the names of its numbers 0 and 1."""
+_THETAS = {_FULL: ("rope_theta", 5_000_000.0), _WINDOW: ("swa_rope_theta", 10_000.0)}
+_ALIKE = ("num_attention_heads", "head_dim", "v_head_dim")
+"""Fields whose values for layers with a window (``swa_``) must be those of the other layers."""
+
+
+def parse_mimo_v2_flash(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """MiMo-V2-Flash: windows in five of six layers, values narrower than keys and multiplied by a constant, DeepSeek
+    V3's router without shared experts. Its MTP layers are not served."""
+    read = mimo_fields(fields)
+    _refuse_other(read)
+    moe = parse_deepseek_moe(read)
+    scale = 1.0 if "attention_value_scale" in read.raw else 0.707  # null: none
+    config = parse_gqa(
+        read,
+        generation,
+        moe,
+        deepseek_moe_layers(read, moe),
+        qkv_bias=read.flag("attention_bias"),
+        o_bias=False,
+        sinks=read.flag("add_full_attention_sink_bias"),
+        v_head_dim=read.integer("v_head_dim"),
+        value_scale=read.number("attention_value_scale", scale),
+    )
+    config = replace(config, num_nextn_predict_layers=0, raw=fields.raw)
+    if not config.windows:
+        return config
+    whole = config.attention
+    assert isinstance(whole, GQAConfig)
+    heads, sinks = read.integer("swa_num_key_value_heads"), read.flag("add_swa_attention_sink_bias", True)
+    if whole.num_heads % heads:
+        read.fail("swa_num_key_value_heads", f"{heads} does not divide num_attention_heads {whole.num_heads}")
+    attention = replace(whole, num_kv_heads=heads, sinks=sinks)
+    own = Fields({**read.raw, "rope_parameters": _rope(fields, _WINDOW)}, fields.source)
+    rope = parse_rope(own, rotary_width(own, whole.head_dim, 1.0), interleaved=False, scales_softmax=False)
+    return replace(config, other_layers=OtherLayers(config.windowed_layers, attention, rope))
+
+
+def mimo_fields(fields: Fields) -> Fields:
+    """The fields of either dialect under transformers' names, with its defaults; `sliding_window` counts the query
+    token, and `rope_parameters` is that of layers without a window."""
+    raw = dict(fields.raw)
+    layers = fields.integer("num_hidden_layers")
+    defaults = {
+        "layer_types": [_FULL if i == 0 or (i + 1) % 6 == 0 else _WINDOW for i in range(layers)],
+        "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
+    }
+    for name, default in defaults.items():
+        raw[name] = raw.get(name) or _named(fields, *_PUBLISHED[name]) or default
+    before = fields.integer("sliding_window_size", None)
+    raw |= {
+        "sliding_window": fields.integer("sliding_window", 129) if before is None else before + 1,
+        "use_sliding_window": True,
+        "rms_norm_eps": fields.number("rms_norm_eps", None) or fields.number("layernorm_epsilon", 1e-5),
+        "head_dim": fields.integer("head_dim", 192),
+        "v_head_dim": fields.integer("v_head_dim", 128),
+        "swa_num_key_value_heads": fields.integer("swa_num_key_value_heads", 2 * fields.integer("num_key_value_heads")),
+        "topk_method": fields.text("topk_method", "noaux_tc"),
+        "scoring_func": fields.text("scoring_func", "sigmoid"),
+        "rope_parameters": _rope(fields, _FULL),
+    }
+    return Fields(raw, fields.source)
+
+
+def _named(fields: Fields, name: str, names: tuple[str, str]) -> list[str] | None:
+    """The names of the numbers 0 and 1 in a list; None: the file has none."""
+    numbers = fields.raw.get(name)
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or not all(number in (0, 1) for number in numbers):
+        fields.fail(name, f"must be a list of 0 and 1, not {numbers!r}")
+    return [names[number] for number in numbers]
+
+
+def _rope(fields: Fields, kind: str) -> dict[str, Any]:
+    """`rope_parameters` of a kind of layers."""
+    name, theta = _THETAS[kind]
+    section = fields.section("rope_parameters")
+    own = None if section is None else section.section(kind)
+    if own is not None:
+        return {"partial_rotary_factor": 0.334, **own.raw}
+    part = fields.number("partial_rotary_factor", 0.334, above=0)
+    return {"rope_theta": fields.number(name, theta, above=0), "partial_rotary_factor": part}
+
+
+def _refuse_other(fields: Fields) -> None:
+    """Raises ConfigError for settings that no released model has."""
+    for name in _ALIKE:
+        if (own := fields.integer(f"swa_{name}", None)) not in (None, value := fields.integer(name)):
+            fields.fail(f"swa_{name}", f"is {own}, {name} is {value}: different numbers are not supported")
+    if fields.integer("v_head_dim") % 4:
+        fields.fail("v_head_dim", f"{fields.integer('v_head_dim')} is not a multiple of 4")
+    if fields.integer("n_shared_experts", 0, minimum=0):
+        fields.fail("n_shared_experts", "is not 0: shared experts are not supported for this model")
+    if (method := fields.text("topk_method")) != "noaux_tc":
+        fields.fail("topk_method", f"{method!r} is not supported for this model; supported: noaux_tc")

@@ -1,0 +1,79 @@
+"""Products of few rows with unquantized weights as dependent launches, under the interpreter, against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from moe_engine.kernels import device
+from moe_engine.kernels.linear import cublas
+from moe_engine.kernels.linear.cublas import CublasLinear
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
+from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+from moe_engine.kernels.linear.triton_linear import TritonLinear
+from tests.kernels.cpu.formulas import close, normal
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_random_shapes(trial: int, poisoned: None) -> None:
+    rows, n, k = random.randint(1, FEW_ROWS), random.randint(1, 90), random.randint(1, 600)
+    weight, bias = normal(n, k, dtype=BF16, scale=k**-0.5), normal(n, dtype=BF16)
+    x = normal(rows, k + 9, dtype=BF16)[:, 4 : 4 + k]
+    got = fixed_gemm(x, weight, bias if trial % 2 else None, tiles=FEW_PLAIN)
+    close(got, x.double() @ weight.double().T + (bias.double() if trial % 2 else 0))
+
+
+@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS])
+def test_heads(rows: int, poisoned: None) -> None:
+    weight, x = normal(3, 40, 70, dtype=BF16), normal(rows, 3, 90, dtype=BF16)[..., 5:75]
+    room = torch.full((rows, 3, 50), 7.0, dtype=BF16)
+    got = fixed_gemm(x, weight, None, room[..., :40], FEW_PLAIN)
+    assert torch.equal(got, room[..., :40]) and (room[..., 40:] == 7).all()
+    close(got, torch.einsum("thk,hnk->thn", x.double(), weight.double()))
+
+
+def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of a small 16-bit weight; others, and all on a CPU, are the library's."""
+    asked: list[int] = []
+    monkeypatch.setattr(cublas, "_is_few", lambda x, weight: asked.append(len(x)) or len(x) <= FEW_ROWS)
+    kernel, weight = CublasLinear(), normal(48, 64, dtype=BF16)
+    prepared, heads = kernel.prepare(weight), kernel.prepare_heads(weight.view(2, 24, 64))
+    for rows in (FEW_ROWS, FEW_ROWS + 1):
+        x = normal(rows, 64, dtype=BF16)
+        close(kernel.run(x, prepared), x.double() @ weight.double().T)
+        both = x[:, None].expand(-1, 2, -1)
+        close(kernel.run_heads(both, heads).flatten(1), x.double() @ weight.double().T)
+    assert asked == [FEW_ROWS, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "dtype", "kind", "expected"),
+    [
+        (1, 64, BF16, "meta", True),
+        (FEW_ROWS, 64, torch.float16, "meta", True),
+        (0, 64, BF16, "meta", False),
+        (FEW_ROWS + 1, 64, BF16, "meta", False),
+        (1, cublas.MAX_FEW_ELEMENTS // 64 + 1, BF16, "meta", False),
+        (1, 64, torch.float32, "meta", False),
+        (1, 64, BF16, "cpu", False),
+    ],
+)
+def test_conditions(rows, n, dtype, kind, expected) -> None:
+    x, weight = (torch.empty(*shape, dtype=dtype, device=kind) for shape in ((rows, 64), (n, 64)))
+    assert cublas._is_few(x, weight) == expected
+
+
+@pytest.mark.parametrize(("capability", "early"), [((8, 0), False), ((9, 0), True), ((10, 0), True), (None, False)])
+def test_the_device_decides(capability, early, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "probe", lambda kind: device.Device(kind, "GPU", capability))
+    assert device.starts_early.__wrapped__("cuda") == early
+
+
+def test_deterministic_rows_have_one_tiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "_is_few", lambda x, weight: pytest.fail("the tiling would depend on the rows"))
+    kernel = TritonLinear(deterministic=True)
+    kernel.run(normal(1, 64, dtype=BF16), kernel.prepare(normal(32, 64, dtype=BF16)))
