@@ -7,8 +7,7 @@
 
 An evaluation is printed, and written with --json FILE only.
 
-Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP without a field
-for it.
+Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from moe_engine.tuning.costs.efficiency import FOLDER, Efficiency, deviation_key
 from moe_engine.tuning.costs.form import precision_of
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.planner.predict import accepted_drafts
 from moe_engine.tuning.planner.steady import Load, steady_state
 
 PRIOR = {
@@ -73,8 +73,9 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
         )  # fmt: skip
         load = Load(point.prompt, point.prompt, point.output)
         state = steady_state(
-            cost, point.form, load, point.concurrency, share, 16384, prompt_deviation=share.deviation(keys, prompt=True)
-        )
+            cost, point.form, load, point.concurrency, share, 16384, point.drafts, accepted_drafts(point.drafts),
+            prompt_deviation=share.deviation(keys, prompt=True),
+        )  # fmt: skip
         found.append((math.log(state.tpot_s * 1e3 / point.tpot_ms), math.log(state.ttft_s * 1e3 / point.ttft_ms)))
     return np.array(found)
 

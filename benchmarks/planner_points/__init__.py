@@ -23,10 +23,13 @@ ALIASES = {
 UNIFORM = 0.9
 """Mean of random lengths between 0.8 and 1.0 of the nominal length, as in InferenceX."""
 
+DOUBLED = "2026-04"
+"""Date of the first InferenceX rows whose forms are products; their run configurations have the sizes."""
+
 
 @dataclass(frozen=True)
 class Point:
-    """A measured point of one pool. Lengths are means in tokens."""
+    """A measured point of one pool. Lengths are means in tokens. `drafts`: tokens that MTP drafts in a step."""
 
     engine: str
     model: str
@@ -39,6 +42,7 @@ class Point:
     ttft_ms: float
     tpot_ms: float
     setting: tuple[str, ...]
+    drafts: int = 0
 
     @property
     def facts(self) -> ModelFacts:
@@ -60,7 +64,8 @@ def read_points(path: Path = FOLDER / "one_pool.csv") -> list[Point]:
 def _point(row: Mapping[str, Any]) -> Point:
     sizes = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
     tp, dp, moe_tp, ep = (int(float(row[name] or 1)) for name in sizes)
-    form = form_of(tp, dp, moe_tp, ep, row["system"])
+    form = form_of(tp, dp, moe_tp, ep, doubled=row["silicon_data_source"] >= DOUBLED)
+    drafts = row.get("drafts") or ""
     mean = UNIFORM if row["silicon_data_source"] else 1.0
     names = ("model_path", "system", "backend", "precision", "isl", "osl", "concurrency")
     return Point(
@@ -74,16 +79,21 @@ def _point(row: Mapping[str, Any]) -> Point:
         concurrency=float(row["concurrency"]),
         ttft_ms=float(row["silicon_ttft_ms"]),
         tpot_ms=float(row["silicon_tpot_ms"]),
-        setting=(*(row[name] for name in names), str(form)),
+        setting=(*(row[name] for name in names), str(form), drafts),
+        drafts=int(drafts or 0),
     )
 
 
-def form_of(tp: int, dp: int, moe_tp: int, ep: int, system: str) -> Form:
+def form_of(tp: int, dp: int, moe_tp: int, ep: int, doubled: bool) -> Form:
     """The ranks of a row.
 
-    16 ranks of 8-GPU nodes without a network are 4 ranks with EP 4: the table contains their product twice.
+    Args:
+        doubled: with expert parallelism the row has the product of the tensor-parallel and the expert-parallel size,
+            which are equal and mean the same ranks (`DOUBLED`).
     """
+    if doubled and moe_tp == 1 < tp == dp and ep == tp * dp:  # vLLM: the attention is tensor parallel
+        return Form(tp, 1, tp)
+    if doubled and moe_tp == ep > 1:
+        tp, dp, moe_tp = (1, ep, 1) if dp > 1 else (ep, 1, 1)
     ranks = max(tp * dp, moe_tp * ep)
-    if ranks == 16 and system in GPUS:
-        ranks, dp, ep = 4, min(dp, 4), 4
     return Form(ranks, dp, ep if ranks % ep == 0 else 1, travels=dp > 1 and ep > 1)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import planner_fit, report
 from benchmarks.planner_fit import PRIOR, fit, residuals, share_of, toml_of
-from benchmarks.planner_points import Point, read_points
+from benchmarks.planner_points import Point, form_of, read_points
 from benchmarks.planner_published import SYSTEMS
 from moe_engine.tuning.costs.efficiency import Efficiency, engines, load_efficiency
 from moe_engine.tuning.costs.form import Form
@@ -109,3 +109,30 @@ def test_each_gpu_is_left_out_once(monkeypatch):
     assert [{point.gpu for point in chosen} for chosen in fitted] == [set(gpus) - {gpu} for gpu in gpus]
     assert lines[0].startswith("all, one gpu left out") and f" {len(points)} " in lines[0]
     assert [line.split()[2] for line in lines[1:]] == gpus
+
+
+@pytest.mark.parametrize(
+    ("sizes", "doubled", "form"),
+    [
+        ((16, 1, 4, 4), True, Form(4, 1, 4)),
+        ((4, 1, 2, 2), True, Form(2, 1, 2)),
+        ((4, 1, 2, 2), False, Form(4, 1, 2)),
+        ((1, 4, 2, 2), True, Form(2, 2, 2, travels=True)),
+        ((4, 4, 1, 16), True, Form(4, 1, 4)),
+        ((1, 8, 1, 8), False, Form(8, 8, 8, travels=True)),
+    ],
+)
+def test_a_row_with_products_of_sizes_has_the_ranks_of_its_run(
+    sizes: tuple[int, int, int, int], doubled: bool, form: Form
+):
+    assert form_of(*sizes, doubled=doubled) == form
+
+
+def test_rows_with_drafts_are_predicted_with_them():
+    points = [point for point in read_points() if point.drafts]
+    assert {point.engine for point in points} == {"trtllm"}
+    share = load_efficiency("trtllm")
+    own = [point for point in points if point.engine == "trtllm"]
+    drafted = residuals(own, share)[:, 0]
+    plain = residuals([replace(point, drafts=0) for point in own], share)[:, 0]
+    assert np.median(np.abs(drafted)) < 0.5 * np.median(np.abs(plain))

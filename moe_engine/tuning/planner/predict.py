@@ -19,6 +19,9 @@ TAIL = 4.6
 """The 99th percentile of an exponential waiting time over its mean."""
 
 RARE = 0.01
+ACCEPTANCE = 0.8
+"""Chance that an MTP draft is accepted if those before it were."""
+
 NAMES = {
     "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce",
     "launches": "launches", "host": "host", "bus": "copies of weights",
@@ -58,7 +61,7 @@ class Predictor:
     """
 
     def __init__(
-        self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = 0.8,
+        self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = ACCEPTANCE,
         host_bytes: int = 0, held: Callable[[Form], Held | None] | None = None, mixed: bool = False,
     ) -> None:  # fmt: skip
         self.host_bytes, self.held, self._mixed = host_bytes, held, mixed
@@ -80,7 +83,7 @@ class Predictor:
 
     def accepted(self, drafts: int) -> float:
         """Mean accepted draft tokens of a step."""
-        return sum(self.acceptance**place for place in range(1, drafts + 1))
+        return accepted_drafts(drafts, self.acceptance)
 
     def predict(self, candidate: Candidate, load: Load) -> Prediction:
         cost, late = self.cost(candidate.form, candidate.kv)
@@ -121,6 +124,11 @@ def _prediction(state: Steady, candidate: Candidate, load: Load, accepted: float
         decode_binds=shares(state.decode_parts),
         prompt_binds=shares(state.prompt_parts),
     )
+
+
+def accepted_drafts(drafts: int, acceptance: float = ACCEPTANCE) -> float:
+    """Mean accepted draft tokens of a step."""
+    return sum(acceptance**place for place in range(1, drafts + 1))
 
 
 def shares(parts: Mapping[str, float]) -> dict[str, float]:
