@@ -2,7 +2,7 @@
 
 A block of README.md has its table's name and its results, files of benchmarks/results without suffix:
 
-    <!-- figures: speed 2026-11-27_cpu_side_by_side -->
+    <!-- figures: speed 2026-11-28_cpu_side_by_side -->
     <!-- end of figures -->
 
 `--write` fills in every block; `--check` (the default) exits with 1 if a block differs. A figure is the median over the
