@@ -80,9 +80,9 @@ def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "sampled": {"temperature": 1.0},
+    "sampled": {"temperature": 0.5},
     "tree": {"flags": TREE},
-    "sampled tree": {"flags": TREE, "temperature": 1.0},
+    "sampled tree": {"flags": TREE, "temperature": 0.5},
     "auto": {"flags": {"speculative_num_steps": "auto"}},
     "chunks and pages": {"flags": {**CHAIN, "chunked_prefill_size": 8, "enable_mixed_chunk": True, "page_size": 4}},
     "retracted": {"flags": {**CHAIN, "max_total_tokens": 112, "schedule_conservativeness": 0.0}, "together": True},

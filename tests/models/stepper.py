@@ -137,8 +137,11 @@ class Stepper:
         )
 
 
-def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
-    """Caches of every layer, filled with NaN: unwritten slots must have no influence."""
+def make_kv(
+    config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu", num_mtp_layers: int = 0
+) -> list[Any]:
+    """Caches of every layer, or of the MTP layers behind them, filled with NaN: unwritten slots must have no
+    influence."""
     name = str(dtype).removeprefix("torch.")
 
     def caches(layer: int) -> Any:
@@ -146,4 +149,5 @@ def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str
         found = tuple(torch.full(shape, float("nan"), dtype=dtype, device=device) for shape in shapes)
         return found[0] if len(found) == 1 else found
 
-    return [caches(i) for i in range(config.num_layers)]
+    first = config.num_layers if num_mtp_layers else 0
+    return [caches(i) for i in range(first, first + (num_mtp_layers or config.num_layers))]

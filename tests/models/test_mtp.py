@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +94,8 @@ class Drafter:
         self.config = self.main.config
         load = LoadOptions(dtype, load_format=options.get("load_format", "auto"))
         self.mtp = load_mtp(path, self.config, self.main.model, load)
-        more = replace(self.config, num_layers=self.mtp.num_layers)
-        self.main.kv += make_kv(more, self.main.num_slots, getattr(torch, dtype))
+        slots = self.main.num_slots
+        self.main.kv += make_kv(self.config, slots, getattr(torch, dtype), num_mtp_layers=self.mtp.num_layers)
 
     def batch(self, tokens: list[int], decode: bool = False, sequence: int = 0) -> ForwardBatch:
         return self.main.batch([Chunk(sequence, tokens, decode)])

@@ -75,7 +75,7 @@ def load(case: Case, parallel: ParallelContext) -> Loaded:
     mtp = None
     if case.mtp:
         mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
-        stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.kv[0].shape[0], torch.float32)
+        stepper.kv += make_kv(local, stepper.kv[0].shape[0], torch.float32, num_mtp_layers=mtp.num_layers)
     runner: Any = SimpleNamespace(model=model, stream=SimpleNamespace(device=torch.device("cpu")))
     control = attach_experts(runner, config, case.settings, parallel, backends.experts, mtp)
     loaded = Loaded(stepper, mtp, parallel, control, runner)

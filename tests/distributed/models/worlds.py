@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
     if not case.mtp:
         return stepper, None, parallel
     mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
-    stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.num_slots, torch.float32)
+    stepper.kv += make_kv(local, stepper.num_slots, torch.float32, num_mtp_layers=mtp.num_layers)
     return stepper, mtp, parallel
 
 
