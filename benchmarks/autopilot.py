@@ -128,8 +128,7 @@ LOADS = {
 def run(load: Load, settings: dict[str, Any], costs: CostFile, seconds: float, seed: int, autopilot: bool) -> Fleet:
     """Simulates `seconds` of a load."""
     config = replace(CONFIG, autopilot=autopilot, ttft_slo=load.ttft, itl_slo=load.itl)
-    beside = {name: getattr(costs, name) for name in ("arrival_seconds", "end_seconds", "sent_seconds")}
-    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), **beside))
+    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), **costs.delays))
     rng = random.Random(seed)
     workload: Workload = Fixed(load.arrivals(rng, seconds), 0)
     if load.clients:

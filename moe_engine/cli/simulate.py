@@ -10,10 +10,11 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
@@ -197,9 +198,7 @@ class _Source:
     costs: StepCostModel
     answer_seconds: float
     acceptance: tuple[float, ...]
-    arrival_seconds: float = 0.0
-    end_seconds: float = 0.0
-    sent_seconds: float = 0.0
+    delays: Mapping[str, Any] = field(default_factory=dict)
     request_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -209,14 +208,11 @@ class _Source:
 
     @classmethod
     def measured(cls, file: CostFile) -> _Source:
-        beside = max(file.answer_seconds - file.request_seconds - file.token_seconds, 0.0)
         return cls(
             MeasuredCosts(file),
-            beside,
+            file.delivery_seconds,
             file.acceptance,
-            file.arrival_seconds,
-            file.end_seconds,
-            file.sent_seconds,
+            file.delays,
             file.request_seconds,
             file.token_seconds,
             file.idle_seconds,
@@ -273,11 +269,9 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         experts=_experts(own, config),
         exact=own.exact,
         graphs=config.graphs,
-        arrival_seconds=source.arrival_seconds,
-        end_seconds=source.end_seconds,
-        sent_seconds=source.sent_seconds,
         idle_seconds=source.idle_seconds,
         load_seconds=source.load_seconds,
+        **source.delays,
     )
     return FleetSpec(
         replica,

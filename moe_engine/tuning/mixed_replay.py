@@ -85,12 +85,14 @@ def replay(file: CostFile, part: Part, scheduler: SchedulerConfig, num_groups: i
         MeasuredCosts(file),
         num_groups,
         acceptance=file.acceptance,
-        arrival_seconds=file.arrival_seconds,
-        end_seconds=file.end_seconds,
-        sent_seconds=file.sent_seconds,
         idle_seconds=file.idle_seconds,
+        **file.delays,
     )
-    request, token = file.request_seconds, file.token_seconds
-    spec = FleetSpec(replica, request_seconds=request, token_seconds=token, busy_seconds=file.busy_seconds)
-    fleet = Fleet(spec, Fixed(arrivals, len(arrivals)), answer_seconds=max(file.answer_seconds - request - token, 0.0))
+    spec = FleetSpec(
+        replica,
+        request_seconds=file.request_seconds,
+        token_seconds=file.token_seconds,
+        busy_seconds=file.busy_seconds,
+    )
+    fleet = Fleet(spec, Fixed(arrivals, len(arrivals)), answer_seconds=file.delivery_seconds)
     return sorted(fleet.run().recorder.answers, key=lambda answer: answer.started)

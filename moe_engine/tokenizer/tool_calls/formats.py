@@ -134,11 +134,11 @@ _QWEN3_CODER = ToolFormat(
 _MIMO = ToolFormat(
     MIMO.parse,
     QWEN_MARKERS,
-    CallSyntax(
-        QWEN_BEGIN, "\n", "", f"\n{QWEN_BEGIN}\n", "<function=", ">\n", f"</function>\n{QWEN_END}",
+    replace(
+        _QWEN3_CODER.syntax,
         parameters=ParameterSyntax("<parameter=", ">", ">", "</parameter>\n", "</parameter>"),
     ),
-)  # fmt: skip
+)
 _MINIMAX_M2 = ToolFormat(
     MINIMAX_M2.parse,
     (MINIMAX_M2.begin, MINIMAX_M2.end),

@@ -91,6 +91,17 @@ class CostFile:
     machine: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
 
+    @property
+    def delays(self) -> dict[str, Any]:
+        """Delays of steps by the requests beside them, as arguments of the simulator's `ReplicaSpec`."""
+        names = ("arrival_seconds", "end_seconds", "sent_seconds")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def delivery_seconds(self) -> float:
+        """`answer_seconds` without the work of frontend and client."""
+        return max(self.answer_seconds - self.request_seconds - self.token_seconds, 0.0)
+
     def beside_seconds(self, steps: float) -> float:
         """What a request whose answer takes this number of steps adds to all steps."""
         return self.arrival_seconds + self.end_seconds + steps * self.sent_seconds
