@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
+from moe_engine.server.doctor_api import History
 from moe_engine.tuning.doctor.diagnosis import Cost
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, make_app, talk
+from tests.server.harness import get, make_app, real_server, talk
+from tests.server.test_status_page import BROWSER, needs_browser, text_of
 
 BUSY = {
     "num_running": 8, "num_waiting": 40, "token_usage": 0.3, "last_gen_throughput": 90.0, "is_cuda_graph": 0,
@@ -120,3 +125,27 @@ def test_page_and_key():
     assert ask({}).status_code == 401
     assert ask({"Authorization": "Bearer k"}).json()["findings"] == []
     assert "vary" in shown.headers
+
+
+@needs_browser
+def test_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each finding has an entry with its change; the rules without facts are named."""
+    sampled_report = History.report
+
+    def report(history: History, state, minutes):
+        for n in range(6):
+            history.take(state, [{**BUSY, "compilations_after_ready": n // 4}], 10.0**9 + n)
+        return sampled_report(history, state, minutes)
+
+    monkeypatch.setattr(History, "report", report)
+    with real_server(busy_client()) as url:
+        command = [
+            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--virtual-time-budget=3000", "--dump-dom", f"{url}/doctor"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.fullmatch(r"[23] of \d+ evaluated rules recommend a change", text_of(done.stdout, "state"))
+    assert '<article class="warning"><h2>running_limit: ' in done.stdout
+    assert "<code>--max-running-requests 24</code>" in done.stdout
+    assert "oom_prefill" in text_of(done.stdout, "unknown") and text_of(done.stdout, "trouble") == ""

@@ -107,3 +107,23 @@ def test_a_server_with_a_key_asks_for_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_pages_are_read_once():
     assert live_pages.page("status_page") is page("status_page")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("name", ["status_page", "experts_live", "doctor_page"])
+def test_scripts_are_valid(name: str, tmp_path: Path):
+    (script,) = re.findall(r"<script>(.*?)</script>", page(name), re.DOTALL)
+    (tmp_path / "page.js").write_text(script)
+    done = subprocess.run(["node", "--check", "page.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pages_of_a_tab_share_one_key_and_link_to_each_other():
+    for name, others in (
+        ("status_page", "experts doctor"),
+        ("experts_live", "./ doctor"),
+        ("doctor_page", "./ experts"),
+    ):
+        text = page(name)
+        assert 'sessionStorage.getItem("api-key")' in text
+        assert {*others.split(), "docs"} <= set(re.findall(r'<a href="([\w./]+)"', text))
