@@ -75,14 +75,15 @@ class History:
 def launch_of(state: ServerState) -> Launch:
     """The launch of this server, as its /server_info reports it."""
     info = state.client.info
-    sizes = {"max_running_requests": info.max_running_requests, "page_size": info.page_size}
     return Launch(
-        flags={**state.settings.server_args, **sizes},
+        flags={**state.settings.server_args, "page_size": info.page_size},
         engine="moe-engine",
+        flags_as_given=True,
         ready=True,
         weights_gb=info.weight_bytes / 2**30,
         kv_gb=info.kv_bytes / 2**30,
         kv_tokens=info.max_total_num_tokens,
+        sizes={"max_running_requests": info.max_running_requests},
     )
 
 

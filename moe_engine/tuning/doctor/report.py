@@ -68,7 +68,7 @@ def make_report(source: str, engine: str, diagnosis: Diagnosis, **counts: int) -
 def _counts(report: Report) -> str:
     parts = []
     if report.num_lines:
-        broken = f", {report.num_broken} broken ones skipped" if report.num_broken else ""
+        broken = f", {report.num_broken} of them cut off" if report.num_broken else ""
         parts.append(f"{report.num_lines} lines{broken}, {report.num_batches} of batches")
     parts.append(f"{report.num_windows} {'window' if report.num_windows == 1 else 'windows'}")
     asking = sum(finding.severity != "info" for finding in report.findings)
