@@ -231,6 +231,7 @@ def test_own_lines_count_the_prompt_itself():
 def test_policy_and_balance_are_not_advised_twice():
     for launch in (flags(schedule_policy="lpm"), flags(schedule_policy="fcfs", autopilot=True)):
         assert "prefix_order" not in findings([launch, *CASES["prefix_order"][0]])
+    assert "too_conservative" not in findings([flags(autopilot=True), *CASES["too_conservative"][0]])
 
 
 def test_windows():

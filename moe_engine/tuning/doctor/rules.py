@@ -222,7 +222,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
         ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and not _at_limit(s),
+        lambda s: s.room_but_waiting > OFTEN and not _at_limit(s) and not s.launch.flag("autopilot"),
         "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
         "{usage:.2f}, #queue-req {queue:g})",
         "room",
