@@ -54,8 +54,8 @@ CASES: dict[str, Case] = {
     ),
     "queue_long": (decodes(queue=2001), decodes(queue=2000)),
     "too_conservative": (
-        [*decodes(11, usage=0.89, queue=1), *decodes(9, usage=0.9, queue=1)],
-        [*decodes(10, usage=0.89, queue=1), *decodes(10, usage=0.9, queue=1)],
+        [*decodes(11, usage=0.89, queue=10), *decodes(9, usage=0.9, queue=10)],
+        [*decodes(10, usage=0.89, queue=10), *decodes(10, usage=0.9, queue=10)],
     ),
     "running_limit": (
         [startup(max_running_requests=100), *decodes(running=95, usage=0.5)],
@@ -226,6 +226,14 @@ def test_own_lines_count_the_prompt_itself():
     chunks = [prefill(s, new=8192, seqs=1, running=int(s > 0)) for s in range(6)]
     assert "long_prompts" in findings([own, startup(), *chunks])
     assert "stalled_decodes" in findings([startup(), *chunks])
+
+
+def test_a_short_queue_waits_for_its_prefill():
+    """Among 40 running requests two or three that wait come with the next step, whatever the settings are."""
+    prompts = [prefill(second, new=500, cached=500) for second in range(6)]
+    assert {"too_conservative", "prefix_order"} <= findings([*decodes(running=40, usage=0.1, queue=4), *prompts]).keys()
+    short = findings([*decodes(running=40, usage=0.1, queue=3), *prompts])
+    assert not {"too_conservative", "prefix_order"} & short.keys()
 
 
 def test_policy_and_balance_are_not_advised_twice():

@@ -19,6 +19,8 @@ OURS = "moe-engine, docs/tuning.md"
 MAX_QUEUE = 2000
 OFTEN = 0.5
 """Share of lines from which "frequently" of the guide is meant."""
+WAITING = 0.1
+"""Requests in the queue, as a share of the running ones, above which they wait for more than the next prefill step."""
 FEW_RETRACTIONS = 1.0
 """A minute; the guide accepts about one."""
 MIN_FREE_GB, MAX_FREE_GB = 5.0, 8.0
@@ -105,6 +107,10 @@ def _limit(s: Statistics) -> float:
 def _at_limit(s: Any) -> bool:
     limit = _limit(s)
     return s.running >= min(FULL * limit, max(limit - 1, NEARLY))
+
+
+def _waits(s: Any) -> bool:
+    return s.queue >= max(1.0, WAITING * s.running)
 
 
 def _more_conservative(s: Statistics) -> float:
@@ -221,8 +227,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
-        ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and not _at_limit(s) and not s.launch.flag("autopilot"),
+        ("room_but_waiting", "running", "usage", "queue"),
+        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s) and not s.launch.flag("autopilot"),
         "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
         "{usage:.2f}, #queue-req {queue:g})",
         "room",
@@ -290,8 +296,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prefix_order", f"cache hit rate {SHARED_PREFIXES:.0%} to {GOOD_HIT_RATE:.0%} with a queue and fcfs",
-        ("hit_rate", "queue"),
-        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and 1 <= s.queue <= LPM_QUEUE
+        ("hit_rate", "queue", "running"),
+        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and _waits(s) and s.queue <= LPM_QUEUE
         and s.launch.flag("schedule_policy") in (None, "fcfs") and not s.launch.flag("autopilot"),
         "{hit_rate:.0%} of the prompt tokens were cached, #queue-req {queue:g}, order of arrival", "prefill",
         lambda s: Change("--schedule-policy", "lpm"),
