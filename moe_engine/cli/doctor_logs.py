@@ -99,7 +99,11 @@ def _report(path: str, reader: LogReader) -> Report:
         num_batches=reader.num_batches,
         num_broken=reader.num_broken,
     )
-    if not reader.num_batches and not any(finding.severity == "error" for finding in report.findings):
+    if not reader.num_batches and not report.findings and reader.foreign:
+        raise ConfigError(
+            f"--log {path}: a log of {reader.foreign}, in a format that is not known; give one of SGLang or this engine"
+        )
+    if not reader.num_batches and not report.findings:
         broken = f" ({reader.num_broken} are cut off)" if reader.num_broken else ""
         raise ConfigError(
             f"--log {path}: {reader.num_lines} lines, and no 'Decode batch' or 'Prefill batch' line among them{broken};"

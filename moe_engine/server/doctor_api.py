@@ -27,6 +27,8 @@ from moe_engine.tuning.doctor.window import Window
 
 SAMPLE_SECONDS = 2.0
 KEPT_SECONDS = 600.0
+ADJUSTABLE = ("max_running_requests", "chunked_prefill_size")
+"""Settings of a scheduler that /set_internal_state changes while it runs, and that the rules need."""
 
 
 @dataclass
@@ -37,6 +39,8 @@ class History:
     _events: deque[LogEvent] = field(default_factory=deque)
     _sampler: Sampler | None = None
     _was_busy: bool = True
+    _changed: dict[str, Any] = field(default_factory=dict)
+    """Settings in force where a request has changed them; the autopilot adapts its own."""
 
     async def watch(self, state: ServerState) -> None:
         """Takes samples until it is cancelled."""
@@ -56,13 +60,17 @@ class History:
         """Adds the states of the cores."""
         if self._sampler is None:
             self._sampler = Sampler(launch_of(state))
+        if states and not state.settings.server_args.get("autopilot"):
+            self._changed = {name: states[0][name] for name in ADJUSTABLE if name in states[0]}
         self._events.extend(self._sampler.states(list(states), now))
         while self._events and (self._events[0].time or 0.0) < now - KEPT_SECONDS:
             self._events.popleft()
 
     def report(self, state: ServerState, minutes: float) -> Report:
         """The report of the last `minutes`."""
-        window, since = Window(launch_of(state), of_log=False), time.monotonic() - 60 * minutes
+        launch = launch_of(state)
+        launch.sizes |= self._changed
+        window, since = Window(launch, of_log=False), time.monotonic() - 60 * minutes
         for event in tuple(self._events):
             if (event.time or 0.0) >= since:
                 window.add(event)
@@ -75,14 +83,15 @@ class History:
 def launch_of(state: ServerState) -> Launch:
     """The launch of this server, as its /server_info reports it."""
     info = state.client.info
-    sizes = {"max_running_requests": info.max_running_requests, "page_size": info.page_size}
     return Launch(
-        flags={**state.settings.server_args, **sizes},
+        flags={**state.settings.server_args, "page_size": info.page_size},
         engine="moe-engine",
+        flags_as_given=True,
         ready=True,
         weights_gb=info.weight_bytes / 2**30,
         kv_gb=info.kv_bytes / 2**30,
         kv_tokens=info.max_total_num_tokens,
+        sizes={"max_running_requests": info.max_running_requests},
     )
 
 

@@ -99,7 +99,6 @@ class Probes:
         self._bursts: list[tuple[float, float]] = []
         """Unix times of prompts that were sent at once, and whose steps have not been read."""
         self._front_end_cpu, self._scheduler = front_end_cpu, scheduler
-        self._lone_cpu, self._num_lone = 0.0, 0
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
         """The cost file without launch, machine and ledger."""
@@ -112,7 +111,8 @@ class Probes:
         found = mixed_probe.effects(
             self._parts, MeasuredCosts(file), self._limits.drafts, self._limits.num_groups, file.sent_seconds
         )
-        most = self._most_beside
+        # a request cannot take more from the steps beside it than frontend and client compute for it
+        most = file.request_seconds or math.inf
         arrival = min(file.arrival_seconds if found is None else found.arrival, most)
         if found is None:
             return replace(file, arrival_seconds=arrival)
@@ -125,23 +125,15 @@ class Probes:
     def _under_load(
         self, file: CostFile, found: mixed_probe.Effects
     ) -> tuple[CostFile, mixed_probe.Effects, list[mixed_probe.Part]]:
-        """Curves of steps under load, and the parts with few requests, with their effects against these curves."""
+        """Curves of steps under load, and the parts with fewer requests, with their effects against these curves. Only
+        schedulers that step together decode slower under load, because they wait for each other."""
         of_rounds = self._points.rounds.slowness()
         parts = [replace(part, machine=of_rounds[number]) for part, number in zip(self._parts, self._part_rounds)]
-        if len(self._loads) == 1:
-            return file, found, parts
-        decode = mixed_probe.slowness_by_rows(parts, found)
+        decode = mixed_probe.slowness_by_rows(parts, found) if self._limits.num_groups > 1 else mixed_probe.ALIKE
         prefill = found.slowness([part.machine for part in parts])[1]
-        prefill = 1.0 if self._limits.beside else prefill  # the prompts were measured beside answers, as under load
-        light = [place for place, part in enumerate(parts) if part.load == self._loads[0]]
+        light = [place for place, part in enumerate(parts) if part.load == mixed_probe.LOADS[0]]
         effects = found.of(light).against(decode.seconds[0], prefill)
-        return file.slower(decode, prefill), effects, [parts[place] for place in light]
-
-    @property
-    def _loads(self) -> Sequence[float]:
-        """Of the measurements beside each other. Schedulers that step together wait for each other under load; the
-        steps of one scheduler take as long as measured alone."""
-        return mixed_probe.LOADS if self._limits.num_groups > 1 else mixed_probe.LOADS[:1]
+        return file.slower(decode, prefill, found.own), effects, [parts[place] for place in light]
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -171,7 +163,7 @@ class Probes:
         await self._entry_beside_decodes(short)
         await self._read_steps()
         progress(f"{name}requests beside each other")
-        for load in self._loads:
+        for load in mixed_probe.LOADS:
             await self._beside_each_other(load)
 
     @asynccontextmanager
@@ -309,7 +301,6 @@ class Probes:
         length = self._points.lone_tokens
         if not self._points.rounds.wants(PAUSED):
             return
-        before = self._cpu()
         for _ in range(LONE_REPEATS):
             with self._points.rounds.timed(PAUSED):
                 stream = await self._ask(self._prompt(length), FIRST_TOKENS)
@@ -318,8 +309,6 @@ class Probes:
                 self._unread.append(((LONE, length), length, stream))
                 await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
                 self._points.rounds.add(PAUSED, (await self._ask(self._prompt(length), FIRST_TOKENS)).chunks[0])
-        self._lone_cpu += self._cpu() - before
-        self._num_lone += 2 * LONE_REPEATS
 
     def _cpu(self) -> float:
         """CPU seconds of the frontend and this client."""
@@ -328,11 +317,6 @@ class Probes:
     def _add_work(self, streams: Sequence[Stream], before: float) -> None:
         """CPU time of frontend and client for these answers. `before`: `_cpu` at their begin."""
         self._points.work.append((len(streams), sum(len(one.chunks) for one in streams), self._cpu() - before))
-
-    @property
-    def _most_beside(self) -> float:
-        """A request cannot take more from the steps beside it than frontend and client compute for it."""
-        return self._lone_cpu / self._num_lone if self._num_lone else math.inf
 
     async def _entry_beside_decodes(self, length: int) -> None:
         """Seconds until the server has read a request while steps take the cores."""

@@ -2,12 +2,12 @@
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the frontend and the client, where these share cores with the steps, and to planning.
-The server records its steps (`--record-step-times`). A regression over them separates four factors: the slowness of
-decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The slowness
-is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no more than
-it drifts within a part. With attention DP it is that of the machine, which the rounds know, times that of steps under
-load: schedulers that step together wait for each other. Few requests decode together in some of the parts, and many in
-the others: the effect depends on their number.
+The server records its steps (`--record-step-times`). A regression over them separates five factors: the slowness of
+decodes and that of prompts in this part of the measurement, the seconds of an arrival and of an end, and those that the
+measured step of a single prompt contains of the prompt's own arrival: several prompts share a step under load. The
+slowness is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no
+more than it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load:
+schedulers that step together wait for each other.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ PROMPT, ANSWER = (0.25, 1.75), (0.25, 1.75)
 MEAN_PROMPT, MEAN_ANSWER = 64, 32
 BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
-LOADS = 0.6, 1.6
-"""Rates of the requests as shares of the estimate: some requests decode together, and many."""
+LOADS = 1.0, 1.6
+"""Rates of the requests as shares of the estimate: several prompts share a step, and many requests decode together."""
+ALIKE = Curve((1.0,), (1.0,))
+"""Decodes that take as long under load as measured alone."""
 SECONDS, MOST_SECONDS = 2.0, 10.0
 LEAST, MOST = 8, 200
 """Requests of a part, of a server that answers as many within `MOST_SECONDS`."""
 BEYOND, BEYOND_EVENTS, SWEEPS = 2.5, 3.2, 12
 """Huber's regression: residuals beyond this number of standard deviations count less: of steps without
 and with arrivals or ends; iterations."""
+EVENTS = 3
+"""Columns of the regression that all parts share: steps with prompts, arrivals, ends."""
 LEAST_STEPS = 8
 """Recorded steps of a part that can be used."""
 Step = Sequence[float]
@@ -76,12 +80,14 @@ class Part:
 @dataclass(frozen=True)
 class Effects:
     """Seconds that an arrival and an end add to the steps beside them; for each part, the slowness of steps that
-    decode and of steps with prompts, against their costs. 0: unknown."""
+    decode and of steps with prompts, against their costs. 0: unknown. `own`: seconds of its own arrival that the
+    measured step of a prompt contains."""
 
     arrival: float
     end: float
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+    own: float = 0.0
 
     def of(self, places: Sequence[int]) -> Effects:
         """In some of the parts."""
@@ -179,21 +185,24 @@ def effects(
         return None
     costs_of = _costs_of if num_groups == 1 else _joint_costs_of
     alone = [costs_of(part.steps, costs, drafts) for part in parts]
-    # columns: decode seconds of each part, prefill seconds of each part, arrivals, ends
-    height, width = sum(map(len, alone)), 2 * len(parts) + 2
+    # columns: decode seconds of each part, prefill seconds of each part, steps with prompts, arrivals, ends
+    height, width = sum(map(len, alone)), 2 * len(parts) + EVENTS
     matrix = np.zeros((height, width))
     taken = np.concatenate([_without_sending(part.steps, sent_seconds * num_groups) for part in parts])
     begin = 0
     for number, (part, seconds) in enumerate(zip(parts, alone)):
         rows = slice(begin, begin + len(seconds))
         matrix[rows, 2 * number : 2 * number + 2] = seconds
+        if num_groups == 1:  # else the prompts were not measured beside answers
+            matrix[rows, -3] = [-part.machine * (step[2] > 0) for step in part.steps]
         matrix[rows, -2] = _shares(part.steps, part.arrivals)
         matrix[rows, -1] = _shares(part.steps, [(end, end) for end in part.ends])
         begin = rows.stop
     if not matrix[:, -2].any():
         return None
     found = _robust(matrix, taken, np.repeat(np.arange(len(parts)), [len(seconds) for seconds in alone]))
-    return Effects(found[-2], found[-1], tuple(found[:-2:2]), tuple(found[1:-2:2]))
+    decode, prefill = found[:-EVENTS:2], found[1:-EVENTS:2]
+    return Effects(found[-2], found[-1], tuple(decode), tuple(prefill), found[-3])
 
 
 def _joint_costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
@@ -267,7 +276,7 @@ def _robust(
     Steps with and without arrivals or ends have scales of their own: the delays by arrivals vary much, and a common
     scale would leave out the long ones, which count.
     """
-    scale = np.maximum(matrix[:, :-2].sum(axis=1), 1e-9)
+    scale = np.maximum(matrix[:, :-EVENTS].sum(axis=1), 1e-9)
     left, right = matrix / scale[:, None], taken / scale
     eventful: npt.NDArray[np.bool_] = np.asarray(matrix[:, -2:].any(axis=1))
     columns = [place for place in range(matrix.shape[1]) if matrix[:, place].any()]

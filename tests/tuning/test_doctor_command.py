@@ -103,6 +103,39 @@ def test_a_log_of_something_else(log, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        (
+            "vLLM",
+            "(APIServer pid=7) INFO 05-19 10:13:11 [loggers.py:271] Engine 000: Avg prompt throughput: 0.0 tokens/s, "
+            "Avg generation throughput: 90.1 tokens/s, Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 9.1%",
+        ),
+        (
+            "TensorRT-LLM",
+            "[01/16/2026-06:20:17] [TRT-LLM] [RANK 0] [I] iter = 5, host_step_time = 50.5ms, num_scheduled_requests: 3,"
+            " states = {'num_ctx_requests': 2, 'num_ctx_tokens': 16384, 'num_generation_tokens': 0}",
+        ),
+    ],
+)
+def test_a_log_of_another_engine(engine, line, log, capsys):
+    assert main(["doctor", "--log", log(["INFO hello", line])]) == 2
+    error = capsys.readouterr().err
+    assert f"a log of {engine}, in a format that is not known" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ([logs.startup(17.22)], "memory_unused"),
+        ([logs.retraction(0), logs.retraction(9)], "retractions"),
+    ],
+)
+def test_an_excerpt_without_batches(lines, rule, log, capsys):
+    assert main(["doctor", "--log", log(lines)]) == 1
+    assert f"WARNING {rule}" in capsys.readouterr().out
+
+
 def test_a_log_that_ends_before_the_first_batch(log, capsys):
     """The server ran out of memory while it captured graphs: the log has no batch, and the report has a
     recommendation."""

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from moe_engine.tuning.doctor.live import launch_of
 from moe_engine.tuning.doctor.rules import RULES
 from tests.tuning import logs
 from tests.tuning.logs import decode, decodes, findings, flags, kv_cache, prefill, ready, retraction, startup, weights
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB in total"
 EXTEND = '  File "/sglang/srt/model_executor/model_runner.py", line 2001, in forward_extend'
+GRAPHS = '  File "/sglang/srt/model_executor/model_runner.py", line 934, in init_cuda_graphs'
 DECODE = '  File "/sglang/srt/model_executor/model_runner.py", line 1950, in forward_decode'
+NO_ROOM = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+CAPTURE = "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 448.00 MiB."
+DP_ATTENTION = flags(
+    tp_size=8, dp_size=8, enable_dp_attention=True, max_running_requests=128, chunked_prefill_size=1024,
+    schedule_conservativeness=0.3,
+)  # fmt: skip
+"""SGLang's line for --chunked-prefill-size 8192 --schedule-conservativeness 1: eight attention DP ranks have divided
+the chunk and reduced the conservativeness; the running requests are those of all ranks."""
+RANK = startup(max_running_requests=16, chunked_prefill_size=1024)
 FULL = [prefill(second, new=8192, seqs=1) for second in range(8)]
 
 
@@ -43,8 +54,8 @@ CASES: dict[str, Case] = {
     ),
     "queue_long": (decodes(queue=2001), decodes(queue=2000)),
     "too_conservative": (
-        [*decodes(11, usage=0.89, queue=1), *decodes(9, usage=0.9, queue=1)],
-        [*decodes(10, usage=0.89, queue=1), *decodes(10, usage=0.9, queue=1)],
+        [*decodes(11, usage=0.89, queue=10), *decodes(9, usage=0.9, queue=10)],
+        [*decodes(10, usage=0.89, queue=10), *decodes(10, usage=0.9, queue=10)],
     ),
     "running_limit": (
         [startup(max_running_requests=100), *decodes(running=95, usage=0.5)],
@@ -54,6 +65,7 @@ CASES: dict[str, Case] = {
     "memory_unused": ([startup(8.01), *decodes()], [startup(8.0), *decodes()]),
     "memory_short": ([startup(4.99), *decodes()], [startup(5.0), *decodes()]),
     "oom_start": ([weights(9.0)[0], "Traceback:", EXTEND, OOM], [weights(9.0)[0], ready(), "Traceback:", EXTEND, OOM]),
+    "no_room_for_kv": ([*weights(70.0), NO_ROOM], [*weights(70.0), "Not enough memory for the host pool"]),
     "oom_prefill": ([*decodes(), "Traceback:", EXTEND, OOM], [*decodes(), "Traceback:", DECODE, OOM]),
     "oom_decode": (
         [*decodes(), f"{logs.stamp(30)} Decode out of memory. Try to lower your batch size."],
@@ -135,6 +147,21 @@ def test_a_finding_is_complete(rule):
         ([flags(tp_size=4), *CASES["oom_start"][0]], "oom_start", "--tp-size", 8),
         ([flags(mem_fraction_static=0.9), *weights(9.0), OOM], "oom_start", "--mem-fraction-static", 0.85),
         ([*weights(9.0), OOM], "oom_start", "--mem-fraction-static", "0.05 lower"),
+        ([CAPTURE], "oom_start", "--mem-fraction-static", "0.05 lower"),
+        ([GRAPHS, DECODE, OOM], "oom_start", "--mem-fraction-static", "0.05 lower"),
+        ([flags(mem_fraction_static=0.85), NO_ROOM], "no_room_for_kv", "--mem-fraction-static", 0.9),
+        ([flags(mem_fraction_static=0.92, tp_size=2), NO_ROOM], "no_room_for_kv", "--tp-size", 4),
+        ([NO_ROOM], "no_room_for_kv", "--mem-fraction-static", "0.05 higher"),
+        ([DP_ATTENTION, RANK, *decodes(running=15, usage=0.1, queue=1)], "running_limit", "--max-running-requests",
+         136),
+        ([DP_ATTENTION, RANK, *decodes(running=9, usage=0.1)], "too_conservative", "--schedule-conservativeness", 0.3),
+        ([DP_ATTENTION, *minutes(6, 5)], "retractions", "--schedule-conservativeness", 1.3),
+        ([DP_ATTENTION, *[prefill(s, new=1024, seqs=1) for s in range(5)]], "long_prompts", "--chunked-prefill-size",
+         16384),
+        ([DP_ATTENTION, *decodes(), "Traceback:", EXTEND, OOM], "oom_prefill", "--chunked-prefill-size", 4096),
+        ([DP_ATTENTION, *CASES["oom_decode"][0]], "oom_decode", "--max-running-requests", 600),
+        ([flags(cuda_graph_max_bs_decode=8), *decodes(graph=False)], "no_cuda_graph", "--cuda-graph-max-bs-decode",
+         128),
         ([startup(), *FULL[:4], prefill(9)], "long_prompts", "--chunked-prefill-size", 16384),
         (CASES["no_cuda_graph"][0], "no_cuda_graph", "--cuda-graph-max-bs", 128),
         ([flags(disable_cuda_graph=True), *decodes(graph=False)], "no_cuda_graph", "--disable-cuda-graph", None),
@@ -201,8 +228,18 @@ def test_own_lines_count_the_prompt_itself():
     assert "stalled_decodes" in findings([startup(), *chunks])
 
 
+def test_a_short_queue_waits_for_its_prefill():
+    """Among 40 running requests two or three that wait come with the next step, whatever the settings are."""
+    prompts = [prefill(second, new=500, cached=500) for second in range(6)]
+    assert {"too_conservative", "prefix_order"} <= findings([*decodes(running=40, usage=0.1, queue=4), *prompts]).keys()
+    short = findings([*decodes(running=40, usage=0.1, queue=3), *prompts])
+    assert not {"too_conservative", "prefix_order"} & short.keys()
+
+
 def test_policy_and_balance_are_not_advised_twice():
-    assert "prefix_order" not in findings([flags(schedule_policy="lpm"), *CASES["prefix_order"][0]])
+    for launch in (flags(schedule_policy="lpm"), flags(schedule_policy="fcfs", autopilot=True)):
+        assert "prefix_order" not in findings([launch, *CASES["prefix_order"][0]])
+    assert "too_conservative" not in findings([flags(autopilot=True), *CASES["too_conservative"][0]])
 
 
 def test_windows():
@@ -232,3 +269,19 @@ def test_without_times_no_rate_is_claimed():
     reader = logs.read(bare)
     assert "retractions" in reader.diagnosis.without_facts()
     assert reader.num_batches == len(bare) - 600
+
+
+def test_values_of_a_rank():
+    """A server reports the flags of the command line, its log those of a rank; in both the ranks share them."""
+    given = {
+        "attn_dp_size": 2,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 512,
+        "schedule_conservativeness": 1.0,
+    }
+    of_log = {**given, "max_running_requests": 4, "chunked_prefill_size": 256, "schedule_conservativeness": 0.3}
+    for launch in (launch_of({**given, "alive_dp_ranks": [0, 1]}), logs.read([flags(**of_log)]).launch):
+        assert launch.attention_ranks == 2 and launch.conservativeness == 1.0
+        assert launch.of_rank("max_running_requests") == 4 and launch.of_rank("chunked_prefill_size") == 256
+    unlimited = logs.read([flags(chunked_prefill_size=-1)]).launch
+    assert unlimited.of_rank("chunked_prefill_size") == -1 and unlimited.of_rank("max_running_requests") is None

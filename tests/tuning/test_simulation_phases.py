@@ -93,10 +93,11 @@ def test_steps_that_a_server_records():
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
 
 
-def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0):
+def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, own=0.0):
     """Steps beside requests at Poisson times: each part has its own slowness, which also changes within the part; the
     delays by arrivals are drawn from a gamma distribution, and 2 % of the steps are interrupted by something else.
-    `sent`: delay of a step by each request that decoded in the step before."""
+    `sent`: delay of a step by each request that decoded in the step before; `own`: what a step with prompts takes less
+    than by the costs."""
     parts, now = [], 1e9
     for _ in range(4):
         slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
@@ -111,7 +112,8 @@ def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0):
             tokens, rows = sum(prompt for prompt, _ in waiting), 0 if waiting else len(running)
             pairs = mixed_probe.pairs_of(tokens, len(waiting))
             seconds = COSTS.step(StepShape(rows, rows * 80, 0, tokens, pairs, rows + tokens)).seconds
-            seconds *= slow * (1 + drift * (moment - now)) * (prefill_factor if tokens else 1)
+            seconds = seconds * prefill_factor - own if tokens else seconds
+            seconds *= slow * (1 + drift * (moment - now))
             seconds *= max(rng.gauss(1, 0.1), 0.5)
             seconds += ended * end * slow * rng.gammavariate(4, 1 / 4) + (rng.random() < 0.02) * rng.expovariate(250)
             seconds, decoded = seconds + decoded * sent * slow, rows
@@ -125,18 +127,22 @@ def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0):
                 waiting.append(mixed_probe.request_lengths(rng, 999))
             moment += seconds
             steps.append((rows, tokens, prompts, 0, moment, seconds))
-        parts.append(mixed_probe.Part(steps, arrivals, ends))
+        parts.append(mixed_probe.Part(steps, arrivals, ends, machine=slow))
         now = moment + 5
     return parts
 
 
 def test_time_that_requests_add_to_the_steps_beside_them():
-    """The speed of the machine differs by up to 30 % between the parts, and prompts may cost less beside decodes: the
-    median of three recordings is within 20 % of the truth."""
+    """The speed of the machine differs by up to 30 % between the parts, prompts may cost less under load, and the
+    measured step of a prompt contains a part of its own arrival: the median of three recordings is within 20 % of the
+    truth."""
     rng = random.Random(random.getrandbits(32))
-    prefill_factor = rng.uniform(0.8, 1.2)
+    prefill_factor, own = rng.uniform(0.8, 1.2), rng.choice([0.0, rng.uniform(0.0005, 0.0015)])
     arrival, end = rng.uniform(0.001, 0.004), rng.uniform(0.0005, 0.001)
-    found = [mixed_probe.effects(recorded_parts(rng, arrival, end, prefill_factor), COSTS, 0) for _ in range(3)]
+    found = [
+        mixed_probe.effects(recorded_parts(rng, arrival, end, prefill_factor, own=own), COSTS, 0) for _ in range(3)
+    ]
+    assert median([one.own for one in found]) == pytest.approx(own, abs=8e-4)
     assert median([one.arrival for one in found]) == pytest.approx(arrival, rel=0.2)
     assert median([one.end for one in found]) == pytest.approx(end, rel=0.3)
     sent = rng.uniform(0.5e-4, 1e-4)
@@ -268,8 +274,12 @@ def test_steps_are_slower_beside_requests_than_alone():
         (StepShape(0, 0, 0, 32, 32 * 100 + 32 * 33 // 2, 32, prefill_cached=100), prefill),
     ):
         assert after.step(shape).seconds == pytest.approx(before.step(shape).seconds * factor)
-    lone = file.prefill.at(64) + file.idle_seconds
-    assert slower.prefill.at(64) + slower.idle_seconds == pytest.approx(lone)
+    lone, own = file.prefill.at(64) + file.idle_seconds, rng.uniform(0.0, 0.001)
+    shorter = file.slower(Curve((1.0,), (decode,)), prefill, own)
+    for found in (slower, shorter):
+        assert found.prefill.at(64) + found.idle_seconds == pytest.approx(lone)
+    assert shorter.prefill.at(101) == pytest.approx(slower.prefill.at(101) - own)
+    assert file.slower(Curve((1.0,), (decode,)), 1.0, 1.0).prefill.seconds == pytest.approx((0.002, 0.002 * decode))
 
 
 def test_many_decodes_are_slower_by_another_factor_than_few():

@@ -106,27 +106,35 @@ class CostFile:
         """What a request whose answer takes this number of steps adds to all steps."""
         return self.arrival_seconds + self.end_seconds + steps * self.sent_seconds
 
-    def slower(self, decode: Curve, prefill: float) -> CostFile:
+    def slower(self, decode: Curve, prefill: float, own: float = 0.0) -> CostFile:
         """With decodes and prompts that take times as long; answers to lone requests take as long as before, as far as
         their `idle_seconds` allow it.
 
         Args:
             decode: the factor over the number of requests; constant beyond the last one.
+            own: seconds by which the step of a prompt is shorter; it takes no less than a decode of one request.
         """
 
-        def times(curve: Curve, factor: Curve) -> Curve:
-            known = factor.counts[-1]
-            values = [second * factor.at(min(count, known)) for count, second in zip(curve.counts, curve.seconds)]
+        def decodes(curve: Curve) -> Curve:
+            known = decode.counts[-1]
+            values = [second * decode.at(min(count, known)) for count, second in zip(curve.counts, curve.seconds)]
             return Curve(curve.counts, tuple(accumulate(values, max)))
 
-        prompts = Curve((1.0,), (prefill,))
-        idle = self.idle_seconds - (prefill - 1) * self.prefill.at(LONE_TOKENS)
+        slower = {drafts: decodes(curve) for drafts, curve in self.decode.items()}
+        least = min(curve.seconds[0] for curve in slower.values())
+
+        def prompts(curve: Curve) -> Curve:
+            values = [second * prefill for second in curve.seconds]
+            return Curve(curve.counts, tuple(max(value - own, min(value, least)) for value in values))
+
+        fewer = prompts(self.prefill)
+        idle = self.idle_seconds + self.prefill.at(LONE_TOKENS) - fewer.at(LONE_TOKENS)
         return replace(
             self,
-            decode={drafts: times(curve, decode) for drafts, curve in self.decode.items()},
+            decode=slower,
             context_second=self.context_second * decode.seconds[0],
-            prefill=times(self.prefill, prompts),
-            behind=times(self.behind, prompts) if self.behind is not None else None,
+            prefill=fewer,
+            behind=prompts(self.behind) if self.behind is not None else None,
             cached_second=self.cached_second * prefill,
             pair_second=self.pair_second * prefill,
             split_second=self.split_second * prefill if self.split_second is not None else None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from moe_engine.tuning.doctor.log_lines import LogEvent
 
 SIXTEEN_BIT = ("bfloat16", "float16")
+DP_CONSERVATIVENESS = 0.3
+"""With DP attention both engines multiply --schedule-conservativeness by this at the start."""
 
 
 @dataclass
@@ -17,12 +19,17 @@ class Launch:
     Attributes:
         flags: those of the server_args line, or of /server_info: resolved values by name.
         engine: ``moe-engine`` or ``sglang``, whose flags differ in spelling.
+        flags_as_given: `flags` are those of the command line; False: those of a log's server_args line, in which
+            attention DP ranks have divided the prefill chunk and reduced the conservativeness.
+        has_loaded: the weights are in memory.
         total_gb: free memory before the weights were loaded, nearly the GPU's.
     """
 
     flags: dict[str, Any] = field(default_factory=dict)
     engine: str = "sglang"
+    flags_as_given: bool = False
     ready: bool = False
+    has_loaded: bool = False
     total_gb: float | None = None
     weights_gb: float | None = None
     kv_gb: float | None = None
@@ -40,11 +47,16 @@ class Launch:
             self.available_gb = values.get("available_gpu_mem")
         elif event.kind == "server_args":
             self.flags = values
+            self.engine = "moe-engine" if "attn_dp_size" in values else "sglang"
         elif event.kind == "weights":
             self.total_gb = max(self.total_gb or 0.0, values["available"])
             self.weights_gb = values["used"] or self.weights_gb
+            self.has_loaded = self.weights_gb is not None
         elif event.kind == "kv_cache":
             self.kv_dtype, self.kv_tokens, self.kv_gb = values["dtype"], values["tokens"], values["gb"]
+            self.has_loaded = True
+        elif event.kind == "out_of_memory":
+            self.has_loaded |= values["after_loading"]
         elif event.kind == "ledger":
             self.engine = "moe-engine"
         elif event.kind == "ready":
@@ -54,6 +66,27 @@ class Launch:
         """Value of a flag by its name or an older one; None: unknown, or not set."""
         found = (self.flags.get(word, self.sizes.get(word)) for word in (name, *others))
         return next((value for value in found if value is not None), None)
+
+    @property
+    def attention_ranks(self) -> int:
+        """Attention DP ranks, which share the running requests and the prefill chunk of the command line."""
+        if self.is_ours:
+            return self.flag("attn_dp_size") or 1
+        return (self.flag("dp_size") or 1) if self.flag("enable_dp_attention") else 1
+
+    def of_rank(self, name: Literal["max_running_requests", "chunked_prefill_size"]) -> int | None:
+        """Value for one attention DP rank, as batch lines show it."""
+        if (known := self.sizes.get(name)) is not None or (value := self.flag(name)) is None:
+            return known
+        is_divided = not self.flags_as_given and (self.is_ours or name == "chunked_prefill_size")
+        return value if is_divided or value < 0 else max(1, value // self.attention_ranks)
+
+    @property
+    def conservativeness(self) -> float:
+        """--schedule-conservativeness, as given."""
+        value = self.flag("schedule_conservativeness") or 1.0
+        reduced = not self.flags_as_given and self.attention_ranks > 1
+        return round(value / DP_CONSERVATIVENESS, 3) if reduced else value
 
     @property
     def is_starting(self) -> bool:

@@ -119,6 +119,7 @@ def launch_of(info: Mapping[str, Any]) -> Launch:
     return Launch(
         flags=dict(info),
         engine="moe-engine" if "alive_dp_ranks" in info else "sglang",
+        flags_as_given="alive_dp_ranks" in info,
         ready=True,
         weights_gb=memory.get("weight"),
         kv_gb=memory.get("kvcache"),

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal[
     "prefill", "decode", "retraction", "startup", "server_args", "weights", "kv_cache", "balance", "late", "jit",
-    "out_of_memory", "ready", "ledger",
+    "out_of_memory", "no_room_for_kv", "ready", "ledger",
 ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ REQUIRED = {
 _STAMP = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"
 _TAGS = r"((?: [A-Z][A-Z_]*\d+)*)"
 _BRACKET = re.compile(rf"\[(?:({_STAMP})(?:[.,](\d+))?|(\d\d:\d\d:\d\d)){_TAGS}\]")
-_ANY_STAMP = re.compile(rf"({_STAMP})(?:[.,](\d+))?")
+_ANY_STAMP = re.compile(rf"({_STAMP})(?:[.,](\d+))?(?:{_TAGS}\])?")
 _SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 _PREFIX_CHARS = 200
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
@@ -103,6 +103,11 @@ _LATE = re.compile(r"(\S.*?) is late: (.*)")
 _WHOLE_NUMBER = re.compile(r"-?\d+")
 _JIT = ("after READY:", "DeepGEMM JIT", "Entering DeepGEMM JIT", "DeepGEMM warmup")
 _OOM = ("out of memory", "OutOfMemoryError", "CUDA OOM")
+_NO_ROOM = "Not enough memory. Please try to increase --mem-fraction-static"
+START_WORDS = ("Capture cuda graph failed", "init_cuda_graphs", "init_device_graphs", "init_memory_pool")
+"""Of errors at the start, after the weights were loaded."""
+FOREIGN = {"Avg generation throughput: ": "vLLM", "num_scheduled_requests: ": "TensorRT-LLM"}
+"""Words of other engines' lines about batches."""
 PREFILL_WORDS = ("prefill", "Prefill", "forward_extend", "alloc_for_extend", "alloc_token_slots")
 DECODE_WORDS = ("decode", "Decode", "alloc_for_decode")
 
@@ -191,6 +196,8 @@ def _other(line: str) -> LogEvent | None:
         kind, values = "balance", {name: float(value) for name, value in _BALANCE.findall(line)}
     elif " is late: " in line and (found := _LATE.search(line.rpartition("] ")[2])):
         kind, values = "late", {"rank": found[1], "where": found[2].strip()}
+    elif _NO_ROOM in line:
+        kind, values = "no_room_for_kv", {}
     elif any(word in line for word in _OOM):
         kind, values = "out_of_memory", {"phase": phase_of(line)}
     elif "fired up and ready to roll" in line:
@@ -206,7 +213,10 @@ def _other(line: str) -> LogEvent | None:
 
 
 def phase_of(line: str) -> str | None:
-    """``prefill`` or ``decode``, by the names of functions and words in a line of a traceback; None: neither."""
+    """``start``, ``prefill`` or ``decode``, by the names of functions and words in a line of a traceback; None: none
+    of them."""
+    if any(word in line for word in START_WORDS):
+        return "start"
     if any(word in line for word in PREFILL_WORDS):
         return "prefill"
     return "decode" if any(word in line for word in DECODE_WORDS) else None
@@ -248,15 +258,17 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _prefix(line: str) -> tuple[float | None, str]:
-    """Time and ranks."""
+    """Time, of the first bracket, and ranks, of the last: log collectors put brackets of their own before the
+    server's."""
     head = line[:_PREFIX_CHARS]
-    if (found := _BRACKET.search(head)) is not None:
-        stamp, fraction, clock, tags = found.groups()
+    if brackets := _BRACKET.findall(head):
+        stamp, fraction, clock, _ = brackets[0]
         moment = _seconds(stamp) if stamp else _clock_seconds(clock)
-        return (moment + float(f"0.{fraction}") if fraction and moment is not None else moment), tags.strip()
+        return (moment + float(f"0.{fraction}") if fraction and moment is not None else moment), brackets[-1][3].strip()
     if (found := _ANY_STAMP.search(head)) is not None:
         moment = _seconds(found[1])
-        return (moment + float(f"0.{found[2]}") if found[2] and moment is not None else moment), ""
+        tags = (found[3] or "").strip()
+        return (moment + float(f"0.{found[2]}") if found[2] and moment is not None else moment), tags
     if (found := _SYSLOG.search(head)) is not None:
         day = _MONTHS[found[1]] * 31 + int(found[2])
         return day * 86400.0 + int(found[3]) * 3600 + int(found[4]) * 60 + int(found[5]), ""

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from moe_engine.tuning.doctor.diagnosis import Diagnosis
 from moe_engine.tuning.doctor.launch import Launch
-from moe_engine.tuning.doctor.log_lines import BrokenLine, LogEvent, parse, phase_of, split_glued
+from moe_engine.tuning.doctor.log_lines import FOREIGN, START_WORDS, BrokenLine, LogEvent, parse, phase_of, split_glued
 from moe_engine.tuning.doctor.window import Window
 
 DAY = 86400.0
@@ -25,6 +25,7 @@ class LogReader:
 
     Attributes:
         num_lines, num_broken, num_batches: lines read; known lines that were cut off or damaged; batch lines.
+        foreign: engine whose batch lines were found, in a format that is not read.
     """
 
     diagnosis: Diagnosis
@@ -33,6 +34,7 @@ class LogReader:
     num_lines: int = 0
     num_broken: int = 0
     num_batches: int = 0
+    foreign: str | None = None
     _window: Window = field(init=False)
     _before: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _last_phase: str | None = None
@@ -61,6 +63,8 @@ class LogReader:
                 continue
             if event is not None:
                 self._event(event, part)
+            elif self.foreign is None:
+                self.foreign = next((engine for words, engine in FOREIGN.items() if words in part), None)
         self._before.append(line)
 
     def end_window(self) -> None:
@@ -69,7 +73,11 @@ class LogReader:
             self.diagnosis.add(self._window.statistics())
         self._window = Window(self.launch)
 
-    finish = end_window
+    def finish(self) -> None:
+        """Evaluates the last window; in a log without requests the start alone."""
+        self.end_window()
+        if not self.diagnosis.num_windows and self.launch.available_gb is not None:
+            self.diagnosis.add(self._window.statistics())
 
     def current(self) -> Diagnosis:
         """A diagnosis of the window that is not complete yet."""
@@ -89,8 +97,10 @@ class LogReader:
             if self.num_lines - self._oom_line < REMEMBERED:
                 return  # the lines of one traceback
             self._oom_line = self.num_lines
+            phase = event.values["phase"] or self._phase()
+            event.values["after_loading"] = phase == "start"
             at_start = self.launch.is_starting and not self.num_batches
-            event.values["phase"] = "start" if at_start else event.values["phase"] or self._phase()
+            event.values["phase"] = "start" if at_start else phase
         began = self._window.began
         ended = began is not None and event.time is not None and event.time - began >= self.window_seconds
         if ended and self.window_seconds:
@@ -100,7 +110,10 @@ class LogReader:
 
     def _phase(self) -> str | None:
         """Phase of an out-of-memory error: by the functions in the traceback above it, else by the last batch."""
-        found = (phase_of(line) for line in reversed(self._before) if line.startswith((" ", "\t")))
+        traceback = [line for line in self._before if line.startswith((" ", "\t"))]
+        if any(word in line for line in traceback for word in START_WORDS):
+            return "start"
+        found = (phase_of(line) for line in reversed(traceback))
         return next((phase for phase in found if phase), None) or self._last_phase
 
     def _is_repeated(self, event: LogEvent) -> bool:

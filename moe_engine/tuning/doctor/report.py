@@ -44,13 +44,16 @@ class Report:
 
     def as_text(self) -> str:
         lines = [f"{self.source}: {_counts(self)}"]
+        if not self.num_lines and not self.num_batches:
+            return f"{lines[0]}: there was no load"
         for finding in self.findings:
             lines += ["", *text_of(finding)]
         held = {finding.name for finding in self.findings}
         good = [rule.name for rule in RULES if rule.name not in held and rule.name not in self.without_facts]
         lines += ["", f"in order: {', '.join(good) or 'nothing'}"]
         if self.without_facts:
-            lines.append(f"not evaluated, for lack of lines about it: {', '.join(self.without_facts)}")
+            why = "lines about it" if self.num_lines else "samples"
+            lines.append(f"not evaluated, for lack of {why}: {', '.join(self.without_facts)}")
         return "\n".join(lines)
 
 
@@ -65,12 +68,18 @@ def make_report(source: str, engine: str, diagnosis: Diagnosis, **counts: int) -
     )
 
 
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def _counts(report: Report) -> str:
     parts = []
     if report.num_lines:
-        broken = f", {report.num_broken} broken ones skipped" if report.num_broken else ""
+        broken = f", {report.num_broken} of them cut off" if report.num_broken else ""
         parts.append(f"{report.num_lines} lines{broken}, {report.num_batches} of batches")
-    parts.append(f"{report.num_windows} {'window' if report.num_windows == 1 else 'windows'}")
+        parts.append(_number(report.num_windows, "window"))
+    else:
+        parts.append(_number(report.num_batches, "sample"))
     asking = sum(finding.severity != "info" for finding in report.findings)
     parts.append(f"{asking} of {len(RULES)} rules recommend a change" if asking else "no rule recommends a change")
     return ", ".join(parts)

@@ -19,6 +19,8 @@ OURS = "moe-engine, docs/tuning.md"
 MAX_QUEUE = 2000
 OFTEN = 0.5
 """Share of lines from which "frequently" of the guide is meant."""
+WAITING = 0.1
+"""Requests in the queue, as a share of the running ones, above which they wait for more than the next prefill step."""
 FEW_RETRACTIONS = 1.0
 """A minute; the guide accepts about one."""
 MIN_FREE_GB, MAX_FREE_GB = 5.0, 8.0
@@ -30,11 +32,14 @@ SHARED_PREFIXES = 0.1
 GOOD_HIT_RATE = 0.8
 LPM_QUEUE = 128
 """Requests in the queue above which lpm behaves as fcfs."""
+NEARLY = 4
+"""Limits above this count as reached by one request fewer: SGLang keeps a row for the prompt in chunks."""
 LONG_RUN = 4
 """Full chunks from which on a prompt is long."""
 STALLS = 0.2
 """Share of prefill lines above which chunks beside running requests are not an exception."""
 LARGEST_CHUNK = 16384
+LARGEST_FRACTION = 0.95
 POOR_BALANCE = 0.7
 POOR_DRAFTS = 1.3
 """Tokens a request and step, below which drafts cost more than they save."""
@@ -95,42 +100,72 @@ def _free(s: Statistics) -> float:
 
 
 def _limit(s: Statistics) -> float:
-    return s.launch.flag("max_running_requests") or math.inf
+    """Running requests of a rank."""
+    return s.launch.of_rank("max_running_requests") or math.inf
 
 
-def _more_conservative(s: Any) -> float:
+def _at_limit(s: Any) -> bool:
+    limit = _limit(s)
+    return s.running >= min(FULL * limit, max(limit - 1, NEARLY))
+
+
+def _waits(s: Any) -> bool:
+    return s.queue >= max(1.0, WAITING * s.running)
+
+
+def _more_conservative(s: Statistics) -> float:
     """The default if less is set, else 1.3 times the value."""
-    current = s.launch.flag("schedule_conservativeness")
-    return 1.0 if current is not None and current < 1 else round(CONSERVATIVE * (current or 1.0), 2)
+    current = s.launch.conservativeness
+    return 1.0 if current < 1 else round(CONSERVATIVE * current, 2)
 
 
 def _useful_requests(s: Any) -> int:
-    """Min of the waiting requests and the requests that fill the KV cache."""
-    return max(int(_limit(s)) + 1, int(min(s.running + s.queue, _limit(s) * ROOM / max(s.usage, 0.01))))
+    """Min of the waiting requests and the requests that fill the KV cache, over the ranks."""
+    of_rank = max(int(_limit(s)) + 1, int(min(s.running + s.queue, _limit(s) * ROOM / max(s.usage, 0.01))))
+    return of_rank * s.launch.attention_ranks
+
+
+def _fewer_requests(s: Statistics) -> Change:
+    of_rank = max(1, int(0.75 * (s.max_running or min(_limit(s), 256))))
+    return Change("--max-running-requests", of_rank * s.launch.attention_ranks)
 
 
 def _smaller_chunk(s: Statistics) -> Change:
-    chunk = s.launch.flag("chunked_prefill_size") or 8192
-    return Change("--chunked-prefill-size", 4096 if chunk > 4096 else max(256, chunk // 2))
+    chunk = s.launch.of_rank("chunked_prefill_size") or 8192
+    of_rank = 4096 if chunk > 4096 else max(256, chunk // 2)
+    return Change("--chunked-prefill-size", of_rank * s.launch.attention_ranks)
 
 
 def _fit_at_start(s: Statistics) -> Change:
     """Before the weights are loaded, more GPUs; after that, less memory for the KV cache."""
-    launch = s.launch
-    if launch.weights_gb is None and launch.kv_tokens is None:
-        return Change("--tp-size", 2 * (launch.flag("tp_size") or 1))
-    current = launch.flag("mem_fraction_static")
+    if not s.launch.has_loaded:
+        return _more_gpus(s)
+    current = s.launch.flag("mem_fraction_static")
     return Change("--mem-fraction-static", round(current - 0.05, 2) if current else "0.05 lower")
 
 
-def _larger_chunk(s: Statistics) -> Change:
-    return Change("--chunked-prefill-size", min(LARGEST_CHUNK, 2 * s.launch.flag("chunked_prefill_size")))
+def _more_gpus(s: Statistics) -> Change:
+    return Change("--tp-size", 2 * (s.launch.flag("tp_size") or 1))
+
+
+def _room_for_kv(s: Statistics) -> Change:
+    """SGLang's fraction counts the weights too: what they leave of it is the KV cache."""
+    current = s.launch.flag("mem_fraction_static")
+    if current is not None and current > LARGEST_FRACTION - 0.05:
+        return _more_gpus(s)
+    return Change("--mem-fraction-static", round(current + 0.05, 2) if current else "0.05 higher")
+
+
+def _larger_chunk(s: Any) -> Change:
+    of_rank = min(LARGEST_CHUNK, 2 * s.launch.of_rank("chunked_prefill_size"))
+    return Change("--chunked-prefill-size", of_rank * s.launch.attention_ranks)
 
 
 def _graphs(s: Statistics) -> Change:
     if s.launch.flag("disable_cuda_graph"):
         return Change("--disable-cuda-graph")
-    flag = "--cuda-graph-max-bs-decode" if s.launch.is_ours else "--cuda-graph-max-bs"
+    has_new_name = s.launch.is_ours or "cuda_graph_max_bs_decode" in s.launch.flags
+    flag = "--cuda-graph-max-bs-decode" if has_new_name else "--cuda-graph-max-bs"
     return Change(flag, min(MAX_SMALL_BATCH, 1 << math.ceil(math.log2(max(1.0, s.max_running or 1.0)))))
 
 
@@ -192,23 +227,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
-        ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and s.running < FULL * _limit(s),
+        ("room_but_waiting", "running", "usage", "queue"),
+        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s) and not s.launch.flag("autopilot"),
         "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
         "{usage:.2f}, #queue-req {queue:g})",
         "room",
         lambda s: Change(
             "--schedule-conservativeness",
-            round(min(LESS_CONSERVATIVE, (s.launch.flag("schedule_conservativeness") or 1.0) / 2), 3),
+            round(min(LESS_CONSERVATIVE, s.launch.conservativeness / 2), 3),
         ),
         "admits more requests: less of their max_new_tokens is reserved; retractions may follow", GUIDE,
     ),
     Rule(
         "running_limit", f"token usage below {ROOM} while requests wait, at --max-running-requests",
         ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and s.running >= FULL * _limit(s),
-        "{running:g} requests ran, the limit, in most of {num_decode} decode lines; #queue-req {queue:g}, token usage "
-        "{usage:.2f}",
+        lambda s: s.room_but_waiting > OFTEN and _at_limit(s),
+        "{running:g} requests ran, as many as the limit admits, in most of {num_decode} decode lines; #queue-req "
+        "{queue:g}, token usage {usage:.2f}",
         "room", lambda s: Change("--max-running-requests", _useful_requests(s)),
         "a larger batch uses the KV cache that is free: more tokens a second, each request a little slower", GUIDE,
     ),
@@ -238,6 +273,12 @@ RULES: tuple[Rule, ...] = (
         "graphs, whose memory --cuda-graph-max-bs limits", GUIDE, "error",
     ),
     Rule(
+        "no_room_for_kv", "the weights leave no memory for the KV cache", ("no_room_for_kv",),
+        lambda s: s.no_room_for_kv > 0, "the start failed: nothing of --mem-fraction-static is left", "no_room_for_kv",
+        _room_for_kv, "--mem-fraction-static covers the weights and the KV cache, which gets the rest of it; beyond "
+        f"{LARGEST_FRACTION:g} the weights need more GPUs (or --quantization)", GUIDE, "error",
+    ),
+    Rule(
         "oom_prefill", "out of memory in prefill", ("oom_prefill",), lambda s: s.oom_prefill > 0,
         "{oom_prefill} out-of-memory errors in prefill", "oom_prefill", _smaller_chunk,
         "smaller activations; long prompts take more steps", GUIDE, "error",
@@ -245,8 +286,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom_decode", "out of memory in decode", ("oom_decode",), lambda s: s.oom_decode > 0,
         "{oom_decode} out-of-memory errors in decode", "oom_decode",
-        lambda s: Change("--max-running-requests", max(1, int(0.75 * (s.max_running or min(_limit(s), 256))))),
-        "fewer requests at once: less memory for a step", GUIDE, "error",
+        _fewer_requests, "fewer requests at once: less memory for a step", GUIDE, "error",
     ),
     Rule(
         "no_cuda_graph", f"cuda graph: False in batches of up to {MAX_SMALL_BATCH} requests", ("graph_off",),
@@ -256,9 +296,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prefix_order", f"cache hit rate {SHARED_PREFIXES:.0%} to {GOOD_HIT_RATE:.0%} with a queue and fcfs",
-        ("hit_rate", "queue"),
-        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and 1 <= s.queue <= LPM_QUEUE
-        and s.launch.flag("schedule_policy") in (None, "fcfs"),
+        ("hit_rate", "queue", "running"),
+        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and _waits(s) and s.queue <= LPM_QUEUE
+        and s.launch.flag("schedule_policy") in (None, "fcfs") and not s.launch.flag("autopilot"),
         "{hit_rate:.0%} of the prompt tokens were cached, #queue-req {queue:g}, order of arrival", "prefill",
         lambda s: Change("--schedule-policy", "lpm"),
         "requests with a cached prefix come first, before it is evicted", GUIDE,
@@ -274,7 +314,7 @@ RULES: tuple[Rule, ...] = (
         "long_prompts", f"{LONG_RUN} and more full chunks for one prompt, while no other request runs",
         ("full_chunks", "chunk_run", "stalling_run"),
         lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2
-        and s.launch.flag("chunked_prefill_size") < LARGEST_CHUNK,
+        and s.launch.of_rank("chunked_prefill_size") < LARGEST_CHUNK,
         "{full_chunks:.0%} of {num_prefill} prefill lines fill the chunk, {chunk_run} of them for one prompt", "chunk",
         _larger_chunk, "fewer steps for a long prompt: an earlier first token", GUIDE,
     ),

@@ -71,6 +71,7 @@ class Statistics:
     late_rank: str | None = None
     jit: int = 0
     oom_start: int | None = None
+    no_room_for_kv: int | None = None
     oom_prefill: int | None = None
     oom_decode: int | None = None
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -140,6 +141,9 @@ class Window:
             key = f"oom_{values['phase'] or 'prefill'}"
             self.counts[key] += 1
             self.lines[key] = line
+        elif event.kind == "no_room_for_kv":
+            self.counts["no_room_for_kv"] += 1
+            self.lines["no_room_for_kv"] = line
         elif event.kind == "jit" and self.launch.ready:
             self.counts["jit"] += 1
             self.lines["jit"] = line
@@ -174,7 +178,7 @@ class Window:
         self.ranks.setdefault(_group(rank), 0.0)
         if values.get("is_sum"):
             return  # the line covers several batches and does not report their chunks
-        chunk = self.launch.flag("chunked_prefill_size")
+        chunk = self.launch.of_rank("chunked_prefill_size")
         if chunk and chunk > 0 and values["new_token"] >= chunk and values.get("new_seq", 1) <= 1:
             continued = self.launch.is_ours and self.runs[rank] > 0  # it counts as running there
             self.runs[rank] += 1
@@ -203,7 +207,7 @@ class Window:
         prefill = self.num_prefill if self.num_prefill >= LEAST_LINES else 0
         prompt = self.new_tokens + self.cached_tokens
         imbalance, busiest = self._imbalance()
-        has_chunk = self.of_log and self.launch.flag("chunked_prefill_size") is not None
+        has_chunk = self.of_log and self.launch.of_rank("chunked_prefill_size") is not None
         return Statistics(
             self.launch,
             num_decode=self.num_decode,
@@ -230,6 +234,7 @@ class Window:
             late_rank=self.late.most_common(1)[0][0] if self.late else None,
             jit=self.counts["jit"],
             oom_start=self.counts["oom_start"] if self.of_log else None,
+            no_room_for_kv=self.counts["no_room_for_kv"] if self.of_log else None,
             oom_prefill=self.counts["oom_prefill"] if self.of_log else None,
             oom_decode=self.counts["oom_decode"] if self.of_log else None,
             lines={key: (number, _printable(text)) for key, (number, text) in self.lines.items()},
