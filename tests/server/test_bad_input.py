@@ -157,6 +157,8 @@ OPENAI = [
     ("chat/completions", chat(reasoning_effort=3), "reasoning_effort", "reasoning_effort: expected a string, got 3"),
     ("chat/completions", chat(reasoning_effort=["low"]), "reasoning_effort", "expected a string, got ['low']"),
     ("chat/completions", chat(reasoning_effort="50 %"), "reasoning_effort", "expected a word such as none, low"),
+    ("chat/completions", chat(reasoning={"effort": 3}), "reasoning.effort", "expected a string, got 3"),
+    ("chat/completions", chat(reasoning={"enabled": "yes"}), "reasoning.enabled", "expected true or false, got 'yes'"),
     ("responses", {"input": "a", "reasoning": {"effort": 3}}, "reasoning.effort", "expected a string, got 3"),
     ("responses", {"input": "a", "reasoning": {"effort": ""}}, "reasoning.effort", "expected a word such as none, low"),
     ("chat/completions", chat(max_completion_tokens=300), "max_completion_tokens", "maximum context length"),
