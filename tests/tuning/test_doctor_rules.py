@@ -236,6 +236,22 @@ def test_a_short_queue_waits_for_its_prefill():
     assert not {"too_conservative", "prefix_order"} & short.keys()
 
 
+def test_no_rule_reverses_the_advice_of_another():
+    """Each log shows the conditions of two rules that change one flag in opposite directions."""
+    crowded = decodes(61, running=100, usage=0.5, queue=50)
+    retracting = findings([*crowded, *[retraction(60)] * 2])
+    assert "retractions" in retracting and "too_conservative" not in retracting
+    assert "too_conservative" in findings([*crowded, retraction(60)])
+    limited = [startup(max_running_requests=100), *crowded]
+    assert "running_limit" in findings(limited)
+    failing = findings([*limited, f"{logs.stamp(62)} Decode out of memory. Try to lower your batch size."])
+    assert "oom_decode" in failing and "running_limit" not in failing
+    prompts = [startup(), ready(), *FULL]
+    assert "long_prompts" in findings(prompts)
+    failing = findings([*prompts, "Traceback:", EXTEND, OOM])
+    assert "oom_prefill" in failing and "long_prompts" not in failing
+
+
 def test_policy_and_balance_are_not_advised_twice():
     for launch in (flags(schedule_policy="lpm"), flags(schedule_policy="fcfs", autopilot=True)):
         assert "prefix_order" not in findings([launch, *CASES["prefix_order"][0]])

@@ -109,6 +109,10 @@ def _at_limit(s: Any) -> bool:
     return s.running >= min(FULL * limit, max(limit - 1, NEARLY))
 
 
+def _is_retracting(s: Statistics) -> bool:
+    return (s.retractions_a_minute or 0.0) > FEW_RETRACTIONS
+
+
 def _waits(s: Any) -> bool:
     return s.queue >= max(1.0, WAITING * s.running)
 
@@ -228,7 +232,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
         ("room_but_waiting", "running", "usage", "queue"),
-        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s) and not s.launch.flag("autopilot"),
+        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s)
+        and not _is_retracting(s) and not s.launch.flag("autopilot"),
         "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
         "{usage:.2f}, #queue-req {queue:g})",
         "room",
@@ -241,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "running_limit", f"token usage below {ROOM} while requests wait, at --max-running-requests",
         ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and _at_limit(s),
+        lambda s: s.room_but_waiting > OFTEN and _at_limit(s) and not s.oom_decode,
         "{running:g} requests ran, as many as the limit admits, in most of {num_decode} decode lines; #queue-req "
         "{queue:g}, token usage {usage:.2f}",
         "room", lambda s: Change("--max-running-requests", _useful_requests(s)),
@@ -249,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retractions", "more than about one retraction a minute", ("retractions_a_minute",),
-        lambda s: s.retractions_a_minute > FEW_RETRACTIONS,
+        _is_retracting,
         "{retractions} retractions, {retractions_a_minute:.1f} a minute", "retraction",
         lambda s: Change("--schedule-conservativeness", _more_conservative(s)),
         "reserves more for the answers of admitted requests: fewer are computed twice", GUIDE,
@@ -313,7 +318,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "long_prompts", f"{LONG_RUN} and more full chunks for one prompt, while no other request runs",
         ("full_chunks", "chunk_run", "stalling_run"),
-        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2
+        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2 and not s.oom_prefill
         and s.launch.of_rank("chunked_prefill_size") < LARGEST_CHUNK,
         "{full_chunks:.0%} of {num_prefill} prefill lines fill the chunk, {chunk_run} of them for one prompt", "chunk",
         _larger_chunk, "fewer steps for a long prompt: an earlier first token", GUIDE,
