@@ -117,3 +117,14 @@ def test_a_server_with_a_key_asks_for_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_pages_are_read_once():
     assert live_pages.page("status_page") is page("status_page")
+
+
+def test_pages_of_a_tab_share_one_key_and_link_to_each_other():
+    for name, others in (
+        ("status_page", "experts doctor"),
+        ("experts_live", "./ doctor"),
+        ("doctor_page", "./ experts"),
+    ):
+        text = page(name)
+        assert 'sessionStorage.getItem("api-key")' in text
+        assert {*others.split(), "docs"} <= set(re.findall(r'<a href="([\w./]+)"', text))

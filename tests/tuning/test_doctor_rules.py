@@ -54,8 +54,8 @@ CASES: dict[str, Case] = {
     ),
     "queue_long": (decodes(queue=2001), decodes(queue=2000)),
     "too_conservative": (
-        [*decodes(11, usage=0.89, queue=1), *decodes(9, usage=0.9, queue=1)],
-        [*decodes(10, usage=0.89, queue=1), *decodes(10, usage=0.9, queue=1)],
+        [*decodes(11, usage=0.89, queue=10), *decodes(9, usage=0.9, queue=10)],
+        [*decodes(10, usage=0.89, queue=10), *decodes(10, usage=0.9, queue=10)],
     ),
     "running_limit": (
         [startup(max_running_requests=100), *decodes(running=95, usage=0.5)],
@@ -226,6 +226,30 @@ def test_own_lines_count_the_prompt_itself():
     chunks = [prefill(s, new=8192, seqs=1, running=int(s > 0)) for s in range(6)]
     assert "long_prompts" in findings([own, startup(), *chunks])
     assert "stalled_decodes" in findings([startup(), *chunks])
+
+
+def test_a_short_queue_waits_for_its_prefill():
+    """Among 40 running requests two or three that wait come with the next step, whatever the settings are."""
+    prompts = [prefill(second, new=500, cached=500) for second in range(6)]
+    assert {"too_conservative", "prefix_order"} <= findings([*decodes(running=40, usage=0.1, queue=4), *prompts]).keys()
+    short = findings([*decodes(running=40, usage=0.1, queue=3), *prompts])
+    assert not {"too_conservative", "prefix_order"} & short.keys()
+
+
+def test_no_rule_reverses_the_advice_of_another():
+    """Each log shows the conditions of two rules that change one flag in opposite directions."""
+    crowded = decodes(61, running=100, usage=0.5, queue=50)
+    retracting = findings([*crowded, *[retraction(60)] * 2])
+    assert "retractions" in retracting and "too_conservative" not in retracting
+    assert "too_conservative" in findings([*crowded, retraction(60)])
+    limited = [startup(max_running_requests=100), *crowded]
+    assert "running_limit" in findings(limited)
+    failing = findings([*limited, f"{logs.stamp(62)} Decode out of memory. Try to lower your batch size."])
+    assert "oom_decode" in failing and "running_limit" not in failing
+    prompts = [startup(), ready(), *FULL]
+    assert "long_prompts" in findings(prompts)
+    failing = findings([*prompts, "Traceback:", EXTEND, OOM])
+    assert "oom_prefill" in failing and "long_prompts" not in failing
 
 
 def test_policy_and_balance_are_not_advised_twice():
