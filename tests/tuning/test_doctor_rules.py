@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.tuning.doctor.live import launch_of
+from moe_engine.tuning.doctor.memory_costs import ledger_args
 from moe_engine.tuning.doctor.rules import RULES
 from tests.tuning import logs
 from tests.tuning.logs import decode, decodes, findings, flags, kv_cache, prefill, ready, retraction, startup, weights
@@ -301,3 +303,10 @@ def test_values_of_a_rank():
         assert launch.of_rank("max_running_requests") == 4 and launch.of_rank("chunked_prefill_size") == 256
     unlimited = logs.read([flags(chunked_prefill_size=-1)]).launch
     assert unlimited.of_rank("chunked_prefill_size") == -1 and unlimited.of_rank("max_running_requests") is None
+
+
+def test_the_ledger_gets_the_flags_of_the_command_line():
+    """A log has the values of one of four attention DP ranks."""
+    of_log = {"tp_size": 4, "attn_dp_size": 4, "max_running_requests": 4, "chunked_prefill_size": 256, "device": "cpu"}
+    args = ledger_args(logs.read([flags(model_path=str(CHECKPOINT_DIR), **of_log)]).launch)
+    assert (args.memory.max_running_requests, args.memory.chunked_prefill_size) == (16, 1024)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moe_engine.tuning.doctor.log_lines import LogEvent
 
 SIXTEEN_BIT = ("bfloat16", "float16")
+Shared = Literal["max_running_requests", "chunked_prefill_size"]
+SHARED: tuple[Shared, ...] = get_args(Shared)
+"""Flags whose values attention DP ranks share."""
 DP_CONSERVATIVENESS = 0.3
 """With DP attention both engines multiply --schedule-conservativeness by this at the start."""
 
@@ -74,7 +77,7 @@ class Launch:
             return self.flag("attn_dp_size") or 1
         return (self.flag("dp_size") or 1) if self.flag("enable_dp_attention") else 1
 
-    def of_rank(self, name: Literal["max_running_requests", "chunked_prefill_size"]) -> int | None:
+    def of_rank(self, name: Shared) -> int | None:
         """Value for one attention DP rank, as batch lines show it."""
         if (known := self.sizes.get(name)) is not None or (value := self.flag(name)) is None:
             return known
