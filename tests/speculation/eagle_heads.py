@@ -39,10 +39,15 @@ class Target:
     @torch.no_grad()
     def states(self, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
         """[T, F]: the concatenated outputs of the layers `taps`; without taps, the last state after the norm."""
+        outputs = []
+        last = self.model.model.layers[-1]  # hidden_states has its output after the final norm
+        hook = last.register_forward_hook(lambda *call: outputs.append(_first(call[-1])))
         found = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+        hook.remove()
         if not taps:
             return found.last_hidden_state[0]
-        return torch.cat([found.hidden_states[layer + 1][0] for layer in taps], dim=-1)
+        states = [*found.hidden_states[:-1], *outputs]
+        return torch.cat([states[layer + 1][0] for layer in taps], dim=-1)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.model.lm_head(states)
@@ -58,8 +63,8 @@ class Form:
     """The structure of a head.
 
     layer: ``llama``, ``qwen2``, ``qwen3`` or ``deepseek``. num_tokens: size of an EAGLE-3 draft vocabulary; 0: the
-    target's. token_map: ids that an EAGLE-2 head drafts. tapped: layers whose outputs EAGLE-3 reads. fields: further
-    fields of the layer's config.
+    target's. token_map: ids that an EAGLE-2 head drafts. tapped: layers whose outputs EAGLE-3 reads; -1: the
+    embedding. fields: further fields of the layer's config.
     """
 
     eagle3: bool = True
@@ -229,7 +234,11 @@ class ReferenceHead(nn.Module):
             config |= {"draft_vocab_size": form.num_tokens or size, "norm_before_residual": form.norms_residual}
             config |= {"fc_norm": form.norms_states, "norm_output": form.norms_output}
             config |= {"norm_before_fc": form.norms_joined}
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(form.taps), "use_aux_hidden_state": True}
+            field = "eagle_aux_hidden_state_layer_ids"
+            if -1 in form.taps:  # which only vLLM's field names
+                config[field] = [layer + 1 for layer in form.taps]
+            else:
+                config["eagle_config"] = {field: list(form.taps), "use_aux_hidden_state": True}
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder
 

@@ -86,7 +86,7 @@ def _draw_form(rng: random.Random, layers: int, of: dict[str, Any], ranks: str) 
         fields["rope_scaling"] = rng.choice(kinds)
     if layer == "llama":
         fields |= {"attention_bias": rng.random() < 0.4, "mlp_bias": rng.random() < 0.3}
-    taps = tuple(sorted(rng.sample(range(layers - 1), rng.randint(1, min(3, layers - 1)))))
+    taps = tuple(sorted(rng.sample(range(-1, layers), rng.randint(1, 3))))
     vocab = of["vocab_size"]
     own, several = rng.random() < 0.8, rng.random() < 0.2 and ranks != "dp 2"
     form = Form(eagle3=eagle3, layer=layer, fields=fields, num_layers=rng.choice((2, 3)) if several else 1, tapped=taps)
