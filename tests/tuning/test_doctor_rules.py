@@ -310,3 +310,21 @@ def test_the_ledger_gets_the_flags_of_the_command_line():
     of_log = {"tp_size": 4, "attn_dp_size": 4, "max_running_requests": 4, "chunked_prefill_size": 256, "device": "cpu"}
     args = ledger_args(logs.read([flags(model_path=str(CHECKPOINT_DIR), **of_log)]).launch)
     assert (args.memory.max_running_requests, args.memory.chunked_prefill_size) == (16, 1024)
+
+
+def test_a_log_with_two_starts():
+    """Compilations and errors before the second READY belong to that start, whose sizes are its own."""
+    first = [flags(tp_size=4), *weights(9.0), kv_cache(size=60.0), startup(9.0), ready(), *decodes()]
+    warm_up = f"{logs.stamp(30)} DeepGEMM warmup: 100%"
+    again = [flags(tp_size=4), *weights(30.0), warm_up, "Traceback:", EXTEND, OOM]
+    found = findings([*first, *again])
+    assert {"oom_start"} == {name for name, finding in found.items() if finding.severity == "error"}
+    assert found["oom_start"].flag == "--mem-fraction-static" and "jit_after_ready" not in found
+    launch = logs.read([*first, *again[:3], kv_cache(size=20.0)]).launch
+    assert (launch.weights_gb, launch.kv_gb, launch.available_gb) == (30.0, 20.0, None)
+
+
+def test_the_pool_of_a_drafter_is_not_the_kv_cache():
+    launch = logs.read([kv_cache(size=40.0), kv_cache("float8_e4m3fn", size=1.0)]).launch
+    assert (launch.kv_gb, launch.has_16_bit_kv) == (40.0, True)
+    assert logs.read([flags(kv_cache_dtype="bf16")]).launch.has_16_bit_kv
