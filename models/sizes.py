@@ -121,7 +121,7 @@ def weight_bytes(
     """Weight bytes of one rank: activation dtype; norms, router and the rotary table (one for all layers) in float32;
     kv_b in both forms. For kernels that keep one copy (the reference rows), and projections of layers in `format`."""
     key = ("weights", dtype_bytes, include_mtp, topology, redundant_experts, format)
-    if key not in config.known_sizes:  # a search over forms asks for the same sums many times
+    if key not in config.known_sizes:  # a search over forms needs the same sums many times
         config.known_sizes[key] = _weight_bytes(config, dtype_bytes, include_mtp, topology, redundant_experts, format)
     return config.known_sizes[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -451,3 +452,15 @@ def test_every_row_of_the_glossary_names_a_file():
     rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) > 50
     assert not [row for row in rows if not re.search(r"`[\w/]+\.py`", row) and not row.startswith(("| word |",))]
+
+
+def test_results_name_a_module_that_exists():
+    results = [*(ROOT / "benchmarks/results").glob("*_cpu_*.json")]
+    for result in results:
+        found = json.JSONDecoder().raw_decode(result.read_text())[0]
+        if "about" not in found:
+            assert result.stem.endswith("_quantized"), result.name
+            continue
+        module = found["about"]["command"].split()[2].replace(".", "/")
+        assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), result.name
+    assert len(results) > 30

@@ -140,12 +140,8 @@ class EngineCore:
             if self._has_ended(idle):
                 return
             self._status.turn(busy=not idle and not self._paused)
-            may_wait = (no_steps and (not idle or not self._stopping)) or self._waits_for_kv
-            may_wait = (may_wait and not self._scheduler.kv_cache.has_kv_ops) or (
-                self._paused and self._in_flight is None
-            )
-            timeout = self._poll_seconds()
-            for message in self._transport.receive(timeout if may_wait else 0.0):
+            timeout = self._poll_seconds() if self._may_wait(no_steps, idle) else 0.0
+            for message in self._transport.receive(timeout):
                 self._handle(message)
             self._calls.answer()
             self._requests.enter_ready()
@@ -157,6 +153,14 @@ class EngineCore:
                     self._scheduler.kv_arrived(loads, reports)
             self._step()
             self._waits_for_kv = self._in_flight is None and self._is_waiting()
+
+    def _may_wait(self, no_steps: bool, idle: bool) -> bool:
+        """Whether the next turn has nothing to do before a message arrives."""
+        if self._paused and self._in_flight is None:
+            return True
+        if self._scheduler.kv_cache.has_kv_ops:
+            return False
+        return self._waits_for_kv or (no_steps and not (idle and self._stopping))
 
     def _is_waiting(self) -> bool:
         """Whether requests wait for KV, or for sessions whose KV is held."""

@@ -19,7 +19,7 @@ from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.sizing_input import SizingInput
 
 DEFAULT_TOKENS = 1280
-"""Pixels of the largest image if the processor's file has no limit: the processor's default."""
+"""Tokens of the largest image if the processor's file has no limit: the processor's default."""
 BOUNDS = ("min_pixels", "max_pixels")
 ANGLE_COPIES = 3
 """Copies of an image's rotary table: in the processor's order, in the order of windows, and a row for a part of it."""
@@ -46,8 +46,8 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
         return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=largest))
     token = (vision.patch_size * vision.merge) ** 2
     size = fields.section("size")
-    asked = None if size is None else size.integer("longest_edge", None) or size.integer("max_pixels", None)
-    pixels = most or asked or fields.integer("max_pixels", None) or DEFAULT_TOKENS * token
+    declared = None if size is None else size.integer("longest_edge", None) or size.integer("max_pixels", None)
+    pixels = most or declared or fields.integer("max_pixels", None) or DEFAULT_TOKENS * token
     patches = pixels // vision.patch_size**2
     return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=patches))
 

@@ -114,36 +114,47 @@ class SchedulerConfig:
     """See waiting_queue.py: how often a policy other than fcfs may admit other requests before a waiting request."""
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ConfigError(f"--page-size is {self.page_size}; it must be at least 1")
+        self._check_sizes()
+        self._check_priorities()
+        self._check_caches()
+        self._check_limits()
+
+    def _check_sizes(self) -> None:
+        for flag, value in (
+            ("--page-size", self.page_size),
+            ("--max-running-requests", self.max_rows),
+            ("--max-prefill-tokens", self.max_prefill_tokens),
+        ):
+            if value < 1:
+                raise ConfigError(f"{flag} is {value}; it must be at least 1")
         if self.num_slots < self.page_size or self.num_slots % self.page_size:
             raise ConfigError(
                 f"the KV pool has {self.num_slots} tokens, not a positive multiple of --page-size {self.page_size}; "
                 "set --max-total-tokens to a multiple or lower --page-size"
             )
-        if self.max_rows < 1:
-            raise ConfigError(f"--max-running-requests is {self.max_rows}; it must be at least 1")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"--schedule-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < self.page_size:
             raise ConfigError(
                 f"--chunked-prefill-size is {self.chunked_prefill_size}, below --page-size {self.page_size}; "
                 "raise it, or set -1 to disable chunking"
             )
-        if self.max_prefill_tokens < 1:
-            raise ConfigError(f"--max-prefill-tokens is {self.max_prefill_tokens}; it must be at least 1")
         if self.max_step_tokens is not None and self.max_step_tokens < max(self.decode_tokens, self.page_size):
             raise ConfigError(
                 f"steps of at most {self.max_step_tokens} tokens must have room for a page (--page-size "
                 f"{self.page_size}) and for the {self.decode_tokens} decode tokens of --max-running-requests "
                 f"{self.max_rows}; lower these"
             )
+
+    def _check_priorities(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--schedule-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
         if self.uses_priority and self.policy not in ("fcfs", "lof", "priority"):
             raise ConfigError(
                 f"--enable-priority-scheduling needs --schedule-policy fcfs, lof or priority, not {self.policy}"
             )
         if self.policy == "priority" and not self.uses_priority:
             raise ConfigError("--schedule-policy priority is an order by priority")
+
+    def _check_caches(self) -> None:
         if self.host_tier_tokens and self.disable_radix_cache:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
         if self.window and (self.num_window_slots % self.page_size or self.host_window_slots % self.page_size):
@@ -158,6 +169,8 @@ class SchedulerConfig:
         keeps_states = self.host_snapshots and self.kv_connector in ("host", *SIDES)
         if self.num_snapshots and self.host_tier_tokens and not keeps_states:
             raise ConfigError("snapshots of states need the host-RAM tier as KV connector, with states of its own")
+
+    def _check_limits(self) -> None:
         for flag, value in (
             ("--max-queued-requests", self.max_queued_requests),
             ("--prefill-max-requests", self.prefill_max_requests),

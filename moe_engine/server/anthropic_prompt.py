@@ -42,7 +42,7 @@ def chat_request(
     if req.thinking is not None:
         kind = req.thinking["type"]
         on = messages[-1]["role"] == "tool" if kind == "between_tools" else kind != "disabled"
-        body["chat_template_kwargs"] = {"thinking": on, "enable_thinking": on}
+        body["reasoning"] = {"enabled": on}
         if limits_thinking and kind == "enabled":
             body["max_thinking_tokens"] = req.thinking.get("budget_tokens")
     last = messages[-1]

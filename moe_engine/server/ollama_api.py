@@ -124,7 +124,7 @@ class OllamaApi:
     ) -> Plan:
         body = {**_sampling(asked), "messages": messages, "tools": tools or None}
         if asked.think is not None:
-            body["chat_template_kwargs"] = {"thinking": bool(asked.think), "enable_thinking": bool(asked.think)}
+            body["reasoning"] = {"enabled": bool(asked.think)}
             if isinstance(asked.think, str):
                 body["reasoning_effort"] = asked.think
         with named(NAMES):

@@ -31,6 +31,8 @@ DEFAULT_MAX_TOKENS = 16
 """Default max_tokens of /v1/completions. Chat answers may use the whole context."""
 
 MAX_BEST_OF = 128
+THINKING_SWITCHES = "thinking", "enable_thinking"
+"""Arguments of chat templates: DeepSeek's, and that of most others."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -188,6 +190,13 @@ class EmbeddingRequest(ClassifyRequest, kw_only=True):
     dimensions: Dimensions | None = None
 
 
+class Reasoning(TypedDict, total=False):
+    """SGLang's and OpenRouter's form of `reasoning_effort`; `enabled` switches the thinking on or off."""
+
+    enabled: bool | None
+    effort: Effort | None
+
+
 class ChatRequest(CommonRequest, kw_only=True):
     messages: Messages
     input_ids: Annotated[
@@ -210,11 +219,24 @@ class ChatRequest(CommonRequest, kw_only=True):
     web_search_options: NotAvailable = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     thinking_token_budget: Annotated[Count | None, Meta(description="vLLM's name of max_thinking_tokens")] = None
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
     continue_final_message: bool | None = False
     add_generation_prompt: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Templates have no common word for "no thinking", and one of two names for its switch: both are set, except
+        where `chat_template_kwargs` has them."""
+        asked = self.reasoning or {}
+        if self.reasoning_effort is None:
+            self.reasoning_effort = asked.get("effort")
+        enabled = asked.get("enabled")
+        if enabled is None and self.reasoning_effort == "none":
+            enabled = False
+        if enabled is not None:
+            self.chat_template_kwargs = dict.fromkeys(THINKING_SWITCHES, enabled) | (self.chat_template_kwargs or {})
 
 
 R = TypeVar("R", bound=CommonRequest)

@@ -163,19 +163,24 @@ _PAGE = """<!doctype html>
 <title>moe-engine: endpoints</title>
 <style>
 :root {{ color-scheme: light dark }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse; width: 100% }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 2rem auto; padding: 0 1rem }}
+a {{ color: light-dark(#1f6feb, #4c8dff) }}
+div {{ overflow-x: auto }}
+table {{ border-collapse: collapse; width: 100%; min-width: 50rem }}
 td, th {{ text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8884; vertical-align: top }}
+td:nth-child(2) {{ overflow-wrap: anywhere; min-width: 15rem }}
+h1, h2 {{ overflow-wrap: anywhere }}
 pre {{ overflow-x: auto; background: #8882; padding: 1rem }}
 </style>
 <h1>moe-engine {version}</h1>
+<p><a href="./">state and chat</a> <a href="experts">experts</a> <a href="doctor">doctor</a></p>
 <p>OpenAI's and SGLang's HTTP interfaces. <a href="openapi.json">openapi.json</a> describes them for programs.
 With <code>--api-key</code>, send the header <code>Authorization: Bearer KEY</code>.</p>
 <pre>curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'</pre>
-<table><tr><th>Method<th>Path<th><th>Query<th>Body<th>Answer
+<div><table><tr><th>Method<th>Path<th>Purpose<th>Query<th>Body<th>Answer
 {rows}
-</table>
+</table></div>
 {types}
 """
 
@@ -189,7 +194,7 @@ def docs_page(description: dict[str, Any], url: str) -> str:
     )
     types = "\n".join(
         f"<h2 id={name}>{name}</h2>\n<p>{html.escape(schema.get('description', ''))}\n"
-        f"<table><tr><th>Field<th>Type<th>Default<th>\n{_fields(schema)}\n</table>"
+        f"<div><table><tr><th>Field<th>Type<th>Default<th>\n{_fields(schema)}\n</table></div>"
         for name, schema in description["components"]["schemas"].items()
     )
     return _PAGE.format(

@@ -66,7 +66,7 @@ class ReasoningMatcher:
         if self._reasons:
             before = self._states[-1] if self._states else 0
             self._states.append(_advance(self._tag, before, token, self._tokens))
-        elif token == self._start and not self._num_after and not self._states:
+        elif self._may_begin and token == self._start:
             self._states.append(0)
         else:
             self._after.accept(token)

@@ -114,6 +114,29 @@ def test_default_arguments_of_the_chat_template(tmp_path: Path):
     assert prompts[0].endswith("world") and prompts[1].endswith("there")
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, "on ."),
+        ({"reasoning_effort": "none"}, "off none"),
+        ({"reasoning_effort": "low"}, "on low"),
+        ({"reasoning": {"effort": "none"}}, "off none"),
+        ({"reasoning": {"effort": "high", "enabled": False}}, "off high"),
+        ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, "on low"),
+        ({"reasoning": {"enabled": True}, "reasoning_effort": "none"}, "on none"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"SWITCH": True}}, "on none"),
+    ],
+)
+@pytest.mark.parametrize("switch", ["thinking", "enable_thinking"])
+def test_effort_of_the_reasoning(switch: str, asked: dict[str, Any], expected: str):
+    """The fields of OpenAI and of SGLang set the switch of either template family; `chat_template_kwargs` prevail."""
+    asked = json.loads(json.dumps(asked).replace("SWITCH", switch))
+    template = f"{{{{ 'off' if {switch} is defined and not {switch} else 'on' }}}} {{{{ reasoning_effort or '.' }}}}"
+    client = FakeClient()
+    chat(asked, client, chat_template=template)
+    assert client.tokenizer.decode(client.requests[0].prompt_ids) == expected
+
+
 def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = tmp_path / "requests"
     flags = {"log_requests": True, "log_requests_format": "json", "log_requests_target": f"stdout {folder}"}

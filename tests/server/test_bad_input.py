@@ -51,7 +51,11 @@ NATIVE = [
     ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     (
         {"text": "a", "sampling_params": {"top": 1}},
-        "sampling_params.top: unknown field; known ones are temperature, top_p,",
+        "sampling_params.top: unknown field (did you mean stop?); known ones are temperature, top_p,",
+    ),
+    (
+        {"text": "a", "sampling_params": {"max_tokens": 1}},
+        "sampling_params.max_tokens: unknown field (did you mean max_new_tokens?); known ones are",
     ),
     ({"text": "a", "sampling_params": {"stop_regex": "a$"}}, "sampling_params.stop_regex: 'a$' has an anchor"),
     (
@@ -157,6 +161,8 @@ OPENAI = [
     ("chat/completions", chat(reasoning_effort=3), "reasoning_effort", "reasoning_effort: expected a string, got 3"),
     ("chat/completions", chat(reasoning_effort=["low"]), "reasoning_effort", "expected a string, got ['low']"),
     ("chat/completions", chat(reasoning_effort="50 %"), "reasoning_effort", "expected a word such as none, low"),
+    ("chat/completions", chat(reasoning={"effort": 3}), "reasoning.effort", "expected a string, got 3"),
+    ("chat/completions", chat(reasoning={"enabled": "yes"}), "reasoning.enabled", "expected true or false, got 'yes'"),
     ("responses", {"input": "a", "reasoning": {"effort": 3}}, "reasoning.effort", "expected a string, got 3"),
     ("responses", {"input": "a", "reasoning": {"effort": ""}}, "reasoning.effort", "expected a word such as none, low"),
     ("chat/completions", chat(max_completion_tokens=300), "max_completion_tokens", "maximum context length"),

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,21 @@ def test_state_and_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert re.search(r'class="note">\d+ \+ \d+ tokens, .* tool_calls<', dom)
 
 
+class GeneratingClient(FakeClient):
+    """Short requests end between two polls of the page: none runs when it asks, and the tokens have grown."""
+
+    async def call(self, method: str, **args: Any) -> Any:
+        self.state["generation_tokens_total"] = self.state.get("generation_tokens_total", 0) + 500
+        return await super().call(method, **args)
+
+
+@needs_browser
+def test_throughput_counts_short_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dom = in_browser(GeneratingClient(), "", tmp_path, monkeypatch)
+    assert text_of(dom, "running") == "0" and float(text_of(dom, "throughput")) > 10
+    assert int(text_of(dom, "most")) > 10
+
+
 @needs_browser
 def test_a_schema_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     actions = 'get("tab-schema").click(); get("fill").click();'
@@ -117,3 +133,14 @@ def test_a_server_with_a_key_asks_for_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_pages_are_read_once():
     assert live_pages.page("status_page") is page("status_page")
+
+
+def test_pages_of_a_tab_share_one_key_and_link_to_each_other():
+    for name, others in (
+        ("status_page", "experts doctor"),
+        ("experts_live", "./ doctor"),
+        ("doctor_page", "./ experts"),
+    ):
+        text = page(name)
+        assert 'sessionStorage.getItem("api-key")' in text
+        assert {*others.split(), "docs"} <= set(re.findall(r'<a href="([\w./]+)"', text))

@@ -68,10 +68,10 @@ class TransferAgent(TransferThread):
             self._beat_at = now
             self._beat(now)
 
-    def _send(self, number: int, leg: Leg, messages: list[Message]) -> None:
+    def _send_all(self, number: int, leg: Leg, messages: list[Message]) -> None:
         """The messages of a leg's state machine."""
         for name, *values in messages:
-            self._tell(leg.peer, [name, number, leg.attempt, *values])
+            self._send_to(leg.peer, [name, number, leg.attempt, *values])
 
     # -- of the side
 
@@ -91,6 +91,6 @@ class TransferAgent(TransferThread):
         """Once in `wire.BEAT_SECONDS`: messages to all peers, and peers that are silent."""
         raise NotImplementedError
 
-    def _tell(self, peer: Any, message: list[Any]) -> None:
+    def _send_to(self, peer: Any, message: list[Any]) -> None:
         """Sends a message to a peer, if it is not lost."""
         raise NotImplementedError

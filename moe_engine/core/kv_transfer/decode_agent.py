@@ -211,7 +211,7 @@ class DecodeAgent(TransferAgent):
             bootstrap.waiting.append(number)
 
     def _begin(self, number: int, room: Room, bootstrap: Peer) -> None:
-        """Asks the ranks that have the KV, of the attention group that the prefill server has chosen by the room."""
+        """Requests the KV from the ranks of the attention group that computed it; the room selects the group."""
         addresses = bootstrap.groups[number % len(bootstrap.groups)]
         for source in sources_of(self._rank, self._layout, bootstrap.layout):
             peer = self._peer(number, room, address_at(addresses[source], bootstrap.address))
@@ -222,7 +222,7 @@ class DecodeAgent(TransferAgent):
             peer.legs[number] = leg
             if not self._open_window(peer):
                 return
-            self._send(number, leg, leg.state.open())
+            self._send_all(number, leg, leg.state.open())
         if not room.places:
             self._fail(number, room, "cached")
 
@@ -241,7 +241,7 @@ class DecodeAgent(TransferAgent):
             return None
         for socket in (peer.socket, peer.monitor):
             self._poller.register(socket, zmq.POLLIN)
-        self._tell(peer, ["hello", self._schema, self._layout.values, self._rank])
+        self._send_to(peer, ["hello", self._schema, self._layout.values, self._rank])
         return peer
 
     # -- messages
@@ -289,7 +289,7 @@ class DecodeAgent(TransferAgent):
                 self._begin(number, room, peer)
 
     def _open_window(self, peer: Peer) -> bool:
-        """Memory for the pieces of a rank that is asked for KV; False if the peer was dropped for want of it."""
+        """Memory for the pieces of a rank that sends KV; False if the peer was dropped for want of it."""
         if not peer.is_welcome or peer.memory is not None:
             return True
         peer.slot_bytes = peer.piece_tokens * peer.part.bytes_of(self._rows)
@@ -299,7 +299,7 @@ class DecodeAgent(TransferAgent):
             logger.error("%s", error)
             self._lose(peer, str(error))
             return False
-        self._tell(peer, ["window", peer.memory.description, peer.slot_bytes])
+        self._send_to(peer, ["window", peer.memory.description, peer.slot_bytes])
         return True
 
     def _handle(self, number: int, leg: Leg, name: str, values: list[Any]) -> None:
@@ -307,7 +307,7 @@ class DecodeAgent(TransferAgent):
             answers = self._take(number, leg, *values)
         else:
             answers = leg.state.handle((name, *values))
-        self._send(number, leg, answers)
+        self._send_all(number, leg, answers)
         self._finish(number, self._rooms[number])
 
     def _take(self, number: int, leg: Leg, begin: int, end: int, slot: int, expected: int) -> list[Message]:
@@ -328,7 +328,7 @@ class DecodeAgent(TransferAgent):
     def _fail(self, number: int, room: Room, reason: str) -> None:
         room.reason = room.reason or reason
         for leg in room.legs:
-            self._send(number, leg, leg.state.fail(reason))
+            self._send_all(number, leg, leg.state.fail(reason))
         self._finish(number, room)
 
     def _finish(self, number: int, room: Room) -> None:
@@ -350,7 +350,7 @@ class DecodeAgent(TransferAgent):
         else:
             self._report("filled", number, min(leg.state.end for leg in room.legs))
 
-    def _tell(self, peer: Peer, message: list[Any]) -> None:
+    def _send_to(self, peer: Peer, message: list[Any]) -> None:
         peer.send(message)
 
     def _beat(self, now: float) -> None:
@@ -359,7 +359,7 @@ class DecodeAgent(TransferAgent):
             if now - peer.heard > limit:
                 self._lose(peer, f"{peer.address}: no message for {limit:g} s")
             else:
-                self._tell(peer, ["beat"])
+                self._send_to(peer, ["beat"])
         for number, room in list(self._rooms.items()):
             if now - room.began > wire.TRANSFER_SECONDS:
                 self._fail(number, room, "the deadline has passed")

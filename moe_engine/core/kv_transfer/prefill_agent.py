@@ -173,7 +173,7 @@ class PrefillAgent(TransferAgent):
                 self._peers[peer] = Consumer(0.0)
             consumer = self._peers.get(peer)
             if consumer is None:  # it was regarded as lost, and its transfers have ended here
-                self._tell(peer, ["refused", "the connection was silent for too long"])
+                self._send_to(peer, ["refused", "the connection was silent for too long"])
                 return
             consumer.heard = time.monotonic()
             if name == "hello":
@@ -190,24 +190,24 @@ class PrefillAgent(TransferAgent):
         reason = difference(self._schema, schema)
         consumer.layout, consumer.rank = Layout(*layout), rank
         if reason is not None:
-            self._tell(peer, ["refused", reason])
+            self._send_to(peer, ["refused", reason])
             return
         consumer.part = parts(rank, consumer.layout, self._rank, self._layout)[0]
         groups = None if self._home.bootstrap else self._directory.groups()
-        self._tell(peer, ["welcome", PIECE_TOKENS, self._rank, self._layout.values, groups])
+        self._send_to(peer, ["welcome", PIECE_TOKENS, self._rank, self._layout.values, groups])
 
     def _open(self, peer: bytes, consumer: Consumer, description: bytes, slot_bytes: int) -> None:
         """The decode rank's memory: `NUM_SLOTS` slots."""
         expected = PIECE_TOKENS * consumer.part.bytes_of(self._rows)
         if slot_bytes != expected:
-            self._tell(peer, ["refused", f"bytes of a piece: prefill server {expected}, decode server {slot_bytes}"])
+            self._send_to(peer, ["refused", f"bytes of a piece: prefill server {expected}, decode server {slot_bytes}"])
             return
         try:
             self._transport.open(peer, description)
             memory = self._transport.register(NUM_SLOTS * slot_bytes, is_target=False)
         except TransportError as error:
             logger.error("%s", error)
-            self._tell(peer, ["refused", str(error)])
+            self._send_to(peer, ["refused", str(error)])
             return
         self._close_window(consumer)
         consumer.window = SendWindow(memory, slot_bytes, NUM_SLOTS)
@@ -222,7 +222,7 @@ class PrefillAgent(TransferAgent):
         leg = room.legs.get(peer) if room is not None else None
         if room is None or leg is None or leg.attempt != attempt:
             return  # of an ended transfer
-        self._send(number, leg, leg.state.handle(message))
+        self._send_all(number, leg, leg.state.handle(message))
         if message[0] == "got" and leg.pieces:
             self._give(consumer, leg.pieces.popleft())
 
@@ -235,7 +235,7 @@ class PrefillAgent(TransferAgent):
             reason = "another request has the same room"
         if reason is not None:
             room.num_legs = room.num_legs or len(consumers_of(self._rank, consumer.layout, self._layout))
-            self._tell(peer, ["nack", number, attempt, reason or "the transfer has ended"])
+            self._send_to(peer, ["nack", number, attempt, reason or "the transfer has ended"])
             return False
         room.num_legs = len(consumers_of(self._rank, consumer.layout, self._layout))
         room.num_wants += 1
@@ -253,7 +253,7 @@ class PrefillAgent(TransferAgent):
             if room.over is not None:
                 self._report("ended", number, room.over)
             for leg in room.legs.values():
-                self._send(number, leg, leg.state.offer(values[0]))
+                self._send_all(number, leg, leg.state.offer(values[0]))
         elif room is None or room.over is not None:
             return
         elif name == "send":
@@ -310,7 +310,7 @@ class PrefillAgent(TransferAgent):
                 write = window.write(self._transport, leg.peer, slot, size)
             except TransportError as error:
                 window.free.append(slot)
-                self._send(number, leg, leg.state.fail(str(error)))
+                self._send_all(number, leg, leg.state.fail(str(error)))
                 continue
             leg.pieces.append(Piece(end, slot, size, wire.checksum(bytes_), write))
         self._report("sent", number, end)  # read by all: the places are free
@@ -326,15 +326,15 @@ class PrefillAgent(TransferAgent):
                     return
             except TransportError as error:
                 piece.write = None
-                self._send(number, leg, leg.state.fail(str(error)))
+                self._send_all(number, leg, leg.state.fail(str(error)))
                 return
             piece.write = None
             if leg.state.state is not State.SENDING:
                 return
             for name, begin, end in leg.state.data(piece.end):
-                self._tell(leg.peer, [name, number, leg.attempt, begin, end, piece.slot, piece.checksum])
+                self._send_to(leg.peer, [name, number, leg.attempt, begin, end, piece.slot, piece.checksum])
         if room.all_staged and not room.staged:
-            self._send(number, leg, leg.state.done())
+            self._send_all(number, leg, leg.state.done())
 
     def _check_deadline(self, number: int, room: Room) -> None:
         age = time.monotonic() - room.began
@@ -352,7 +352,7 @@ class PrefillAgent(TransferAgent):
         room.over = reason
         room.staged.clear()
         for leg in room.legs.values():
-            self._send(number, leg, leg.state.fail(reason))
+            self._send_all(number, leg, leg.state.fail(reason))
             consumer = self._peers.get(leg.peer)
             for piece in leg.pieces:
                 if consumer is not None:
@@ -365,7 +365,7 @@ class PrefillAgent(TransferAgent):
         if consumer.window is not None:
             consumer.window.give(piece.slot, piece.write)
 
-    def _tell(self, peer: bytes, message: list[Any]) -> None:
+    def _send_to(self, peer: bytes, message: list[Any]) -> None:
         self._deliver(peer, [wire.encode(message)])
 
     def _deliver(self, peer: bytes, frames: list[Any]) -> None:
@@ -379,7 +379,7 @@ class PrefillAgent(TransferAgent):
             if now - consumer.heard > wire.SILENCE_SECONDS:
                 self._lose(peer, f"no message of the decode server for {wire.SILENCE_SECONDS:g} s")
             else:
-                self._tell(peer, ["beat"])
+                self._send_to(peer, ["beat"])
 
     def _lose(self, peer: bytes, reason: str) -> None:
         consumer = self._peers.get(peer)

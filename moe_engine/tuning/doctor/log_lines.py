@@ -69,6 +69,8 @@ _STAMP = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"
 _TAGS = r"((?: [A-Z][A-Z_]*\d+)*)"
 _BRACKET = re.compile(rf"\[(?:({_STAMP})(?:[.,](\d+))?|(\d\d:\d\d:\d\d)){_TAGS}\]")
 _ANY_STAMP = re.compile(rf"({_STAMP})(?:[.,](\d+))?(?:{_TAGS}\])?")
+_RANK_BRACKET = re.compile(r"\[((?:DP|PP|TP)\d+(?: [A-Z][A-Z_]*\d+)*)[ \]]")
+"""Of a logging configuration with the time in front and the place in the code in the bracket."""
 _SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 _PREFIX_CHARS = 200
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
@@ -104,7 +106,13 @@ _WHOLE_NUMBER = re.compile(r"-?\d+")
 _JIT = ("after READY:", "DeepGEMM JIT", "Entering DeepGEMM JIT", "DeepGEMM warmup")
 _OOM = ("out of memory", "OutOfMemoryError", "CUDA OOM")
 _NO_ROOM = "Not enough memory. Please try to increase --mem-fraction-static"
-START_WORDS = ("Capture cuda graph failed", "init_cuda_graphs", "init_device_graphs", "init_memory_pool")
+START_WORDS = (
+    "Capture cuda graph failed",
+    "init_cuda_graphs",
+    "init_device_graphs",
+    "cuda_graph_setup.py",
+    "init_memory_pool",
+)
 """Of errors at the start, after the weights were loaded."""
 FOREIGN = {"Avg generation throughput: ": "vLLM", "num_scheduled_requests: ": "TensorRT-LLM"}
 """Words of other engines' lines about batches."""
@@ -267,7 +275,8 @@ def _prefix(line: str) -> tuple[float | None, str]:
         return (moment + float(f"0.{fraction}") if fraction and moment is not None else moment), brackets[-1][3].strip()
     if (found := _ANY_STAMP.search(head)) is not None:
         moment = _seconds(found[1])
-        tags = (found[3] or "").strip()
+        ranks = None if found[3] else _RANK_BRACKET.search(head, found.end())
+        tags = ranks[1] if ranks else (found[3] or "").strip()
         return (moment + float(f"0.{found[2]}") if found[2] and moment is not None else moment), tags
     if (found := _SYSLOG.search(head)) is not None:
         day = _MONTHS[found[1]] * 31 + int(found[2])

@@ -19,6 +19,8 @@ OURS = "moe-engine, docs/tuning.md"
 MAX_QUEUE = 2000
 OFTEN = 0.5
 """Share of lines from which "frequently" of the guide is meant."""
+WAITING = 0.1
+"""Requests in the queue, as a share of the running ones, above which they wait for more than the next prefill step."""
 FEW_RETRACTIONS = 1.0
 """A minute; the guide accepts about one."""
 MIN_FREE_GB, MAX_FREE_GB = 5.0, 8.0
@@ -105,6 +107,14 @@ def _limit(s: Statistics) -> float:
 def _at_limit(s: Any) -> bool:
     limit = _limit(s)
     return s.running >= min(FULL * limit, max(limit - 1, NEARLY))
+
+
+def _is_retracting(s: Statistics) -> bool:
+    return (s.retractions_a_minute or 0.0) > FEW_RETRACTIONS
+
+
+def _waits(s: Any) -> bool:
+    return s.queue >= max(1.0, WAITING * s.running)
 
 
 def _more_conservative(s: Statistics) -> float:
@@ -221,8 +231,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
-        ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and not _at_limit(s) and not s.launch.flag("autopilot"),
+        ("room_but_waiting", "running", "usage", "queue"),
+        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s)
+        and not _is_retracting(s) and not s.launch.flag("autopilot"),
         "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
         "{usage:.2f}, #queue-req {queue:g})",
         "room",
@@ -235,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "running_limit", f"token usage below {ROOM} while requests wait, at --max-running-requests",
         ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and _at_limit(s),
+        lambda s: s.room_but_waiting > OFTEN and _at_limit(s) and not s.oom_decode,
         "{running:g} requests ran, as many as the limit admits, in most of {num_decode} decode lines; #queue-req "
         "{queue:g}, token usage {usage:.2f}",
         "room", lambda s: Change("--max-running-requests", _useful_requests(s)),
@@ -243,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retractions", "more than about one retraction a minute", ("retractions_a_minute",),
-        lambda s: s.retractions_a_minute > FEW_RETRACTIONS,
+        _is_retracting,
         "{retractions} retractions, {retractions_a_minute:.1f} a minute", "retraction",
         lambda s: Change("--schedule-conservativeness", _more_conservative(s)),
         "reserves more for the answers of admitted requests: fewer are computed twice", GUIDE,
@@ -290,8 +301,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prefix_order", f"cache hit rate {SHARED_PREFIXES:.0%} to {GOOD_HIT_RATE:.0%} with a queue and fcfs",
-        ("hit_rate", "queue"),
-        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and 1 <= s.queue <= LPM_QUEUE
+        ("hit_rate", "queue", "running"),
+        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and _waits(s) and s.queue <= LPM_QUEUE
         and s.launch.flag("schedule_policy") in (None, "fcfs") and not s.launch.flag("autopilot"),
         "{hit_rate:.0%} of the prompt tokens were cached, #queue-req {queue:g}, order of arrival", "prefill",
         lambda s: Change("--schedule-policy", "lpm"),
@@ -307,7 +318,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "long_prompts", f"{LONG_RUN} and more full chunks for one prompt, while no other request runs",
         ("full_chunks", "chunk_run", "stalling_run"),
-        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2
+        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2 and not s.oom_prefill
         and s.launch.of_rank("chunked_prefill_size") < LARGEST_CHUNK,
         "{full_chunks:.0%} of {num_prefill} prefill lines fill the chunk, {chunk_run} of them for one prompt", "chunk",
         _larger_chunk, "fewer steps for a long prompt: an earlier first token", GUIDE,
