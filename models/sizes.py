@@ -36,6 +36,9 @@ _ROW_PARALLEL = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens that the MLA layer expands at once (its constructor's default)."""
 
+EXPANDED_PREFIX_BYTES, EXPANDED_PREFIX_STEP = 64 << 20, 64
+"""Max keys and values of a prefix shared by decodes, kept expanded, and the unit of its tokens."""
+
 MAX_ABSORBED_TOKENS = 1024
 """Query tokens of one chunk if a long context is read in the absorbed form instead."""
 
@@ -83,6 +86,20 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
         counts = (spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
         config.known_sizes[key] = sum(counts)
     return config.known_sizes[key]
+
+
+def expanded_prefix(config: ModelConfig, dtype_bytes: int) -> tuple[int, int]:
+    """Max tokens of a prefix whose keys and values are kept expanded, and bytes of each. 0 tokens: MLA's latent is too
+    narrow for a gain, or the shortest prefix is too large. `config`: of one rank."""
+    a = config.attention
+    if not isinstance(a, MLAConfig):
+        return 0, 0
+    row = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) + a.qk_rope_head_dim
+    each = config.num_layers * row * dtype_bytes
+    expanded = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
+    if 2 * a.kv_lora_rank + a.qk_rope_head_dim < 2 * expanded:
+        return 0, each
+    return EXPANDED_PREFIX_BYTES // each // EXPANDED_PREFIX_STEP * EXPANDED_PREFIX_STEP, each
 
 
 def num_gate_elements(config: ModelConfig, include_mtp: bool = False) -> int:

@@ -56,6 +56,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *image_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
+        *_prefix_rows(given),
         *runner_rows(given),
         *_exchange_rows(given),
         *graph_row(
@@ -92,6 +93,16 @@ def _attention_rows(given: SizingInput) -> list[LedgerRow]:
     if given.draft is not None and kernels.draft is not None:
         rows += draft_workspace_rows(kernels.draft.row("attention"), given.draft, *sizes)
     return rows
+
+
+def _prefix_rows(given: SizingInput) -> list[LedgerRow]:
+    """The expanded prefix of decodes on a CPU, at its largest."""
+    if given.machine.device != "cpu" or given.kernels.model.row("attention").name != "cpu":
+        return []
+    tokens, each = sizes.expanded_prefix(given.local_model, given.dtype_bytes)
+    tokens = min(tokens, given.limits.context_len // sizes.EXPANDED_PREFIX_STEP * sizes.EXPANDED_PREFIX_STEP)
+    detail = f"keys and values of {tokens} tokens that decodes share"
+    return [LedgerRow("expanded prefix", tokens * each, detail)] if tokens else []
 
 
 def _expert_rows(given: SizingInput) -> list[LedgerRow]:
