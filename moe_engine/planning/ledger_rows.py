@@ -27,7 +27,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
     redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
     weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
-    weights -= 2 * given.bf16_gates()
+    weights += given.tied_head_bytes - 2 * given.bf16_gates()
     detail = f"{count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
         detail += f", {stored} " + ("as stored" if kept.name else "dequantized while loading")
