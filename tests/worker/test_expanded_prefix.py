@@ -113,6 +113,17 @@ def test_reused_slots_are_expanded_again(engine: Engine) -> None:
         assert engine.run(script, **limits) == engine.run(script, expanded=False, **limits), seed
 
 
+def test_the_ledger_has_the_largest_prefix(engine: Engine) -> None:
+    (row,) = [row for row in engine.engine.config.ledger.rows if row.name == "expanded prefix"]
+    engine.run(_script([600] * 17, seed=1))
+    assert engine.fused is not None and engine.prefixes is not None
+    prefix = engine.prefixes._prefix
+    assert prefix is not None and prefix.length == 576
+    held = sum(part.nbytes for layer in prefix.layers for part in layer)
+    limit = min(engine.prefixes._most, engine.engine.config.context_len // 64 * 64)
+    assert row.num_bytes == held // 576 * limit
+
+
 def test_deterministic_inference_keeps_one_form(path: Path, tmp_path: Path) -> None:
     made = Engine(path, tmp_path, enable_deterministic_inference=True)
     assert made.prefixes is None
