@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 
 class MoeEngineError(Exception):
     """Base of the engine's own errors."""
@@ -53,3 +56,15 @@ class StepNotRun(StepError):
 
 class EngineDeadError(MoeEngineError):
     """A process of the engine died; the message names it. Running requests get this error instead of hanging."""
+
+
+def nearest(word: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
+    """The known word that is most similar to `word`, or None below the cutoff."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """`` (did you mean X?)`` or nothing. All `known` words must be accepted."""
+    close = nearest(word, known, cutoff=0.6)
+    return f" (did you mean {close}?)" if close else ""

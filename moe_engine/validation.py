@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from moe_engine.errors import InputError
+from moe_engine.errors import InputError, did_you_mean
 
 T = TypeVar("T")
 
@@ -81,8 +81,9 @@ def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
         field = f"{field}.{name[1]}".lstrip(".")
         return InputError(f"{field}: is required", field=field)
     if name and what.startswith("Object contains unknown field"):
-        field = f"{field}.{name[1]}".lstrip(".")
-        return InputError(f"{field}: unknown field; known ones are {', '.join(_known_fields(kind))}", field=field)
+        field, known = f"{field}.{name[1]}".lstrip("."), _known_fields(kind)
+        meant = did_you_mean(name[1], known)
+        return InputError(f"{field}: unknown field{meant}; known ones are {', '.join(known)}", field=field)
     if what.startswith("Invalid enum value"):
         what = "expected " + " or ".join(map(repr, _choices(kind, path)))
     expected = re.sub("`(.*?)`", lambda found: _in_words(found[1]), what.partition(", got ")[0])

@@ -118,7 +118,7 @@ def _run(command: str, argv: Sequence[str], prog: str) -> int:
 
 
 def _unknown_command(command: str) -> str:
-    from moe_engine.config.values import did_you_mean
+    from moe_engine.errors import did_you_mean
 
     if command.startswith("-"):
         return f"{command}: give a command first, for example `moe-engine serve {command} ...`"

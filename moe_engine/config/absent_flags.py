@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.config.field import option_of
-from moe_engine.config.values import nearest, refuse_unsupported
-from moe_engine.errors import ConfigError
+from moe_engine.config.values import refuse_unsupported
+from moe_engine.errors import ConfigError, nearest
 
 IN_FORCE = (False, 0, 1, "", "{}", "none", "null", "disabled", "auto", "default", "lru")
 """Values of absent features that match this engine's behavior: off, a count of one, or its only policy."""

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
-from moe_engine.config.values import did_you_mean
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, did_you_mean
 
 GROUPS = {
     "ModelArgs": "model",

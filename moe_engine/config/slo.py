@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.config.values import did_you_mean
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, did_you_mean
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from moe_engine.config.field import FieldInfo, Flag
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError, NotAvailableYet, did_you_mean
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -39,18 +37,6 @@ def parse_json_object(text: str) -> str:
 def refuse_unsupported(given: str, feature: str, instead: str) -> NotAvailableYet:
     """The error for a flag or value that is not supported yet; `feature` is the missing one."""
     return NotAvailableYet(f"{given}: not supported yet: {feature}; {instead}")
-
-
-def nearest(word: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
-    """The known word that is most similar to `word`, or None below the cutoff."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """`` (did you mean X?)`` or nothing. All `known` words must be accepted."""
-    close = nearest(word, known, cutoff=0.6)
-    return f" (did you mean {close}?)" if close else ""
 
 
 def to_field_value(info: FieldInfo, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Prefixes that a scheduler has in its KV cache, as far as the frontend knows them from the requests sent there.
+"""Prefixes that a scheduler has in its KV cache, derived from the requests sent there.
 
 A prompt is cut into blocks of `BLOCK` tokens. The key of a block is a hash chained over all blocks before it, so that
 equal keys mean equal prefixes. A collision only leads to a poorer choice of scheduler: the scheduler compares tokens.

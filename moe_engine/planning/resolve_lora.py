@@ -42,8 +42,14 @@ def is_enabled(args: EngineArgs) -> bool:
 
 
 def read_adapters(args: EngineArgs, model: ModelConfig) -> list[NamedAdapter]:
-    """Reads the headers of the adapters of --lora-paths. Raises as `read_adapter`."""
-    return [NamedAdapter(entry, read_adapter(entry.path, model)) for entry in lora_entries(args.lora.lora_paths)]
+    """Reads the headers of the adapters of --lora-paths. Raises as `read_adapter`, with the flag in front."""
+    found = []
+    for entry in lora_entries(args.lora.lora_paths):
+        try:
+            found.append(NamedAdapter(entry, read_adapter(entry.path, model)))
+        except ConfigError as error:
+            raise type(error)(f"--lora-paths {entry.name}: {error}") from None
+    return found
 
 
 def resolve_lora(

@@ -59,6 +59,7 @@ def test_sizes_follow_from_the_adapters(base: Path, adapter: Path) -> None:
         ({"lora_paths": '{"lora_name": "a", "lora_path": "ADAPTER", "pinned": true}', "max_loras_per_batch": 1},
          "leave no slot for others"),
         ({"lora_paths": "ADAPTER", "lora_backend": "triton", "device": "cpu"}, "--lora-backend triton"),
+        ({"lora_paths": "ADAPTER b=/no/such"}, r"--lora-paths b: /no/such.*adapter_config.json"),
         ({"lora_paths": "ADAPTER", "is_embedding": True}, "not available yet for vectors"),
         ({"lora_paths": "ADAPTER", "enable_torch_compile": True}, "--enable-torch-compile with --enable-lora"),
     ],

@@ -51,7 +51,11 @@ NATIVE = [
     ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     (
         {"text": "a", "sampling_params": {"top": 1}},
-        "sampling_params.top: unknown field; known ones are temperature, top_p,",
+        "sampling_params.top: unknown field (did you mean stop?); known ones are temperature, top_p,",
+    ),
+    (
+        {"text": "a", "sampling_params": {"max_tokens": 1}},
+        "sampling_params.max_tokens: unknown field (did you mean max_new_tokens?); known ones are",
     ),
     ({"text": "a", "sampling_params": {"stop_regex": "a$"}}, "sampling_params.stop_regex: 'a$' has an anchor"),
     (
