@@ -90,8 +90,10 @@ class KnownPrefixes:
         """Adds a prompt: its last block becomes the first to drop, its first block the last."""
         blocks = self.blocks
         for key in reversed(keys):
-            blocks.setdefault(key, 0)
-            blocks.move_to_end(key)
+            if key in blocks:
+                blocks.move_to_end(key)
+            else:
+                blocks[key] = 0
         while len(blocks) > self._max_blocks:
             key, _ = blocks.popitem(last=False)
             if self._dropped is not None:
