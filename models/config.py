@@ -311,7 +311,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """The longest sequences for which --context-length may ask: all positions that the rotary embedding reaches."""
+        """The longest sequences that --context-length may set: all positions that the rotary embedding reaches."""
         return max(self.context_length, self.rope.max_position)
 
     def attention_of(self, layer: int) -> MLAConfig | GQAConfig:

@@ -214,25 +214,28 @@ def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
 
 
 def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Taps, as numbers of layers before each. config.json names the layer whose output is read; by default EAGLE-3
-    reads the inputs of layers 2, n / 2 and n - 3."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    given = eagle.get(name, raw.get(name))
-    if given is None:
+    """Taps, as numbers of layers before each. `eagle_config` (SGLang, ModelOpt) names the layer whose output is read,
+    the field outside it (vLLM) the layer whose input is read. By default EAGLE-3 reads the inputs of layers 2, n / 2
+    and n - 3."""
+    field = "eagle_aux_hidden_state_layer_ids"
+    nested = bool(eagle.get(field))
+    name, given = (f"eagle_config.{field}", eagle[field]) if nested else (field, raw.get(field))
+    if given is None or given == []:
         if num_layers < 8:
             raise ConfigError(
-                f"{file}: eagle_config.{name} is missing, and a model of {num_layers} layers has no layers 2, n / 2 "
+                f"{file}: eagle_config.{field} is missing, and a model of {num_layers} layers has no layers 2, n / 2 "
                 "and n - 3 in this order; add the field"
             )
         return (2, num_layers // 2, num_layers - 3)
-    if not isinstance(given, list) or not given or not all(isinstance(i, int) for i in given):
-        raise ConfigError(f"{file}: eagle_config.{name} must be a list of layers, found {given!r}")
-    if given != sorted(set(given)) or not 0 <= given[0] <= given[-1] < num_layers:
+    if not isinstance(given, list) or not all(isinstance(i, int) for i in given):
+        raise ConfigError(f"{file}: {name} must be a list of layers, found {given!r}")
+    last = num_layers - 1 if nested else num_layers
+    if given != sorted(set(given)) or not 0 <= given[0] <= given[-1] <= last:
         raise ConfigError(
-            f"{file}: eagle_config.{name} {given}: the model has layers 0 to {num_layers - 1}, and each is named once, "
-            "in their order; the head belongs to another model"
+            f"{file}: {name} {given}: the model has layers 0 to {num_layers - 1}, and each is named once, in their "
+            "order; the head belongs to another model"
         )
-    return tuple(i + 1 for i in given)
+    return tuple(i + 1 for i in given) if nested else tuple(given)
 
 
 def _with_vocabulary(head: HeadConfig, fields: Fields, files: Mapping[str, WeightFile]) -> HeadConfig:

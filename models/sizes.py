@@ -36,6 +36,9 @@ _ROW_PARALLEL = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens that the MLA layer expands at once (its constructor's default)."""
 
+EXPANDED_PREFIX_BYTES, EXPANDED_PREFIX_STEP = 64 << 20, 64
+"""Max keys and values of a prefix shared by decodes, kept expanded, and the unit of its tokens."""
+
 MAX_ABSORBED_TOKENS = 1024
 """Query tokens of one chunk if a long context is read in the absorbed form instead."""
 
@@ -85,6 +88,20 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     return config.known_sizes[key]
 
 
+def expanded_prefix(config: ModelConfig, dtype_bytes: int) -> tuple[int, int]:
+    """Max tokens of a prefix whose keys and values are kept expanded, and bytes of each. 0 tokens: MLA's latent is too
+    narrow for a gain, or the shortest prefix is too large. `config`: of one rank."""
+    a = config.attention
+    if not isinstance(a, MLAConfig):
+        return 0, 0
+    row = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) + a.qk_rope_head_dim
+    each = config.num_layers * row * dtype_bytes
+    expanded = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
+    if 2 * a.kv_lora_rank + a.qk_rope_head_dim < 2 * expanded:
+        return 0, each
+    return EXPANDED_PREFIX_BYTES // each // EXPANDED_PREFIX_STEP * EXPANDED_PREFIX_STEP, each
+
+
 def num_gate_elements(config: ModelConfig, include_mtp: bool = False) -> int:
     """Elements of all routers' weights."""
     if (key := ("gates", include_mtp)) not in config.known_sizes:
@@ -104,7 +121,7 @@ def weight_bytes(
     """Weight bytes of one rank: activation dtype; norms, router and the rotary table (one for all layers) in float32;
     kv_b in both forms. For kernels that keep one copy (the reference rows), and projections of layers in `format`."""
     key = ("weights", dtype_bytes, include_mtp, topology, redundant_experts, format)
-    if key not in config.known_sizes:  # a search over forms asks for the same sums many times
+    if key not in config.known_sizes:  # a search over forms needs the same sums many times
         config.known_sizes[key] = _weight_bytes(config, dtype_bytes, include_mtp, topology, redundant_experts, format)
     return config.known_sizes[key]
 

@@ -18,7 +18,7 @@ _FIELDS = [
 _Flat: Any = dataclasses.make_dataclass("_Flat", _FIELDS, init=False)
 
 
-class ServerArgs(_Flat):  # type: ignore[misc]  # mypy knows no bases that are made
+class ServerArgs(_Flat):  # type: ignore[misc]  # mypy accepts no computed bases
     """A dataclass with a field for each flag: ``dataclasses.asdict`` gives keywords of `Engine`. Fields may be changed.
 
     Args:

@@ -57,7 +57,7 @@ class DispatchedExperts:
         alignment = 0 if able.row_alignment is None else able.row_alignment(weights)
         self._arriving = replace(read, column_scales=able.column_scales, row_alignment=max(alignment, 1))
         self._sends_rows = {phase: read.rows and takes for phase, takes in dispatcher.takes_rows().items()}
-        rows = any(self._sends_rows.values())  # a producer does not know the phase: it leaves what any of them sends
+        rows = any(self._sends_rows.values())  # a producer has no phase: it leaves what any of them sends
         plain = not all(self._sends_rows.values())
         self.input_format = replace(read, unquantized=read.unquantized or plain) if rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None

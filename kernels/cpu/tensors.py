@@ -100,6 +100,8 @@ class _Queries(ctypes.Structure):
         ("slots_row", ctypes.c_int64),
         ("visible", ctypes.c_void_p),
         ("window", ctypes.c_int64),
+        ("first", ctypes.c_void_p),
+        ("outside", ctypes.c_int64),
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.cpu.tensors import common_kind
 from moe_engine.kernels.decoder.chain import draws_struct
 from moe_engine.kernels.decoder.layers import L, P, kind_of_weights, weight_struct
+from moe_engine.kernels.decoder.shared_prefix import SharedPrefix
 from moe_engine.kernels.decoder.stack import FusedStack
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.sampling.protocol import SamplingParameters
@@ -71,16 +72,22 @@ class FusedDecodeStep:
     keep: tuple[Any, ...]
 
     def run(
-        self, rows: DecodeRows, caches: Any, parameters: SamplingParameters | None, uniform: np.ndarray | None
+        self,
+        rows: DecodeRows,
+        caches: Any,
+        parameters: SamplingParameters | None,
+        uniform: np.ndarray | None,
+        prefix: SharedPrefix | None = None,
     ) -> np.ndarray:
         """The tokens [R] int64 that follow the last tokens of the rows; negative for invalid logits. Bit-identical to
-        the separate calls. The result is valid until the next call.
+        the separate calls, but with a prefix. The result is valid until the next call.
 
         Args:
             rows: with positions and slots of their last tokens.
             caches: see `FusedStack.run`.
             parameters: sampling parameters of the rows; None: greedy.
             uniform: [R] float32, the random number of each row, with `parameters`.
+            prefix: shared by some of the rows, MLA only; each of them is longer.
 
         Raises:
             ValueError: a row's table is too short; no state was changed.
@@ -89,8 +96,9 @@ class FusedDecodeStep:
         where, positions, slots, tokens = rows.addresses
         draws = draws_struct(parameters, None if uniform is None else uniform.ctypes.data)
         too_short = self.stack.library.moe_decode_step(
-            self.kind, self.address, where, positions, slots, len(rows.listed), ctypes.addressof(draws), tokens
-        )
+            self.kind, self.address, where, positions, slots, len(rows.listed),
+            None if prefix is None else prefix.address, ctypes.addressof(draws), tokens,
+        )  # fmt: skip
         if too_short >= 0:
             raise ValueError(f"row {too_short} grows beyond its table of {self.width} tokens")
         return rows.tokens

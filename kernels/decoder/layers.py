@@ -140,7 +140,7 @@ class FusedMLA:
         struct = find(queries, plan)
         self.library.moe_mla_layer(
             kind, self.address, hidden.data_ptr(), hidden.stride(0), hidden.shape[0], positions.data_ptr(),
-            slots.data_ptr(), form, cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
+            slots.data_ptr(), form, cache.data_ptr(), cache.stride(0), struct.address, None, 0, out.data_ptr(),
         )  # fmt: skip
         return out
 

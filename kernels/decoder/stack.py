@@ -111,7 +111,7 @@ class FusedStack:
             chosen = (P * len(choices))(*(None if ids is None else ids.data_ptr() for ids in choices))
         self.library.moe_decoder(
             self.kind, self.address, ids.data_ptr(), len(ids), positions.data_ptr(), slots.data_ptr(),
-            struct.address, None if chosen is None else ctypes.addressof(chosen), out.data_ptr(),
+            struct.address, None, None if chosen is None else ctypes.addressof(chosen), out.data_ptr(),
         )  # fmt: skip
         return out
 

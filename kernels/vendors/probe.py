@@ -208,7 +208,7 @@ _remembered: ContextVar[dict[str, bool] | None] = ContextVar("remembered", defau
 
 @contextmanager
 def remembering(found: dict[str, bool]) -> Iterator[None]:
-    """Modules are searched once each while it is open: a search over hundreds of launches asks for the same ones."""
+    """Modules are searched once each while it is open: a search over hundreds of launches needs the same ones."""
     token = _remembered.set(found)
     try:
         yield

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moe_engine.models.config_fields import Fields, is_whole
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.module_rules import NONE, Modules, name_list
 from moe_engine.models.formats.plain import FLOATS, PLAIN
 from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, family_of
 
@@ -40,12 +41,14 @@ class BlockFP8Format:
     Attributes:
         block: rows and columns per scale; blocks at the edges are smaller.
         scale_format: ``ue8m0``: scales are powers of two, also those of activations.
+        plain: modules that the config names as not quantized, for the memory ledger; what is read follows the tensors.
         kept: kernel families whose rows multiply the weights as stored, for the memory ledger. Not in the `repr`, which
             names pages in the storage: the order of a set differs between processes.
     """
 
     block: tuple[int, int] = _KERNEL_BLOCK
     scale_format: str | None = None
+    plain: Modules = field(default=NONE, repr=False)
     kept: frozenset[str] = field(default=FAMILIES, repr=False)
 
     checkpoint: ClassVar[str] = "block-FP8"
@@ -58,7 +61,8 @@ class BlockFP8Format:
         block = section.raw.get("weight_block_size") or list(_KERNEL_BLOCK)
         if not isinstance(block, list) or len(block) != 2 or not all(is_whole(b) and b > 0 for b in block):
             section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
-        return cls((int(block[0]), int(block[1])), section.text("scale_fmt", None))
+        plain = Modules(parts=name_list(section, "ignored_layers", "modules_to_not_convert"))
+        return cls((int(block[0]), int(block[1])), section.text("scale_fmt", None), plain)
 
     @staticmethod
     def hint(dtype: str) -> str | None:
@@ -80,7 +84,9 @@ class BlockFP8Format:
         return name.endswith(("_scale_inv", ".scale", "_scale"))
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
-        return 1 + Fraction(4, prod(self.block)) if family_of(prefix) in self.kept else Fraction(dtype_bytes)
+        if prefix in self.plain or family_of(prefix) not in self.kept:
+            return Fraction(dtype_bytes)
+        return 1 + Fraction(4, prod(self.block))
 
     def held_by(self, kept: frozenset[str]) -> BlockFP8Format:
         """The format in which kernels hold the weights, if rows of these families multiply them as stored."""

@@ -8,7 +8,7 @@ types that a layer stacks have a common form of 8 bits, also with exactly their 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -154,12 +154,22 @@ class GGUFFormat(SchemeFormat):
 
 
 def matrix_types(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
-    """Matrix, ``*`` for all experts -> its block type, from tensors by the hub's names."""
-    return {
-        _EXPERT.sub(".experts.*.", name.removesuffix(".weight")): header.dtype
-        for name, header in headers.items()
-        if header.dtype in BLOCK_TYPES and len(header.shape) == 2 and "embed_tokens" not in name
-    }
+    """Matrix, ``*`` for all experts -> its block type, from tensors by the hub's names. Left out are matrices that are
+    dequantized: of stacks without a common form, and experts of a layer with such a stack."""
+    units: dict[str, dict[str, dict[str, str]]] = {}
+    for name, header in headers.items():
+        if name.endswith(".weight") and len(header.shape) == 2 and "embed_tokens" not in name:
+            matrix = _EXPERT.sub(".experts.*.", name.removesuffix(".weight"))
+            stack, (experts, is_expert, _) = _stack_of(matrix), matrix.partition(".experts.*.")
+            unit = units.setdefault(experts if is_expert else stack, {})
+            unit.setdefault(stack, {})[matrix] = header.dtype
+    kept = (unit for unit in units.values() if all(_has_form(set(types.values())) for types in unit.values()))
+    return {name: type for unit in kept for types in unit.values() for name, type in types.items()}
+
+
+def _has_form(types: Set[str]) -> bool:
+    """Whether matrices of these types have a common kernel form."""
+    return types <= BLOCK_TYPES.keys() and (len(types) == 1 or "MXFP4" not in types)
 
 
 def _schemes(types: Mapping[str, str]) -> dict[str, Blocks]:

@@ -26,7 +26,7 @@ from moe_engine.kernels.quantization.protocol import (
     QuantizedActivation,
     common_format,
 )
-from moe_engine.kernels.queries import PagedQueries
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
@@ -372,6 +372,22 @@ class MLAAttention:
         del mixed
         for part in others:
             chunks.merge(out, lse, *attend(part))
+
+    @property
+    def expands_slots(self) -> bool:
+        """Whether the fused layer attends to expanded rows as to the latent."""
+        return self.fused is not None and self._latent_scale == 1.0
+
+    def expand_slots(self, cache: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, H, N+V] of the rows of `cache` in slots [S] int32, and their rotary channels [S, R], for
+        activations of `dtype`."""
+        ints = torch.tensor([0, 1, len(slots)], dtype=torch.int32)
+        queries = PagedQueries([1], [len(slots)], ints[:1], ints[:2], ints[2:], slots[None], 1)
+        plan = self._backend.plan(AttentionBatch(None, queries))
+        like = torch.empty(0, dtype=dtype, device=cache.device)
+        chunk = AttentionChunk(slice(0, 1), queries, plan, absorbed=False)
+        kv, rope = self._expand(like, cache, queries, plan, len(slots), chunk)
+        return kv, rope.contiguous()
 
     def _expand(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int, chunk: AttentionChunk

@@ -95,6 +95,7 @@ def _report(path: str, reader: LogReader) -> Report:
         source,
         reader.launch.engine,
         reader.diagnosis,
+        has_flags=bool(reader.launch.flags),
         num_lines=reader.num_lines,
         num_batches=reader.num_batches,
         num_broken=reader.num_broken,

@@ -102,7 +102,7 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
 
 
 def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
-    """Aborts the startup on node 0 for a reason that only this node knows; whether node 0 replied in time."""
+    """Aborts the startup on node 0 for a reason found on this node alone; whether node 0 replied in time."""
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
     heartbeat: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     heartbeat.setsockopt(zmq.LINGER, 0)

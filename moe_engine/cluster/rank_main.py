@@ -112,7 +112,7 @@ class Follower:
                 self._progress.begin(message.plan)
                 self._kv_reports.planned(message.plan)
                 if self._reported_idle:
-                    self._heartbeat.beat_now()  # so that the leader knows this rank's position if this step hangs
+                    self._heartbeat.beat_now()  # so that the leader has this rank's position if this step hangs
                 self._execute(preparing.result(), message.plan).add_done_callback(self._stepped)
             elif isinstance(message, Masks):
                 preparing.result().sample(message.masks)

@@ -67,7 +67,7 @@ class Router:
         drops = [partial(self._drop_home, endpoint) for endpoint in range(num_endpoints if aware else 0)]
         self._known = [KnownPrefixes(max_tokens, drop) for drop in drops]
         self._homes: dict[int, set[int]] = {}
-        """Schedulers that know a prompt's first block, by its key."""
+        """Schedulers that have a prompt's first block, by its key."""
 
     def blocks_of(self, prompt_ids: list[int], namespace: Hashable = None) -> PromptBlocks | None:
         """What the other methods take of a prompt; None if the choice does not depend on it."""
@@ -108,7 +108,7 @@ class Router:
             self._known[endpoint].use(keys)
 
     def _drop_home(self, endpoint: int, key: int) -> None:
-        """A scheduler no longer knows a block."""
+        """A scheduler no longer has a block."""
         homes = self._homes.get(key)
         if homes is not None:
             homes.discard(endpoint)

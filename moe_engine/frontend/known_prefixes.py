@@ -1,4 +1,4 @@
-"""Prefixes that a scheduler has in its KV cache, as far as the frontend knows them from the requests sent there.
+"""Prefixes that a scheduler has in its KV cache, derived from the requests sent there.
 
 A prompt is cut into blocks of `BLOCK` tokens. The key of a block is a hash chained over all blocks before it, so that
 equal keys mean equal prefixes. A collision only leads to a poorer choice of scheduler: the scheduler compares tokens.
@@ -90,8 +90,10 @@ class KnownPrefixes:
         """Adds a prompt: its last block becomes the first to drop, its first block the last."""
         blocks = self.blocks
         for key in reversed(keys):
-            blocks.setdefault(key, 0)
-            blocks.move_to_end(key)
+            if key in blocks:
+                blocks.move_to_end(key)
+            else:
+                blocks[key] = 0
         while len(blocks) > self._max_blocks:
             key, _ = blocks.popitem(last=False)
             if self._dropped is not None:

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import EngineClient
+from moe_engine.frontend.read_ahead import read_ahead
 from moe_engine.storage.fingerprint import fingerprint_of
 from moe_engine.types.step_settings import LoraSettings
 
@@ -153,8 +154,11 @@ class ServedAdapters:
         self._in_transit.add(name)
         adapter = ServedAdapter(next(self._ids), name, os.path.abspath(os.path.expanduser(path)), pinned)
         try:
+            adapter.key = await asyncio.wait_for(read_ahead(adapter.path), LOAD_SECONDS)
             args = {"lora_id": adapter.id, "path": adapter.path}
             await self._client.collective_rpc("load_lora", args, LOAD_SECONDS)
+        except TimeoutError:
+            return self._failed(f"{adapter.path}: not read after {LOAD_SECONDS:.0f} s; check its file system")
         except MoeEngineError as error:
             if isinstance(error, EngineDeadError) and not self._client.health().alive:
                 raise

@@ -26,7 +26,7 @@ from moe_engine.processes.pipe_frames import read_frame, write_frame
 MAX_MEMORY_BYTES = 8 << 30
 NICENESS = 5
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "AVIF", "JPEG2000")
-"""Formats that are decoded. Pillow knows others, of which some start programs (EPS: Ghostscript)."""
+"""Formats that are decoded. Pillow supports others, of which some start programs (EPS: Ghostscript)."""
 _TOO_LARGE = "needs too much memory; send a smaller image"
 
 

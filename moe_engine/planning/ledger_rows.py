@@ -27,7 +27,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
     redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
     weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
-    weights -= 2 * given.bf16_gates()
+    weights += given.tied_head_bytes - 2 * given.bf16_gates()
     detail = f"{count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
         detail += f", {stored} " + ("as stored" if kept.name else "dequantized while loading")
@@ -56,6 +56,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *image_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
+        *_prefix_rows(given),
         *runner_rows(given),
         *_exchange_rows(given),
         *graph_row(
@@ -92,6 +93,17 @@ def _attention_rows(given: SizingInput) -> list[LedgerRow]:
     if given.draft is not None and kernels.draft is not None:
         rows += draft_workspace_rows(kernels.draft.row("attention"), given.draft, *sizes)
     return rows
+
+
+def _prefix_rows(given: SizingInput) -> list[LedgerRow]:
+    """The expanded prefix of decodes on a CPU, at its largest."""
+    several = given.parallel.topology != sizes.ONE_RANK  # whole decode steps are one call on a single rank only
+    if several or given.machine.device != "cpu" or given.kernels.model.row("attention").name != "cpu":
+        return []
+    tokens, each = sizes.expanded_prefix(given.local_model, given.dtype_bytes)
+    tokens = min(tokens, given.limits.context_len // sizes.EXPANDED_PREFIX_STEP * sizes.EXPANDED_PREFIX_STEP)
+    detail = f"keys and values of {tokens} tokens that decodes share"
+    return [LedgerRow("expanded prefix", tokens * each, detail)] if tokens else []
 
 
 def _expert_rows(given: SizingInput) -> list[LedgerRow]:

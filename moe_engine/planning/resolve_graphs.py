@@ -77,7 +77,7 @@ def resolve_graphs(
 def note_graphs(
     args: EngineArgs, graphs: GraphSettings, machine: Machine, limits: StepLimits, running: int, record: Record
 ) -> None:
-    """Logs the captured sizes and the reason of the largest, with a remark on flags that ask for more.
+    """Logs the captured sizes and the reason of the largest, with a remark on flags with larger values.
 
     Args:
         graphs: without sizes that no step can have.

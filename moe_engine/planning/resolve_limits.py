@@ -95,7 +95,7 @@ def resolve_limits(
         machine: one rank's share.
 
     Raises:
-        ConfigError: flags ask for steps that do not fit the dispatcher's buffers.
+        ConfigError: flags set steps that do not fit the dispatcher's buffers.
     """
     launch = _Launch(args, model, machine, parallel, page_size, dtype_bytes)
     groups = parallel.topology.attn_dp_size
@@ -231,7 +231,7 @@ def _fitting_requests(launch: _Launch, limits: StepLimits, running: _Size) -> _S
     """Running requests whose decodes fit a dispatch.
 
     Raises:
-        ConfigError: a flag asks for more, or not even one fits.
+        ConfigError: a flag sets more, or not even one fits.
     """
     most, each = limits.dispatch_limit * limits.ranks // limits.tokens_each, limits.tokens_each
     if running.value <= most:
@@ -249,7 +249,7 @@ def _fitting_chunk(launch: _Launch, limits: StepLimits, chunk: _Size) -> _Size:
     """A chunk that fits a dispatch, beside the tokens of running requests that the MTP layers recompute.
 
     Raises:
-        ConfigError: a flag asks for more, or not even a page fits.
+        ConfigError: a flag sets more, or not even a page fits.
     """
     page = launch.page_size
     room = limits.dispatch_limit * limits.ranks - limits.followed_again * limits.running

@@ -19,7 +19,7 @@ MOST_THREADS = 256
 
 
 def loader_threads(model: ModelArgs) -> int | None:
-    """The threads that the flag asks for; None without ``enable_multithread_load``.
+    """The number of threads in the flag; None without ``enable_multithread_load``.
 
     Raises:
         ConfigError: a wrong value. NotAvailableYet: a setting of another loader.

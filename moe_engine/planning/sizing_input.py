@@ -22,6 +22,8 @@ from moe_engine.types.step_settings import GraphSettings, LoraSettings
 MIN_USEFUL_TOKENS = 128
 KEEP_GATES = ("cpu", "triton")
 """Rows of ops that read a router's weight in bfloat16; the torch row keeps it in float32."""
+PACKS_HEAD = ("cpu",)
+"""Rows of linear that keep a tied head in a layout of their own, beside the embedding."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ class SizingInput:
             return 0
         own = sizes.num_gate_elements(self.model)
         return sizes.num_gate_elements(self.model, include_mtp=True) - own if mtp else own
+
+    @property
+    def tied_head_bytes(self) -> int:
+        """Bytes of a head tied to the embedding that is not the embedding's tensor: packed, or sharded differently."""
+        model, topology = self.model, self.parallel.topology
+        spans = topology.attn_dp_size > 1 and not topology.enable_dp_lm_head
+        packed = self.kernels.model.row("linear").name in PACKS_HEAD
+        if not model.tie_word_embeddings or model.pooling is not None or not (packed or spans):
+            return 0
+        parts = topology.tp_size if spans else topology.attn_tp_size
+        return -(-model.vocab_size // parts) * model.hidden_size * self.dtype_bytes
 
     @property
     def local_model(self) -> ModelConfig:

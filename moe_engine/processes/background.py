@@ -69,7 +69,7 @@ def yielding() -> Iterator[None]:
 
 
 def in_idle_time(work: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:
-    """The result of `work` from a thread that computes only while no other thread wants its core. If it has no result
+    """The result of `work` from a thread that computes only while no other thread needs its core. If it has no result
     after `patience` seconds, the calling thread does the same work, so `work` must be safe in two threads."""
     if sys.platform != "linux":
         return work()

@@ -135,8 +135,8 @@ class FrameChildren(Generic[Child]):
         self._closed = False
 
     def call(self, ask: Callable[[Child], Answer]) -> Answer:
-        """The result of `ask` for a process; blocking. If the process ends meanwhile, another one is asked: the kernel
-        may have killed it for other processes' memory.
+        """The result of `ask` for a process; blocking. If the process ends meanwhile, another one takes the call: the
+        kernel may have killed it for other processes' memory.
 
         Raises:
             EOFError: the second process has ended too.

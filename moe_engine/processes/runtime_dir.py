@@ -78,7 +78,7 @@ def _places() -> list[str]:
 
 
 def _temporary() -> str:
-    """The temporary directory; empty if no directory is writable that `tempfile` knows."""
+    """The temporary directory; empty if none of the directories that `tempfile` tries is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:

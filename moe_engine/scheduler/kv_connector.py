@@ -1,4 +1,4 @@
-"""Interface to KV outside the pool: host RAM, later remote engines. Method names are vLLM's.
+"""Interface to KV outside the pool: host RAM, storage, other servers. Method names are vLLM's.
 
 The scheduler side, here, decides and does the bookkeeping: it hands evicted blocks to the connector before their slots
 are reused, lets requests wait for KV (`Status.WAITING_FOR_KV`), and sends the copies in plans (`StepPlan.kv_ops`).

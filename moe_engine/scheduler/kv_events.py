@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 MEDIUM = "GPU"
-"""Blocks of the KV cache itself; also on a CPU, because subscribers know this name."""
+"""Blocks of the KV cache itself; also on a CPU, because subscribers expect this name."""
 _PAIRS = 1 << 32
 Event = tuple[Any, ...]
 

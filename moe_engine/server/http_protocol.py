@@ -249,9 +249,7 @@ class Connection(HttpToolsProtocol):
             self.url = b"/" + self.url.lstrip(b"/")
         super().on_headers_complete()
         scope: Any = self.scope
-        if (
-            scope["http_version"] == "1.0"
-        ):  # such a client does not know chunks: the end of the connection ends the body
+        if scope["http_version"] == "1.0":  # such a client supports no chunks: the end of the connection ends the body
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _AnyLength()
         chunked = any(name == b"transfer-encoding" and b"chunked" in value.lower() for name, value in self.headers)

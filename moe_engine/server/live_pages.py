@@ -11,7 +11,7 @@ HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache"}
 
 
 def wants_page(accept: str) -> bool:
-    """Whether a client asks for a page rather than its data: browsers do."""
+    """Whether a request accepts HTML, as those of browsers do."""
     return "text/html" in accept
 
 

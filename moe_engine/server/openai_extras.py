@@ -1,4 +1,4 @@
-"""Fields of SGLang's and vLLM's answers beyond OpenAI's, which a request asks for: token ids, `meta_info`, `sglext`."""
+"""Fields of SGLang's and vLLM's answers beyond OpenAI's, selected by the request: token ids, `meta_info`, `sglext`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ParseApi:
 
 @lru_cache
 def _unsupported(field: str) -> frozenset[str]:
-    """Values that the flag of the same name knows and that are not implemented yet."""
+    """Values that the flag of the same name has and that are not implemented yet."""
     from moe_engine.config.field import fields_of  # lazy: the package imports numpy
     from moe_engine.config.server import ServerArgs
 

@@ -1,4 +1,4 @@
-"""Grammars in GBNF as llguidance's converter reads them: it knows no `|` at the beginning of a line, and writes `\\u`
+"""Grammars in GBNF as llguidance's converter reads them: it accepts no `|` at the beginning of a line, and writes `\\u`
 and `\\U` escapes without their leading zeros."""
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def load_chat_template(
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI's "developer" role becomes "system": templates that do not know it would silently drop the message."""
+    """OpenAI's "developer" role becomes "system": templates without this role would silently drop the message."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

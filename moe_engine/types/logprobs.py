@@ -1,4 +1,4 @@
-"""Log-probabilities that a request asks for, and their packed form. Standard library only."""
+"""Log-probabilities of a request, and their packed form. Standard library only."""
 
 from __future__ import annotations
 

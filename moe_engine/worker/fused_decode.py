@@ -11,12 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from moe_engine.kernels.decoder.decode_step import DecodeRows, DecodeTables, FusedDecodeStep
 from moe_engine.kernels.decoder.layers import most_tokens
+from moe_engine.kernels.decoder.shared_prefix import SharedPrefix
 from moe_engine.models.batch import Model
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.mla import MLAAttention
+from moe_engine.models.sizes import expanded_prefix
 from moe_engine.types import StepPlan
+from moe_engine.worker.batch.expanded_prefix import ExpandedPrefix
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
 
@@ -30,6 +35,7 @@ class FusedDecode:
     Args:
         kv: the KV caches of the layers.
         advance: called after each step.
+        prefixes: of decodes that share one; None: all attention is absorbed.
     """
 
     def __init__(
@@ -39,7 +45,11 @@ class FusedDecode:
         sampler: Sampler,
         kv: Sequence[Any],
         advance: Advance | None = None,
+        prefixes: ExpandedPrefix | None = None,
     ) -> None:
+        self._prefixes = prefixes
+        self._prefix: SharedPrefix | None = None
+        self._seen = -1  # changes of the rows for which the prefix was sought
         self._advance = advance
         self._step = step
         self._rows = rows
@@ -54,6 +64,7 @@ class FusedDecode:
             return False
         if self._same.listed != plan.rows:
             self._same = DecodeRows(list(plan.rows))
+            self._seen = -1
         return self._rows.only_sample(plan.rows, self._same.rows)
 
     def run(self, plan: StepPlan) -> np.ndarray:
@@ -68,7 +79,10 @@ class FusedDecode:
         parameters, uniform = self._sampler.parameters(same.rows), None
         if parameters is not None:
             uniform = self._sampler.numbers(same.rows, same.positions + 1)
-        tokens = self._step.run(same, self._kv, parameters, uniform)
+        if self._prefixes is not None and self._seen != self._rows.changes:
+            self._prefix = self._prefixes.of(same.rows, same.positions)
+            self._seen = self._rows.changes
+        tokens = self._step.run(same, self._kv, parameters, uniform, self._prefix)
         if self._advance is not None:
             self._advance(same.rows, same.positions + 1, np.maximum(tokens, 0))
         return tokens
@@ -81,14 +95,33 @@ def fused_decode(
     kv: Sequence[Any],
     windows: Sequence[int | None],
     advance: Advance | None,
+    expands: bool = False,
 ) -> FusedDecode | None:
     """None if a part of the model, of its cache or of sampling has no kernel in the call.
 
     Args:
         windows: of the model's cache groups.
+        expands: attention to a prefix of many decodes may be expanded; results then depend on the batch.
     """
     special = rows.windows is not None or rows.images is not None or len(windows) != 1
     if special or not isinstance(model, Decoder) or sampler.kernel.name != "cpu":
         return None
     step = model.decode_step(DecodeTables(rows.slot_table, rows.last_token, windows[0]))
-    return None if step is None else FusedDecode(step, rows, sampler, kv, advance)
+    if step is None:
+        return None
+    prefixes = _prefixes(model, rows, kv) if expands else None
+    return FusedDecode(step, rows, sampler, kv, advance, prefixes)
+
+
+def _prefixes(model: Decoder, rows: RequestRows, kv: Sequence[Any]) -> ExpandedPrefix | None:
+    """None if attention has another form, or no prefix fits into the memory."""
+    dtype, layers = model.embedding.weight.dtype, [layer.attention for layer in model.layers]
+    most, _ = expanded_prefix(model.config, dtype.itemsize)
+    if not most or not all(isinstance(layer, MLAAttention) and layer.expands_slots for layer in layers):
+        return None
+
+    def expand(slots: np.ndarray) -> SharedPrefix:
+        where = torch.from_numpy(slots)
+        return SharedPrefix([layer.expand_slots(cache, where, dtype) for layer, cache in zip(layers, kv, strict=False)])
+
+    return ExpandedPrefix(rows, expand, most)

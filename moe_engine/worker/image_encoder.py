@@ -93,7 +93,7 @@ class ImageEncoder:
 
     def _encode_together(self, group: Group, images: Mapping[bytes, ImageTokens]) -> None:
         """Each rank encodes its part of the unknown images; the sum over ranks of tables that are 0 elsewhere has the
-        rows of all. Ranks know the same images, because they run the same steps."""
+        rows of all. Ranks have the same images, because they run the same steps."""
         unknown = [image for key, image in images.items() if key not in self._known]
         if len(unknown) < 2:
             return  # one image: its rows cost less than their way from another rank

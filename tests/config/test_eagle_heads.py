@@ -74,6 +74,11 @@ def test_heads_by_architecture_and_tensors(target: Path, tmp_path: Path) -> None
     assert (head.tapped, head.own_head, head.has_ids, head.attention_input) == ((2, 5, 7), 100, True, 128)
     ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8], "use_aux_hidden_state": True}}
     assert found(start(target, write(tmp_path / "b", **ids))).tapped == (2, 5, 9)
+    inputs = {"eagle_aux_hidden_state_layer_ids": [0, 4, 10]}  # as vLLM counts: the inputs of these layers
+    assert found(start(target, write(tmp_path / "b", **inputs))).tapped == (0, 4, 10)
+    assert found(start(target, write(tmp_path / "b", **inputs | ids))).tapped == (2, 5, 9)
+    none = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}}
+    assert found(start(target, write(tmp_path / "b", **none))).tapped == (2, 5, 7)
     names = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4}
     assert found(start(target, write(tmp_path / "c", **names, **MLA))).layer.attention.kind == "mla"
     for names in (

@@ -170,7 +170,7 @@ def test_a_head_sees_the_embeddings_of_images(tmp_path: Path, axes: bool, chunk:
     and without three axes in the head, in chunks that end inside an image, and behind a cached image."""
     path = make_checkpoint("qwen2_5_vl", tmp_path / "model", random.randrange(1000), num_hidden_layers=LAYERS)
     oracle = Oracle(path)
-    head = ReferenceHead(Form(theta=THETA), target_of(oracle), random.randrange(1000))
+    head = ReferenceHead(Form(fields={"rope_theta": THETA}), target_of(oracle), random.randrange(1000))
     scaling = {"rope_scaling": {"type": "mrope", "mrope_section": list(SECTIONS)}, "rope_parameters": None}
     scaling |= {"rope_theta": THETA}
     flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head.write(tmp_path / "head", **(

@@ -87,6 +87,11 @@ def test_the_published_model(tmp_path: Path) -> None:
     assert of_rank.layers[0] == ((1, 192), (1, 128)) == of_rank.layers[1]
     weights = sizes.weight_bytes(config, 2, topology=Topology(8, ep_size=8), format=config.weight_format)
     assert weights == pytest.approx(309e9 / 8 + 152576 * 4096 * 2 * 2 / 8, rel=0.02)
+    quantized = parse(
+        tmp_path, PUBLISHED | {"quantization_config": PUBLISHED["quantization_config"] | {"ignored_layers": []}}
+    )
+    less = sizes.weight_bytes(config, 2, topology=Topology(8, ep_size=8), format=quantized.weight_format)
+    assert weights - less == pytest.approx(48 * 4096 * 64 * 128 / 8, rel=1e-3), "o_proj is bfloat16"
 
 
 def test_the_published_names_mean_what_transformers_reads(tmp_path: Path) -> None:

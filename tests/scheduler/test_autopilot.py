@@ -4,6 +4,7 @@ simulation."""
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from dataclasses import dataclass
 from itertools import pairwise
@@ -266,7 +267,8 @@ def test_noise_is_the_standard_error_of_the_throughput() -> None:
     assert fmean(errors) == pytest.approx(stdev(rates) / fmean(rates), rel=0.2)
 
 
-def test_a_loss_within_the_noise_is_not_undone() -> None:
+def test_a_loss_within_the_noise_is_not_undone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "moe_engine")
     plant = Plant.create()
     while plant.pilot.counts.tried == 0:
         plant.step(100, 0.05, blocked=True)
@@ -274,6 +276,7 @@ def test_a_loss_within_the_noise_is_not_undone() -> None:
     while plant.pilot.counts.kept + plant.pilot.counts.undone == 0:
         plant.step(next(bursts), 0.05)
     assert plant.pilot.counts.kept == 1
+    assert "token/s, a loss within the noise." in caplog.messages[-1]
 
 
 def test_changes_that_give_more_room_go_together_and_early() -> None:

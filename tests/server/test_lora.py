@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.frontend import read_ahead, served_adapters
 from moe_engine.types.step_settings import LoraAdapter, LoraSettings
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, in_process, post
@@ -131,6 +136,46 @@ async def test_loading_and_unloading_under_traffic() -> None:
         assert full.status_code == 400 and "--max-loaded-loras" in full.json()["error_message"]
         unknown = await change("unload", lora_name="es")
         assert unknown.status_code == 400 and "no LoRA adapter" in unknown.json()["error_message"]
+
+
+async def test_a_hanging_mount_delays_the_adapter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on, and so do other adapters: the ranks, which read between steps, are not asked before the files
+    are in the page cache. Without an answer of the mount the adapter is refused."""
+    client, mounted, begun = Ranks(), threading.Event(), threading.Event()
+    client.may_answer.set()
+    read, slow = read_ahead._read, str(tmp_path / "slow")
+
+    def hanging(folder: str) -> None:
+        if folder == slow:
+            begun.set()
+            assert mounted.wait(60)
+        read(folder)
+
+    monkeypatch.setattr(read_ahead, "_read", hanging)
+    for name in ("slow", "fast"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(random.randbytes(9 << 20))
+        os.mkfifo(tmp_path / name / "pipe")
+    async with in_process(client, lora=LORA) as http:
+
+        def load(name: str) -> asyncio.Task[httpx.Response]:
+            body = {"lora_name": name, "lora_path": str(tmp_path / name)}
+            return asyncio.create_task(http.post("/load_lora_adapter", json=body))
+
+        loading = load("slow")
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert (await http.post("/generate", json={"text": "a", "lora_path": "fr"})).status_code == 200
+        assert client.called == [] and not loading.done()
+        mounted.set()
+        assert (await loading).status_code == 200 and client.called == [("load_lora", 3)]
+        assert (await http.post("/unload_lora_adapter", json={"lora_name": "slow"})).status_code == 200
+        mounted.clear()
+        monkeypatch.setattr(served_adapters, "LOAD_SECONDS", 0.05)
+        refused = await load("slow")
+        assert refused.status_code == 400 and "check its file system" in refused.json()["error_message"]
+        mounted.set()
+        monkeypatch.setattr(served_adapters, "LOAD_SECONDS", 60.0)
+        assert (await load("fast")).status_code == 200
 
 
 def test_without_lora() -> None:

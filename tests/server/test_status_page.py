@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,21 @@ def test_state_and_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert re.search(r"<summary[^>]*>reasoning</summary><div[^>]*>why<", dom)
     assert re.search(r'class="text">ok <', dom) and 'class="call">f({"a": 1})<' in dom
     assert re.search(r'class="note">\d+ \+ \d+ tokens, .* tool_calls<', dom)
+
+
+class GeneratingClient(FakeClient):
+    """Short requests end between two polls of the page: none runs when it asks, and the tokens have grown."""
+
+    async def call(self, method: str, **args: Any) -> Any:
+        self.state["generation_tokens_total"] = self.state.get("generation_tokens_total", 0) + 500
+        return await super().call(method, **args)
+
+
+@needs_browser
+def test_throughput_counts_short_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dom = in_browser(GeneratingClient(), "", tmp_path, monkeypatch)
+    assert text_of(dom, "running") == "0" and float(text_of(dom, "throughput")) > 10
+    assert int(text_of(dom, "most")) > 10
 
 
 @needs_browser

@@ -8,7 +8,7 @@ Legend: T tokens, D hidden, F width of the target's states, W draft vocabulary.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,15 @@ class Target:
     @torch.no_grad()
     def states(self, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
         """[T, F]: the concatenated outputs of the layers `taps`; without taps, the last state after the norm."""
+        outputs = []
+        last = self.model.model.layers[-1]  # hidden_states has its output after the final norm
+        hook = last.register_forward_hook(lambda *call: outputs.append(_first(call[-1])))
         found = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+        hook.remove()
         if not taps:
             return found.last_hidden_state[0]
-        return torch.cat([found.hidden_states[layer + 1][0] for layer in taps], dim=-1)
+        states = [*found.hidden_states[:-1], *outputs]
+        return torch.cat([states[layer + 1][0] for layer in taps], dim=-1)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.model.lm_head(states)
@@ -57,8 +62,9 @@ class Target:
 class Form:
     """The structure of a head.
 
-    layer: ``llama`` or ``deepseek``. num_tokens: size of an EAGLE-3 draft vocabulary; 0: the target's. token_map: ids
-    that an EAGLE-2 head drafts.
+    layer: ``llama``, ``qwen2``, ``qwen3`` or ``deepseek``. num_tokens: size of an EAGLE-3 draft vocabulary; 0: the
+    target's. token_map: ids that an EAGLE-2 head drafts. tapped: layers whose outputs EAGLE-3 reads; -1: the
+    embedding. fields: further fields of the layer's config.
     """
 
     eagle3: bool = True
@@ -72,11 +78,12 @@ class Form:
     norms_output: bool = False
     own_head: bool = True
     num_layers: int = 1
-    theta: float = 10000.0
+    tapped: tuple[int, ...] = TAPS
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return TAPS if self.eagle3 else ()
+        return self.tapped if self.eagle3 else ()
 
 
 class ReferenceHead(nn.Module):
@@ -103,10 +110,10 @@ class ReferenceHead(nn.Module):
 
     def _build(self, of: Any) -> None:
         form, size = self.form, of.hidden_size
-        self.config = config = _layer_config(form.layer, of, form.theta)
+        self.config = config = _layer_config(form, of)
         self.layer, self._rotary = _layer(form.layer, config)
         self.further = nn.ModuleList(_layer(form.layer, config)[0] for _ in range(form.num_layers - 1))
-        width = len(TAPS) * size if form.eagle3 else 2 * size
+        width = len(form.taps) * size if form.eagle3 else 2 * size
         self.fc = nn.Linear(width, size, bias=form.bias)
         if not form.eagle3:
             self.layer.input_layernorm = nn.Identity()
@@ -114,15 +121,15 @@ class ReferenceHead(nn.Module):
         attention = self.layer.self_attn
         for name in _PROJECTIONS:
             if getattr(attention, name, None) is not None:
-                setattr(attention, name, nn.Linear(2 * size, getattr(attention, name).out_features, bias=False))
+                setattr(attention, name, _widened(getattr(attention, name), 2 * size))
         norm = type(self.layer.post_attention_layernorm)
         self.hidden_norm, self.norm = norm(size, config.rms_norm_eps), norm(size, config.rms_norm_eps)
         if form.own_head:
             self.lm_head = nn.Linear(size, form.num_tokens or of.vocab_size, bias=False)
         if form.norms_joined:
-            self.input_norm = norm(len(TAPS) * size, config.rms_norm_eps)
+            self.input_norm = norm(len(form.taps) * size, config.rms_norm_eps)
         if form.norms_states:
-            self.fc_norm = nn.ModuleList(norm(size, config.rms_norm_eps) for _ in TAPS)
+            self.fc_norm = nn.ModuleList(norm(size, config.rms_norm_eps) for _ in form.taps)
 
     @property
     def target(self) -> Target:
@@ -135,7 +142,7 @@ class ReferenceHead(nn.Module):
         if self.form.norms_joined:
             states = self.input_norm(states)
         if self.form.norms_states:
-            parts = states.chunk(len(TAPS), dim=-1)
+            parts = states.chunk(len(self.form.taps), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(states)
 
@@ -227,7 +234,11 @@ class ReferenceHead(nn.Module):
             config |= {"draft_vocab_size": form.num_tokens or size, "norm_before_residual": form.norms_residual}
             config |= {"fc_norm": form.norms_states, "norm_output": form.norms_output}
             config |= {"norm_before_fc": form.norms_joined}
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
+            field = "eagle_aux_hidden_state_layer_ids"
+            if -1 in form.taps:  # which only vLLM's field names
+                config[field] = [layer + 1 for layer in form.taps]
+            else:
+                config["eagle_config"] = {field: list(form.taps), "use_aux_hidden_state": True}
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder
 
@@ -243,13 +254,18 @@ def _published(name: str, prefix: str) -> str:
     return name.replace("layer.", f"{prefix}.", 1) if name.startswith("layer.") else name
 
 
+def _widened(projection: nn.Linear, width: int) -> nn.Linear:
+    return nn.Linear(width, projection.out_features, bias=projection.bias is not None)
+
+
 def _architecture(form: Form) -> str:
-    if form.layer == "deepseek":
-        return "Eagle3DeepseekV2ForCausalLM" if form.eagle3 else "DeepseekV3ForCausalLMEagle"
-    return "LlamaForCausalLMEagle3" if form.eagle3 else "LlamaForCausalLM"
+    family = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "deepseek": "DeepseekV3"}[form.layer]
+    if form.eagle3:
+        return "Eagle3DeepseekV2ForCausalLM" if form.layer == "deepseek" else f"{family}ForCausalLMEagle3"
+    return f"{family}ForCausalLM" + ("" if form.layer == "llama" else "Eagle")
 
 
-def _layer_config(kind: str, of: Any, theta: float) -> Any:
+def _layer_config(form: Form, of: Any) -> Any:
     import transformers
 
     common = {
@@ -257,19 +273,27 @@ def _layer_config(kind: str, of: Any, theta: float) -> Any:
         "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
         "bos_token_id": of.bos_token_id, "eos_token_id": of.eos_token_id, "tie_word_embeddings": False,
     }  # fmt: skip
-    if kind == "llama":
-        return transformers.LlamaConfig(**common, rope_theta=theta)
+    if form.layer != "deepseek":
+        config = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[form.layer]
+        return getattr(transformers, config)(**common | form.fields)
     mla = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 24}
-    return transformers.DeepseekV3Config(**common | mla | {"num_key_value_heads": 4, "first_k_dense_replace": 1})
+    mla |= {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+    return transformers.DeepseekV3Config(**common | mla | form.fields)
 
 
 def _layer(kind: str, config: Any) -> tuple[Any, Any]:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.llama import modeling_llama as llama
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
     config._attn_implementation = "sdpa"
     if kind == "llama":
         return llama.LlamaDecoderLayer(config, 0), llama.LlamaRotaryEmbedding(config)
+    if kind == "qwen2":
+        return qwen2.Qwen2DecoderLayer(config, 0), qwen2.Qwen2RotaryEmbedding(config)
+    if kind == "qwen3":
+        return qwen3.Qwen3DecoderLayer(config, 0), qwen3.Qwen3RotaryEmbedding(config)
     return deepseek.DeepseekV3DecoderLayer(config, 0), deepseek.DeepseekV3RotaryEmbedding(config)
 
 

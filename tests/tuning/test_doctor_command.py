@@ -103,6 +103,12 @@ def test_a_log_of_something_else(log, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_log_without_its_beginning(log, capsys):
+    for lines, hint in ((BAD, True), ([flags(), *BAD], False)):
+        assert main(["doctor", "--log", log(lines)]) == 1
+        assert ("no server_args line" in capsys.readouterr().out) is hint
+
+
 @pytest.mark.parametrize(
     ("engine", "line"),
     [

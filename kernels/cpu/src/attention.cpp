@@ -3,6 +3,7 @@
 #include "api.h"
 #include "attention_together.h"
 #include "fp8.h"
+#include "prefix.h"
 
 namespace moe {
 
@@ -244,8 +245,10 @@ struct ExpandedSource {
 
 template <class T>
 static void absorbed(int form, const T* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
-                     const Queries& queries, int64_t heads, int64_t latent, int64_t rotary, float scale, T* out) {
-  const Heads<T> h{q, q_token, q_head, out, heads * latent, latent, 1, heads, latent + rotary, latent, scale};
+                     const Queries& queries, int64_t heads, int64_t latent, int64_t rotary, float scale, T* out,
+                     float* sums = nullptr) {
+  const Heads<T> h{q, q_token, q_head, out, heads * latent, latent, 1, heads, latent + rotary, latent, scale,
+                   nullptr, sums};
   const LatentSource<T> source{queries, form, cache, row, latent + rotary, latent};
   Attention<T, LatentSource<T>>(queries, h, source).run(64);
 }
@@ -262,13 +265,42 @@ static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const v
 template <class T>
 static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, int64_t kv_row, int64_t kv_head,
                      const T* rope, int64_t rope_row, const Queries& queries, bool by_slots, int64_t heads,
-                     int64_t nope, int64_t rotary, int64_t value, float scale, T* out) {
-  const Heads<T> h{q, q_token, q_head, out, heads * value, value, heads, 1, nope + rotary, value, scale};
+                     int64_t nope, int64_t rotary, int64_t value, float scale, T* out, float* sums = nullptr) {
+  const Heads<T> h{q, q_token, q_head, out, heads * value, value, heads, 1, nope + rotary, value, scale, nullptr,
+                   sums};
   int64_t* starts = scratch<int64_t>(SHARED_STATS, queries.requests + 1);
   starts[0] = 0;
   for (int64_t r = 0; r < queries.requests; r++) starts[r + 1] = starts[r] + queries.contexts[r];
   const ExpandedSource<T> source{by_slots ? &queries : nullptr, starts, kv, rope, kv_row, kv_head, rope_row, nope, rotary, value};
   Attention<T, ExpandedSource<T>>(queries, h, source).run(128);
+}
+
+template <class T>
+static void add_prefix(const SharedPrefix& p, int64_t layer, const T* q, int64_t heads, int64_t nope, int64_t rotary,
+                       int64_t value, float scale, const float* sums, T* values) {
+  const int64_t head = nope + rotary, size = sizeof(T), q_bytes = ceil_div(p.members * heads * head * size, 64) * 64;
+  const int64_t out_bytes = ceil_div(p.members * heads * value * size, 64) * 64;
+  char* memory = scratch<char>(PREFIX, q_bytes + out_bytes + p.members * heads * 4);
+  T *rows = reinterpret_cast<T*>(memory), *out = reinterpret_cast<T*>(memory + q_bytes);
+  float* own = reinterpret_cast<float*>(memory + q_bytes + out_bytes);
+  for (int64_t m = 0; m < p.members; m++)
+    std::memcpy(rows + m * heads * head, q + p.requests[m] * heads * head, size_t(heads * head * size));
+  const int32_t row = 0, starts[2] = {0, int32_t(p.members)}, context = int32_t(p.length);
+  const Queries all{1, &row, starts, &context, nullptr, 0, nullptr, 0, nullptr, 1};
+  expanded(rows, heads * head, head, static_cast<const T*>(p.kv[layer]), heads * (nope + value), nope + value,
+           static_cast<const T*>(p.rope[layer]), rotary, all, false, heads, nope, rotary, value, scale, out, own);
+  parallel_ranges(p.members * heads, 20, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) {
+      const int64_t at = p.requests[i / heads] * heads + i % heads;
+      const float weight = 1.f / (1.f + std::exp2(sums[at] - own[i]));  // of the prefix
+      const F16 more = set1(weight), less = set1(1.f - weight);
+      for (int64_t v = 0; v < value; v += LANES) {
+        T* to_value = values + at * value + v;
+        const F16 sum = load_some(out + i * value + v, value - v) * more;
+        store_some(to_value, fma(load_some(to_value, value - v), less, sum), value - v);
+      }
+    }
+  });
 }
 
 // Calls copy(slot, index) for every row of every request's context, in order.
@@ -293,12 +325,34 @@ static void gather(const Queries& q, const Copy& copy) {
   });
 }
 
+#define IN(type, p) static_cast<const type*>(p)
+#define OUT(type, p) static_cast<type*>(p)
+
+void absorbed_behind(const SharedPrefix& prefix, int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head,
+                     const void* cache, int64_t row, const Queries& queries, int64_t heads, int64_t latent,
+                     int64_t rotary, float scale, void* out, float* sums) {
+  int32_t* first = scratch<int32_t>(SHARED_STATS, queries.requests);
+  std::fill(first, first + queries.requests, 0);
+  for (int64_t m = 0; m < prefix.members; m++) first[prefix.requests[m]] = int32_t(prefix.length);
+  Queries behind = queries;
+  behind.first = first;
+  if (is_bf16)
+    absorbed(form, IN(bf16, q), q_token, q_head, cache, row, behind, heads, latent, rotary, scale, OUT(bf16, out), sums);
+  else
+    absorbed(form, IN(float, q), q_token, q_head, cache, row, behind, heads, latent, rotary, scale, OUT(float, out), sums);
+}
+
+void add_prefix(const SharedPrefix& prefix, int64_t layer, int is_bf16, const void* q, int64_t heads, int64_t nope,
+                int64_t rotary, int64_t value, float scale, const float* sums, void* values) {
+  if (is_bf16)
+    add_prefix(prefix, layer, IN(bf16, q), heads, nope, rotary, value, scale, sums, OUT(bf16, values));
+  else
+    add_prefix(prefix, layer, IN(float, q), heads, nope, rotary, value, scale, sums, OUT(float, values));
+}
+
 }  // namespace moe
 
 using namespace moe;
-
-#define IN(type, p) static_cast<const type*>(p)
-#define OUT(type, p) static_cast<type*>(p)
 
 API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
                       int64_t row, const Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale,

@@ -26,6 +26,8 @@ struct Queries {
   int64_t slots_row;
   const uint64_t* visible;  // per query token: mask of visible query tokens of its request; null: causal
   int64_t window;           // positions that a query token sees, its own included; 0: all
+  const int32_t* first;     // per request: the first position to attend to, a multiple of BLOCK; null: 0
+  int64_t outside;          // 1: query tokens are not in the context and see all of it
 
   int64_t tokens(int64_t r) const { return starts[r + 1] - starts[r]; }
 };
@@ -56,6 +58,7 @@ struct Heads {
   int64_t key_width, value_width;
   float scale;
   const float* sinks = nullptr;  // [H]: a logit of each head that takes part in the softmax, without a value
+  float* sums = nullptr;         // [T, H], if not null: output of the log2-sum-exp of the scores
 };
 
 // Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
@@ -115,16 +118,19 @@ struct Attention {
   int64_t running_floats(int64_t columns) const { return panels_of(columns) * LANES * (value + 2); }
 
   // The position of a request's first query token.
-  int64_t first_query(const Unit& u) const { return queries.contexts[u.request] - queries.tokens(u.request); }
+  int64_t first_query(const Unit& u) const {
+    return queries.contexts[u.request] - (queries.outside ? 0 : queries.tokens(u.request));
+  }
 
   // Columns count tokens first: column c is token c / group_heads, head c % group_heads.
   int64_t last_position(const Unit& u, int64_t column) const {
-    if (queries.visible) return queries.contexts[u.request] - 1;
+    if (queries.visible || queries.outside) return queries.contexts[u.request] - 1;
     return first_query(u) + (u.first + column) / heads.group_heads;
   }
 
   // The first visible position of a column.
   int64_t first_position(const Unit& u, int64_t column) const {
+    if (queries.first) return queries.first[u.request];
     return queries.window ? std::max<int64_t>(last_position(u, column) - queries.window + 1, 0) : 0;
   }
 
@@ -393,6 +399,9 @@ struct Attention {
       const float sink = heads.sinks[u.group * heads.group_heads + column % heads.group_heads];
       total += std::exp(sink - std::max(run.high[c], -1e30f) * heads.scale);
     }
+    if (heads.sums)
+      heads.sums[token * heads.groups * heads.group_heads + u.group * heads.group_heads + column % heads.group_heads] =
+          run.high[c] * heads.scale * 1.44269504f + std::log2(total);
     const F16 factor = set1(1.f / total);
     for (int64_t v = 0; v < heads.value_width; v += LANES)
       store_some(out + v, load(run.out + c * value + v) * factor, heads.value_width - v);
@@ -447,7 +456,8 @@ struct Attention {
         }
     }
     if constexpr (Source::TOGETHER)
-      if (count < 2 * threads && partial < 4 * threads && threads > 1 && source.splits_values() && !queries.window)
+      if (count < 2 * threads && partial < 4 * threads && threads > 1 && source.splits_values() && !queries.window &&
+          !queries.first)
         if (run_together(*this, units, count, threads)) return;
     if (count >= 2 * threads || most_splits == 1 || threads == 1) {
       parallel(count, [&](int64_t task) {

@@ -77,6 +77,7 @@ enum Purpose {
   LAYER,  // of a whole-layer call
   CHAIN,  // of a draft-chain call
   STEP,  // of a draft-step call
+  PREFIX,  // of attention to a shared prefix
   PURPOSES
 };
 

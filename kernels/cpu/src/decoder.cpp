@@ -6,10 +6,11 @@
 
 using namespace moe;
 
-// ids [T] -> out [T, D], after the final norm. `chosen`, if not null, has L pointers, each null or to [T, K] for the
+// ids [T] -> out [T, D], after the final norm. `prefix`, if not null, is shared by some of the requests. `chosen`, if not null, has L pointers, each null or to [T, K] for the
 // router's choices.
 API void moe_decoder(int is_bf16, const Decoder* decoder, const int64_t* ids, int64_t tokens, const int64_t* positions,
-                     const int64_t* slots, const Queries* queries, int32_t* const* chosen, void* out) {
+                     const int64_t* slots, const Queries* queries, const SharedPrefix* prefix, int32_t* const* chosen,
+                     void* out) {
   const Decoder& d = *decoder;
   const int64_t hidden = d.hidden, row = hidden * (is_bf16 ? 2 : 4);
   Arrays arrays(2 * tokens * row + 2 * 64, CHAIN);
@@ -23,7 +24,7 @@ API void moe_decoder(int is_bf16, const Decoder* decoder, const int64_t* ids, in
       moe_gqa_layer(is_bf16, l.grouped, out, hidden, tokens, positions, slots, &l.heads, queries, part);
     else
       moe_mla_layer(is_bf16, l.attention, out, hidden, tokens, positions, slots, l.form, l.cache, l.cache_row, queries,
-                    part);
+                    prefix, i, part);
     moe_add_rms_norm(is_bf16, 0, part, hidden, residual, l.post_norm, l.eps, out, tokens, hidden);
     if (l.experts != nullptr)
       moe_moe_layer(is_bf16, l.experts, out, hidden, tokens, hidden, part, chosen != nullptr ? chosen[i] : nullptr);

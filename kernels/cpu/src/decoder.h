@@ -31,4 +31,4 @@ struct Decoder {
 
 API void moe_decoder(int is_bf16, const moe::Decoder* decoder, const int64_t* ids, int64_t tokens,
                      const int64_t* positions, const int64_t* slots, const moe::Queries* queries,
-                     int32_t* const* chosen, void* out);
+                     const moe::SharedPrefix* prefix, int32_t* const* chosen, void* out);

@@ -98,7 +98,7 @@ class DraftStepRun {
       numbered.uniform = uniform_;
     }
     const Queries queries = verified_.queries(s_.slots, s_.width, requests_);
-    model_.run(kind_, *s_.decoder, *s_.head, drafts_, verified_, queries, numbered, drawn_);
+    model_.run(kind_, *s_.decoder, *s_.head, drafts_, verified_, queries, nullptr, numbered, drawn_);
   }
 
   // From the root on, a draft is accepted while it equals the token sampled at its parent.

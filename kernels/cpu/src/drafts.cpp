@@ -56,7 +56,7 @@ void run_chain(int kind, const DraftLevel* const* levels, int64_t steps, int64_t
     start.join(kind, l, embedding, drawn, v, rows, hidden);
     now.contexts = contexts + step * rows;
     moe_mla_layer(kind, l.attention, start.normed, hidden, rows, positions + step * rows, slots + step * rows,
-                  int(l.form), l.cache, l.cache_row, &now, part);
+                  int(l.form), l.cache, l.cache_row, &now, nullptr, 0, part);
     moe_add_rms_norm(kind, 0, part, hidden, start.residual, l.post_norm, l.eps, start.normed, rows, hidden);
     moe_moe_layer(kind, l.experts, start.normed, hidden, rows, hidden, part, nullptr);
     moe_add_rms_norm(kind, 0, part, hidden, start.residual, l.final_norm, l.eps, v, rows, hidden);

@@ -6,14 +6,16 @@
 
 using namespace moe;
 
-// hidden [T, D] -> out [T, D]; writes the tokens' latent rows to their slots first.
+// hidden [T, D] -> out [T, D]; writes the tokens' latent rows to their slots first. `prefix`, if not null, is shared by
+// some of the requests; this is layer `index` of its.
 API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
                        const int64_t* positions, const int64_t* slots, int form, void* cache,
-                       int64_t cache_row, const Queries* queries, void* out) {
+                       int64_t cache_row, const Queries* queries, const SharedPrefix* prefix, int64_t index,
+                       void* out) {
   const MLALayer& l = *layer;
   const int64_t size = is_bf16 ? 2 : 4, latent = l.keys.out, nope = l.keys.in, value = l.values.out;
   const int64_t row = latent + l.rotary, head = nope + l.rotary, rank = l.down.out - row;
-  Arrays arrays(tokens * size * (l.down.out + rank + l.heads * (head + row + latent + value)) + 6 * 64);
+  Arrays arrays(tokens * size * (l.down.out + rank + l.heads * (head + row + latent + value)) + tokens * l.heads * 4 + 7 * 64);
   auto take = [&](int64_t width) { return static_cast<char*>(arrays.take(tokens * width * size)); };
   char *down = take(l.down.out), *normed = take(rank), *q = take(l.heads * head), *absorbed = take(l.heads * row);
   char *mixed = take(l.heads * latent), *values = take(l.heads * value);
@@ -31,10 +33,17 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
     for (int64_t i = from; i < to; i++)
       std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
   });
-  moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
-               l.scale, mixed);
+  float* sums = static_cast<float*>(arrays.take(tokens * l.heads * 4));
+  if (prefix != nullptr)
+    absorbed_behind(*prefix, is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, *queries, l.heads, latent,
+                    l.rotary, l.scale, mixed, sums);
+  else
+    moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
+                 l.scale, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
                    l.heads * value, value, l.values.form);
+  if (prefix != nullptr)
+    add_prefix(*prefix, index, is_bf16, q, l.heads, nope, l.rotary, value, l.scale, sums, values);
   multiply(is_bf16, l.o, values, l.heads * value, tokens, out);
 }
 

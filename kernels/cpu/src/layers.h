@@ -2,6 +2,7 @@
 #pragma once
 
 #include "api.h"
+#include "prefix.h"
 
 namespace moe {
 
@@ -85,7 +86,8 @@ class Arrays {
 
 API void moe_mla_layer(int is_bf16, const moe::MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
                        const int64_t* positions, const int64_t* slots, int form, void* cache,
-                       int64_t cache_row, const moe::Queries* queries, void* out);
+                       int64_t cache_row, const moe::Queries* queries, const moe::SharedPrefix* prefix, int64_t index,
+                       void* out);
 API void moe_gqa_layer(int is_bf16, const moe::GQALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
                        const int64_t* positions, const int64_t* slots, const moe::HeadCaches* caches,
                        const moe::Queries* queries, void* out);

@@ -29,7 +29,7 @@ struct Runs {
     slots[at] = table[row * width + position];
   }
   Queries queries(const int32_t* table, int64_t width, int64_t requests, int64_t window = 0) const {
-    return {requests, rows, starts, contexts, table, width, nullptr, window};
+    return {requests, rows, starts, contexts, table, width, nullptr, window, nullptr, 0};
   }
 };
 
@@ -52,8 +52,8 @@ struct Forward {
 
   // ids [T] -> drawn [T], negative for invalid logits.
   void run(int kind, const Decoder& decoder, const Weight& head, const int64_t* ids, const Runs& runs,
-           const Queries& queries, const Draws& draws, int64_t* drawn) {
-    moe_decoder(kind, &decoder, ids, tokens, runs.positions, runs.slots, &queries, nullptr, states);
+           const Queries& queries, const SharedPrefix* prefix, const Draws& draws, int64_t* drawn) {
+    moe_decoder(kind, &decoder, ids, tokens, runs.positions, runs.slots, &queries, prefix, nullptr, states);
     multiply(kind, head, states, hidden, tokens, out);
     to_floats(out, tokens * vocab, logits);
     if (draws.temperature == nullptr) return moe_greedy(logits, vocab, tokens, vocab, drawn);

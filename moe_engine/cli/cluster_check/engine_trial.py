@@ -51,7 +51,7 @@ def trial_flags(num_nodes: int, address: str, start_seconds: float) -> list[str]
 
 
 def part_command(flags: Sequence[str], rank: int) -> list[str]:
-    """Node 0 asks the question; the other nodes serve until it has the answer."""
+    """Node 0 sends the request; the other nodes serve until it has the answer."""
     verb = ["serve"] if rank else ["generate", "--prompt", QUESTION, "--max-new-tokens", "24"]
     return [sys.executable, "-m", "moe_engine", *verb, *flags, "--node-rank", str(rank)]
 

@@ -211,7 +211,7 @@ class DecodeAgent(TransferAgent):
             bootstrap.waiting.append(number)
 
     def _begin(self, number: int, room: Room, bootstrap: Peer) -> None:
-        """Asks the ranks that have the KV, of the attention group that the prefill server has chosen by the room."""
+        """Requests the KV from the ranks of the attention group that computed it; the room selects the group."""
         addresses = bootstrap.groups[number % len(bootstrap.groups)]
         for source in sources_of(self._rank, self._layout, bootstrap.layout):
             peer = self._peer(number, room, address_at(addresses[source], bootstrap.address))
@@ -289,7 +289,7 @@ class DecodeAgent(TransferAgent):
                 self._begin(number, room, peer)
 
     def _open_window(self, peer: Peer) -> bool:
-        """Memory for the pieces of a rank that is asked for KV; False if the peer was dropped for want of it."""
+        """Memory for the pieces of a rank that sends KV; False if the peer was dropped for want of it."""
         if not peer.is_welcome or peer.memory is not None:
             return True
         peer.slot_bytes = peer.piece_tokens * peer.part.bytes_of(self._rows)

@@ -187,7 +187,8 @@ class Autopilot:
                 history.pause = min(2 * history.pause, LONGEST_PAUSE)
             history.direction, history.until = direction, now + history.pause
             self.counts.kept += 1
-            logger.info("Autopilot: %s stays %s: %s.", proposal.setting, proposal.new, words)
+            why = ", a loss within the noise" if gain < -TOLERANCE else ""
+            logger.info("Autopilot: %s stays %s: %s%s.", proposal.setting, proposal.new, words, why)
 
 
 def _direction(proposal: Proposal) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moe_engine.tuning.doctor.log_lines import LogEvent
 
-SIXTEEN_BIT = ("bfloat16", "float16")
+SIXTEEN_BIT = ("bfloat16", "bf16", "float16")
+Shared = Literal["max_running_requests", "chunked_prefill_size"]
+SHARED: tuple[Shared, ...] = get_args(Shared)
+"""Flags whose values attention DP ranks share."""
 DP_CONSERVATIVENESS = 0.3
 """With DP attention both engines multiply --schedule-conservativeness by this at the start."""
 
@@ -46,6 +49,8 @@ class Launch:
             self.sizes = values
             self.available_gb = values.get("available_gpu_mem")
         elif event.kind == "server_args":
+            if self.ready:
+                self._restart()
             self.flags = values
             self.engine = "moe-engine" if "attn_dp_size" in values else "sglang"
         elif event.kind == "weights":
@@ -53,14 +58,22 @@ class Launch:
             self.weights_gb = values["used"] or self.weights_gb
             self.has_loaded = self.weights_gb is not None
         elif event.kind == "kv_cache":
-            self.kv_dtype, self.kv_tokens, self.kv_gb = values["dtype"], values["tokens"], values["gb"]
             self.has_loaded = True
+            if values["gb"] >= (self.kv_gb or 0.0):  # the pool of a drafter is smaller
+                self.kv_dtype, self.kv_tokens, self.kv_gb = values["dtype"], values["tokens"], values["gb"]
         elif event.kind == "out_of_memory":
             self.has_loaded |= values["after_loading"]
         elif event.kind == "ledger":
             self.engine = "moe-engine"
         elif event.kind == "ready":
             self.ready = True
+
+    def _restart(self) -> None:
+        """The log goes on with another start."""
+        self.ready = self.has_loaded = False
+        self.total_gb = self.weights_gb = self.kv_gb = self.available_gb = None
+        self.kv_tokens = self.kv_dtype = None
+        self.sizes = {}
 
     def flag(self, name: str, *others: str) -> Any:
         """Value of a flag by its name or an older one; None: unknown, or not set."""
@@ -74,7 +87,7 @@ class Launch:
             return self.flag("attn_dp_size") or 1
         return (self.flag("dp_size") or 1) if self.flag("enable_dp_attention") else 1
 
-    def of_rank(self, name: Literal["max_running_requests", "chunked_prefill_size"]) -> int | None:
+    def of_rank(self, name: Shared) -> int | None:
         """Value for one attention DP rank, as batch lines show it."""
         if (known := self.sizes.get(name)) is not None or (value := self.flag(name)) is None:
             return known

@@ -106,7 +106,13 @@ _WHOLE_NUMBER = re.compile(r"-?\d+")
 _JIT = ("after READY:", "DeepGEMM JIT", "Entering DeepGEMM JIT", "DeepGEMM warmup")
 _OOM = ("out of memory", "OutOfMemoryError", "CUDA OOM")
 _NO_ROOM = "Not enough memory. Please try to increase --mem-fraction-static"
-START_WORDS = ("Capture cuda graph failed", "init_cuda_graphs", "init_device_graphs", "init_memory_pool")
+START_WORDS = (
+    "Capture cuda graph failed",
+    "init_cuda_graphs",
+    "init_device_graphs",
+    "cuda_graph_setup.py",
+    "init_memory_pool",
+)
 """Of errors at the start, after the weights were loaded."""
 FOREIGN = {"Avg generation throughput: ": "vLLM", "num_scheduled_requests: ": "TensorRT-LLM"}
 """Words of other engines' lines about batches."""

@@ -38,6 +38,8 @@ class LogReader:
     _window: Window = field(init=False)
     _before: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _last_phase: str | None = None
+    _serves: bool = False
+    """Whether the latest start was followed by batches."""
     _last_time: float | None = None
     _leaders: dict[tuple[bool, str], str] = field(default_factory=dict)
     _days: float = 0.0
@@ -92,14 +94,17 @@ class LogReader:
             return
         if event.kind in ("decode", "prefill"):
             self.num_batches += 1
+            self._serves = True
             self._last_phase = event.kind
+        elif event.kind == "server_args":
+            self._serves = False
         elif event.kind == "out_of_memory":
             if self.num_lines - self._oom_line < REMEMBERED:
                 return  # the lines of one traceback
             self._oom_line = self.num_lines
             phase = event.values["phase"] or self._phase()
             event.values["after_loading"] = phase == "start"
-            at_start = self.launch.is_starting and not self.num_batches
+            at_start = self.launch.is_starting and not self._serves
             event.values["phase"] = "start" if at_start else phase
         began = self._window.began
         ended = began is not None and event.time is not None and event.time - began >= self.window_seconds

@@ -7,7 +7,6 @@ estimated from the sizes in the log, as far as possible.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.planning.ledger import MemoryLedger, gb
 from moe_engine.planning.machine import Machine
 from moe_engine.tuning.doctor.diagnosis import Cost
-from moe_engine.tuning.doctor.launch import Launch
+from moe_engine.tuning.doctor.launch import SHARED, Launch
 from moe_engine.tuning.doctor.rules import Change
 from moe_engine.tuning.doctor.window import Statistics
 
@@ -111,7 +110,7 @@ class ReportedCosts:
             return NO_MEMORY
         if (known := self._reported(change)) is not None:
             return known
-        if (args := ledger_args(self._launch.flags)) is None:
+        if (args := ledger_args(self._launch)) is None:
             return Cost("unknown: the ledger needs the model's folder on this machine, and the launch's server_args")
         machine = machine_of(self._launch)
         return LedgerCosts(args, machine).of(change, statistics)
@@ -134,12 +133,17 @@ class ReportedCosts:
         return None
 
 
-def ledger_args(flags: Mapping[str, Any]) -> EngineArgs | None:
-    """The flags of the ledger in a server's own; None if the model's folder is not here or a flag is not known."""
+def ledger_args(launch: Launch) -> EngineArgs | None:
+    """The flags of the ledger, as given on the command line; None if the model's folder is not here or a flag is not
+    known."""
+    flags = launch.flags
     path = flags.get("model_path")
     if not path or not Path(str(path)).is_dir():
         return None
     known = {name: flags[name] for name in OF_THE_LEDGER if flags.get(name) is not None}
+    for name in SHARED:
+        if (of_rank := launch.of_rank(name)) is not None and of_rank > 0 and name in known:
+            known[name] = of_rank * launch.attention_ranks
     if "cuda_graph_max_bs_decode" in known:
         known.pop("cuda_graph_max_bs", None)
     if not known.get("speculative_algorithm"):

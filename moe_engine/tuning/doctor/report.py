@@ -18,6 +18,7 @@ class Report:
     Attributes:
         source: the log or server that was read, for the first line.
         without_facts: rules that could not be evaluated.
+        has_flags: the values of flags are known; False: a log without its beginning.
     """
 
     source: str
@@ -28,6 +29,7 @@ class Report:
     num_batches: int = 0
     num_broken: int = 0
     num_windows: int = 0
+    has_flags: bool = True
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +37,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            **{name: value for name, value in asdict(self).items() if name not in ("findings", "without_facts")},
+            **{
+                name: value
+                for name, value in asdict(self).items()
+                if name not in ("findings", "without_facts", "has_flags")
+            },
             "num_rules": len(RULES),
             "healthy": not self.exit_code,
             "findings": [asdict(finding) for finding in self.findings],
@@ -54,16 +60,19 @@ class Report:
         if self.without_facts:
             why = "lines about it" if self.num_lines else "samples"
             lines.append(f"not evaluated, for lack of {why}: {', '.join(self.without_facts)}")
+        if not self.has_flags:
+            lines.append("the log has no server_args line: flags are unknown; give it from the start of the server")
         return "\n".join(lines)
 
 
-def make_report(source: str, engine: str, diagnosis: Diagnosis, **counts: int) -> Report:
+def make_report(source: str, engine: str, diagnosis: Diagnosis, *, has_flags: bool = True, **counts: int) -> Report:
     return Report(
         source,
         engine,
         tuple(diagnosis.findings()),
         tuple(diagnosis.without_facts()),
         num_windows=diagnosis.num_windows,
+        has_flags=has_flags,
         **counts,
     )
 

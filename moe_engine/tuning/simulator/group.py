@@ -60,7 +60,8 @@ class Group:
         self._acceptance = list(acceptance)
         self._depth = config.speculation.num_steps if config.speculation is not None else 0
         self._rng = random.Random(seed)
-        self._plans: list[tuple[StepPlan, list[Request]]] = []
+        self._plans: list[tuple[int, StepPlan, list[Request]]] = []
+        """The steps in flight: number, plan, requests that sample. A run's last step has the plan of its first one."""
 
     # -- requests
 
@@ -124,14 +125,14 @@ class Group:
 
     def _launched(self, plan: StepPlan | None) -> StepPlan | None:
         if plan is not None:
-            self._plans.append((plan, self.scheduler.last_sampled))
+            self._plans.append((plan.number, plan, self.scheduler.last_sampled))
             if self._log is not None:
                 self._log.reporter.planned(self.scheduler)
         return plan
 
     def finish(self, cost: StepCost, is_graph: bool = False) -> list[RequestEvent]:
         """Applies the result of the oldest step."""
-        plan, sampled = self._plans.pop(0)
+        number, plan, sampled = self._plans.pop(0)
         speculation = plan.speculation
         if speculation is None:
             tokens = [self._next_tokens(request, 1) for request in sampled]
@@ -143,7 +144,7 @@ class Group:
         rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         drafting = cost.by_resource.get("drafts", 0.0)
         result = StepResult(
-            plan.number,
+            number,
             rows,
             tokens,
             seconds=cost.seconds,
@@ -227,8 +228,8 @@ class Group:
             waits = Steps() if self._contended is None else sums.since(self._contended)
             run_decodes(self.scheduler, taken, waits, lambda request: request.seed + len(request.output_ids))
             self.load_tokens += self.run_rows * steps
-            plan, sampled = self._plans[0]
-            self._plans[0] = (_renumbered(plan, steps), sampled)
+            number, plan, sampled = self._plans[0]
+            self._plans[0] = (number + steps, plan, sampled)
         self.run_rows = 0
 
     def end_chunks(self, runs: Runs, index: int, in_flight: str, launched: float) -> None:
@@ -241,7 +242,7 @@ class Group:
             )  # fmt: skip
             plan = run_chunks(self.scheduler, run, lambda request: request.seed + len(request.output_ids))
             self.load_tokens += self.run_rows * decodes
-            self._plans = [] if plan is None else [(plan, self.scheduler.last_sampled)]
+            self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
         self.chunk_times = []
 
@@ -274,9 +275,3 @@ def shape_of(plan: StepPlan) -> StepShape:
         fresh += count if start < count else 0
     context = sum(starts[:num]) + decode_tokens
     return StepShape(num, context, drafts, tokens, pairs, decode_tokens + tokens, 0.0, cached, fresh)
-
-
-def _renumbered(plan: StepPlan, steps: int) -> StepPlan:
-    return StepPlan(
-        plan.number + steps, plan.rows, plan.starts, plan.counts, plan.samples, num_decodes=plan.num_decodes
-    )

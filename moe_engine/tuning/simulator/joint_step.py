@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 
@@ -19,25 +18,29 @@ def joint_cost(costs: StepCostModel, shapes: Sequence[StepShape], skew: float = 
         [shape for shape in shapes if bool(shape.prefill_tokens) is with_prompts] for with_prompts in (True, False)
     ]
     num_tokens = sum([shape.global_tokens for shape in shapes])
-    chosen = [busiest(kind, skew) for kind in kinds if kind]
-    if len(chosen) == 1:
-        return costs.step(chosen[0])
-    found = [costs.step(replace(shape, global_tokens=num_tokens)) for shape in chosen]
-    return max(found, key=lambda cost: cost.seconds)
+    found = [costs.step(busiest(kind, num_tokens, skew)) for kind in kinds if kind]
+    return found[0] if len(found) == 1 else max(found, key=lambda cost: cost.seconds)
 
 
-def busiest(shapes: Sequence[StepShape], skew: float = 0.0) -> StepShape:
-    """The maximum of the counts over the groups, with the tokens of all."""
+def busiest(shapes: Sequence[StepShape], num_tokens: int, skew: float = 0.0) -> StepShape:
+    """The maximum of the counts over the groups; `num_tokens`: of all groups of the step."""
     if len(shapes) == 1:
-        return replace(shapes[0], expert_skew=skew) if skew else shapes[0]
+        only = shapes[0]
+        if only.global_tokens == num_tokens and only.expert_skew == skew:
+            return only
+        rows, context, drafts = only.decode_rows, only.decode_context, only.drafts
+        return StepShape(
+            rows, context, drafts, only.prefill_tokens, only.prefill_pairs, num_tokens, skew,
+            only.prefill_cached, only.prefill_fresh,
+        )  # fmt: skip
     return StepShape(
-        max(shape.decode_rows for shape in shapes),
-        max(shape.decode_context for shape in shapes),
-        max(shape.drafts for shape in shapes),
-        max(shape.prefill_tokens for shape in shapes),
-        max(shape.prefill_pairs for shape in shapes),
-        sum(shape.global_tokens for shape in shapes),
+        max([shape.decode_rows for shape in shapes]),
+        max([shape.decode_context for shape in shapes]),
+        max([shape.drafts for shape in shapes]),
+        max([shape.prefill_tokens for shape in shapes]),
+        max([shape.prefill_pairs for shape in shapes]),
+        num_tokens,
         skew,
-        max(shape.prefill_cached for shape in shapes),
-        max(shape.prefill_fresh for shape in shapes),
+        max([shape.prefill_cached for shape in shapes]),
+        max([shape.prefill_fresh for shape in shapes]),
     )

@@ -51,7 +51,7 @@ class TableRouter(Router):
         found: NDArray[np.int64] | None = None if len(able) == len(self.table) else np.sort(able)
         for column in self._columns:
             weights = column if found is None else column[found]
-            least = np.flatnonzero(weights == weights.min())
+            least = (weights == weights[weights.argmin()]).nonzero()[0]
             found = least if found is None else found[least]
             if len(found) == 1:
                 return int(found[0])

@@ -272,7 +272,8 @@ class Replica:
 
     def _decode_cost(self, ahead: int = 0) -> StepCost:
         """Of the step `ahead` steps after the next one, in which all groups are in a run without chunks."""
-        return self.spec.costs.step(busiest([self._runs.shape(ahead)], self._skew))
+        shape = self._runs.shape(ahead)
+        return self.spec.costs.step(busiest([shape], shape.global_tokens, self._skew))
 
     def _sent(self, rows: int) -> float:
         """Delay of a step while the tokens of `rows` requests are sent, the results of the step before."""

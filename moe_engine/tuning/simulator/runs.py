@@ -21,6 +21,11 @@ RunStep = tuple[list[StepShape], int, int]
 that decode and the prompt tokens of all."""
 
 
+def most_of(values: NDArray[np.int64]) -> int:
+    """The maximum. `argmax` takes a third of the time of `max`, which is called through Python."""
+    return values.item(values.argmax())
+
+
 class Runs:
     """Attributes:
     step: steps that have passed, of all runs. sums: their seconds.
@@ -82,10 +87,12 @@ class Runs:
     def leave(self, group: int) -> None:
         self.members.remove(group)
         if group in self.chunking:
-            self._chunks.leave(group, int(self._rows[group]))
-        for names in (self.fresh, self.holding, self.waiting, self.chunking):
-            names.discard(group)
-        self.total_rows -= int(self._rows[group])
+            self._chunks.leave(group, self._rows.item(group))
+        self.fresh.discard(group)
+        self.holding.discard(group)
+        self.waiting.discard(group)
+        self.chunking.discard(group)
+        self.total_rows -= self._rows.item(group)
         self._rows[group] = self._rows_after[group] = self._context[group] = 0
         self._ends[group] = NEVER
         self._is_stale = True
@@ -101,14 +108,14 @@ class Runs:
 
     def chunks_in_a_row(self, group: int) -> int:
         """Chunks of a member since its last decode step."""
-        return int(self._chunks.in_a_row[group])
+        return self._chunks.in_a_row.item(group)
 
     def rows_after(self, steps: int) -> int:
         """Requests that still decode after so many further plans, in the member with most of them."""
         self._refresh()
         if self.step + steps < self._next_end:
             return self._most_rows
-        return int(np.where(self._ends <= self.step + steps, self._rows_after, self._rows).max())
+        return most_of(np.where(self._ends <= self.step + steps, self._rows_after, self._rows))
 
     @property
     def next_end(self) -> int:
@@ -120,11 +127,11 @@ class Runs:
         """Members that ask their schedulers for the next step; `hold`: it has no prompts."""
         found: set[int] = set()
         if self.step >= self.next_end:
-            found.update(np.flatnonzero(self._ends <= self.step).tolist())
+            found.update((self._ends <= self.step).nonzero()[0].tolist())
         if not hold:
             found |= self.holding
             if self.chunking:
-                found.update(np.flatnonzero(self._chunks.over(self._rows)).tolist())
+                found.update(self._chunks.over(self._rows).nonzero()[0].tolist())
         return found
 
     def shape(self, ahead: int = 0) -> StepShape:
@@ -132,7 +139,7 @@ class Runs:
         prompts."""
         self._refresh()
         context = self._context + self._rows * (self.step + ahead)
-        return StepShape(self._most_rows, int(context.max()), 0, 0, 0, self.total_rows)
+        return StepShape(self._most_rows, most_of(context), 0, 0, 0, self.total_rows)
 
     def planned(self, hold: bool) -> RunStep | None:
         """Plans the next step of all members; None if no member has a part in it. `hold`: it has no prompts."""
@@ -148,7 +155,7 @@ class Runs:
         most = chunks.shape()
         shapes = [StepShape(0, 0, 0, *most, tokens, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)]
         if decodes:
-            shapes.append(StepShape(int(rows.max()), int(context.max()), 0, 0, 0, decodes))
+            shapes.append(StepShape(most_of(rows), most_of(context), 0, 0, 0, decodes))
         chunks.computed()
         self._context -= self._rows - rows
         self._ends += chunks.mask
@@ -157,7 +164,7 @@ class Runs:
 
     def _refresh(self) -> None:
         if self._is_stale:
-            self._next_end, self._most_rows = int(self._ends.min()), int(self._rows.max())
+            self._next_end, self._most_rows = self._ends.item(self._ends.argmin()), most_of(self._rows)
             self._is_stale = False
 
 
@@ -186,7 +193,7 @@ class _Chunks:
     def leave(self, group: int, rows: int) -> None:
         self.mask[group] = False
         self.num_rows -= rows
-        self.num_tokens -= int(self._sizes[group])
+        self.num_tokens -= self._sizes.item(group)
         self.in_a_row[group] = self._sizes[group] = self._starts[group] = 0
         self._left[group] = NEVER
 
@@ -198,18 +205,18 @@ class _Chunks:
     @property
     def cached(self) -> int:
         """Most context tokens before a chunk."""
-        return int(self._starts.max())
+        return most_of(self._starts)
 
     @property
     def fresh(self) -> int:
         """Tokens of the largest chunk with less context before it."""
-        return int((self._sizes * (self._starts < self._sizes)).max())
+        return most_of(self._sizes * (self._starts < self._sizes))
 
     def shape(self) -> tuple[int, int]:
         """Tokens, and pairs of tokens, of the largest chunk."""
         sizes = self._sizes
         pairs = sizes * self._starts + sizes * (sizes + 1) // 2
-        return int(sizes.max()), int(pairs.max())
+        return most_of(sizes), most_of(pairs)
 
     def computed(self) -> None:
         """Each member computes a chunk."""
@@ -221,4 +228,4 @@ class _Chunks:
     def decoded(self, rows: NDArray[np.int64]) -> None:
         """The members decode that have requests to decode."""
         self.in_a_row[rows > 0] = 0
-        self.some_in_a_row = bool(self.in_a_row.any())
+        self.some_in_a_row = most_of(self.in_a_row) > 0

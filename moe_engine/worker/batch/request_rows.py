@@ -49,6 +49,10 @@ class RequestRows:
         self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
         self.slots_on_host = stream.host_view(self.slot_table)
         """The slot table as an array on the CPU, else None."""
+        self.changes = 0
+        """Number of calls of `apply`."""
+        self.owners = np.zeros(max_rows, dtype=np.int64)
+        """A number of the request in each row, which no other request of that row has."""
         self._slots = DeviceIntTable(self.slot_table, stream)
         self._last_tokens = DeviceIntTable(self.last_token, stream)
         self.windows: WindowTable | None = None
@@ -75,6 +79,7 @@ class RequestRows:
 
     def apply(self, finished: Sequence[int], new_rows: Sequence[NewRow], writes: Sequence[RowWrite]) -> None:
         """Removes finished rows, adds new ones, then applies row writes: the order of `StepPlan`."""
+        self.changes += 1
         for row in finished:
             self._forget(row)
         for new in new_rows:
@@ -172,6 +177,7 @@ class RequestRows:
                 self.prompt_logprobs[new.row] = PromptLogprobs(prompt, new.logprobs, len(new.slots))
 
     def _forget(self, row: int) -> None:
+        self.owners[row] += 1
         self.edits.forget(row)
         self.logprobs.pop(row, None)
         self.returns_hidden.discard(row)

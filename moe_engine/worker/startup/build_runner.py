@@ -107,7 +107,8 @@ def build_runner(
         draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
         add_speculation(runner, speculation, options, load, draft_backends)
     advance = None if runner.speculation is None else runner.speculation.advance_decodes
-    runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows, advance)
+    expands = not options.enable_deterministic_inference
+    runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows, advance, expands)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     planner, index = None, options.kernels.model.need.index

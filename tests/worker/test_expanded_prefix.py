@@ -1,0 +1,162 @@
+"""Decodes with a shared prefix attend to its expanded keys and values: the same tokens, and never a stale copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_engine.worker.batch.expanded_prefix import LEAST_MEMBERS, ExpandedPrefix
+from tests.engine.harness import InProcessEngine, Scripted
+from tests.models.checkpoints import make_checkpoint
+
+WIDE = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+"""Widths with a latent wide enough for the expanded form."""
+
+
+class Engine:
+    """An engine that notes the lengths and the members of the prefixes of its decode steps."""
+
+    def __init__(self, path: Path, folder: Path, **flags: Any) -> None:
+        settings = {"dtype": "float32", "cpu_threads": 1, "max_total_tokens": 4096, "max_running_requests": 32}
+        self.engine = InProcessEngine(path, folder / "board", **settings | flags)
+        self.fused = self.engine.worker.runner.fused
+        if self.fused is None:
+            self.engine.close()
+            pytest.skip("no kernel here runs a decoder in one call (no C++ compiler)")
+        self.prefixes = self.fused._prefixes
+        self.used: list[tuple[int, int]] = []
+        if self.prefixes is not None:
+            of = self.prefixes.of
+
+            def noted(rows: np.ndarray, positions: np.ndarray) -> Any:
+                prefix = of(rows, positions)
+                self.used.append((0, 0) if prefix is None else (prefix.length, len(prefix._requests)))
+                return prefix
+
+            self.prefixes.of = noted  # type: ignore[method-assign]
+
+    def run(self, script: list[Scripted], expanded: bool = True, **limits: Any) -> dict[str, list[int]]:
+        assert self.fused is not None
+        self.fused._prefixes, self.fused._prefix, self.used = self.prefixes if expanded else None, None, []
+        return {rid: answer.token_ids for rid, answer in self.engine.run(script, **limits).items()}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("expanded") / "model"
+    return make_checkpoint("deepseek_v3", folder, seed=5, max_position_embeddings=1024, **WIDE)
+
+
+@pytest.fixture
+def engine(path: Path, tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(path, tmp_path)
+    yield made
+    made.engine.close()
+
+
+def _script(lengths: list[int], seed: int, new: int = 12, **more: Any) -> list[Scripted]:
+    """Two requests that compute the prefix first; then one for each of `lengths`, its tokens of the common text."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(20, 250, (count,), generator=generator).tolist()
+
+    common = draw(max(lengths))
+    first = [Scripted(rid="first-", prompt_ids=common + draw(3), max_new_tokens=4 * new, seed=0)]
+    return first + [
+        Scripted(
+            rid=f"r{i}-", prompt_ids=common[:length] + draw(2 + i % 5), max_new_tokens=new + 3 * (i % 4),
+            arrives=3 + i // 6 * 2, seed=i + 1,
+        )
+        for i, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[70] * 17, [128] * 20, [130] * 4 + [200] * 17, [600] * 16 + [20] * 4], ids=str)
+def test_tokens_are_those_of_transformers(lengths: list[int], path: Path, engine: Engine) -> None:
+    """Requests join and leave; some are not members."""
+    from transformers import AutoModelForCausalLM
+
+    script = _script(lengths, seed=sum(lengths))
+    found = engine.run(script)
+    assert max(engine.used)[0] >= min(lengths) // 64 * 64 and max(n for _, n in engine.used) >= LEAST_MEMBERS
+    assert found == engine.run(script, expanded=False)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for item in script:
+        ids = torch.tensor([item.prompt_ids])
+        want = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=item.max_new_tokens, do_sample=False
+        )
+        assert found[item.rid] == want[0, ids.shape[1] :].tolist()[: len(found[item.rid])], item.rid
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_fp8_cache(dtype: str, path: Path, tmp_path: Path) -> None:
+    made = Engine(path, tmp_path, dtype=dtype, kv_cache_dtype="fp8_e4m3", max_running_requests=24)
+    found, want = (made.run(_script([140] * 18, seed=3), expanded) for expanded in (True, False))
+    made.engine.close()
+    if dtype == "float32":
+        assert found == want
+    assert found.keys() == want.keys()
+
+
+def test_reused_slots_are_expanded_again(engine: Engine) -> None:
+    """New prefixes in the slots of older ones, with a KV pool that evicts and retracts."""
+    for seed in range(6):
+        script = _script([128 + 10 * (seed % 3)] * 19, seed=100 + seed, new=30)
+        limits = {"num_slots": 480} if seed % 2 else {}
+        assert engine.run(script, **limits) == engine.run(script, expanded=False, **limits), seed
+
+
+def test_the_ledger_has_the_largest_prefix(engine: Engine) -> None:
+    (row,) = [row for row in engine.engine.config.ledger.rows if row.name == "expanded prefix"]
+    engine.run(_script([600] * 17, seed=1))
+    assert engine.fused is not None and engine.prefixes is not None
+    prefix = engine.prefixes._prefix
+    assert prefix is not None and prefix.length == 576
+    held = sum(part.nbytes for layer in prefix.layers for part in layer)
+    limit = min(engine.prefixes._most, engine.engine.config.context_len // 64 * 64)
+    assert row.num_bytes == held // 576 * limit
+
+
+def test_deterministic_inference_keeps_one_form(path: Path, tmp_path: Path) -> None:
+    made = Engine(path, tmp_path, enable_deterministic_inference=True)
+    assert made.prefixes is None
+    made.engine.close()
+
+
+class _Rows:
+    def __init__(self, table: np.ndarray) -> None:
+        self.slots_on_host = table
+        self.owners = np.zeros(len(table), dtype=np.int64)
+
+
+class _Prefix:
+    def assign(self, requests: np.ndarray) -> None:
+        self.requests = requests.tolist()
+
+
+def test_a_prefix_lives_as_long_as_a_request_of_its_last_use() -> None:
+    table = np.arange(32 * 200, dtype=np.int32).reshape(32, 200)
+    table[:, :130] = table[0, :130]
+    made: list[np.ndarray] = []
+    rows = _Rows(table)
+    prefixes = ExpandedPrefix(rows, lambda slots: made.append(slots) or _Prefix(), 1024)  # type: ignore[arg-type, func-returns-value]
+
+    def use(listed: list[int]) -> list[int] | None:
+        found: Any = prefixes.of(np.array(listed), np.full(len(listed), 150))
+        return None if found is None else found.requests
+
+    assert use(list(range(20))) == list(range(20)) and len(made[0]) == 128
+    assert use([25, *range(2, 22)]) == list(range(21)) and len(made) == 1, "others joined, some left"
+    assert use([3, 4]) is None, "too few members"
+    assert use(list(range(3, 23))) is not None and len(made) == 1, "the copy was kept by those two"
+    rows.owners += 1  # all requests have ended; the same slots may hold other tokens
+    assert use(list(range(20))) is not None and len(made) == 2
+    assert use([24, *range(22)]) is not None and len(made) == 2
+    assert use([23]) is None and use([22, *range(20)]) is not None and len(made) == 3, "a step without its requests"
