@@ -404,14 +404,21 @@ def chain_states(a: Any, s: Setting) -> Cost:
     return Cost(moved, moved)
 
 
+@cost_of("best_kernel")
+def best_and_chunks(a: Any, s: Setting) -> Cost:
+    """The best token of each row and of each chunk."""
+    written = size(a.best_out, a.limit_out, a.last_out, a.total_out, a.reach_out, a.chunk_best)
+    return Cost(size(a.logits, a.temperature), written, programs=a.grid[0] * a.grid[1])
+
+
 @cost_of("limits_kernel")
 def limits(a: Any, s: Setting) -> Cost:
-    """Greedy rows only, as in all cases: finds the best token, reads nothing else."""
-    written = size(a.best_out, a.limit_out, a.last_out, a.total_out)
-    return Cost(size(a.logits, a.temperature), written, programs=a.grid[0])
+    """Greedy rows only, as in all cases: their limits are known."""
+    return Cost(size(a.temperature, a.total_out), 0, programs=a.grid[0] * a.grid[1])
 
 
 @cost_of("draw_kernel")
 def draw(a: Any, s: Setting) -> Cost:
     """Greedy rows only: reads the limits."""
-    return Cost(size(a.best_in, a.limit_in, a.last_in, a.total_in), size(a.tokens))
+    read = size(a.best_in, a.limit_in, a.last_in, a.total_in)
+    return Cost(read, size(a.tokens), programs=a.grid[0] * a.grid[1])

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.drawn(13)
 
 triton_sampling = pytest.importorskip("moe_engine.kernels.sampling.triton_sampling", reason="needs triton")
 triton_greedy = pytest.importorskip("moe_engine.kernels.sampling.triton_greedy", reason="needs triton")
+row_programs = pytest.importorskip("moe_engine.kernels.sampling.row_programs", reason="needs triton")
 EVERY_WAY = [*PARAMETERS, (0.0, 1.0, 0, 0.0)]
 
 
@@ -116,15 +117,52 @@ def test_no_rows(kernel):
     assert kernel.greedy(torch.empty(0, 50)).shape == (0,)
 
 
+def share_rows(monkeypatch):
+    """Tiles of 128 logits, and a GPU with 32 multiprocessors."""
+    for module in (triton_greedy, triton_sampling):
+        monkeypatch.setattr(module, "resident_programs", lambda device: 32)
+        monkeypatch.setattr(module, "BLOCK", 128)
+
+
+@pytest.mark.parametrize("trial", range(6))
+def test_programs_share_a_row_with_limits(monkeypatch, kernel, trial):
+    """Parts with few or no candidates, with more than a tile, ties across parts, and rows that are invalid."""
+    share_rows(monkeypatch)
+    for shape in random.sample(SHAPES, 3):
+        values = random.sample(EVERY_WAY, 6)
+        rows, vocab = len(values), random.choice((128, 1000, 4000, random.randint(129, 9000)))
+        logits, columns = draw_logits(shape, rows, vocab, seed=random.randrange(2**31)), given(rows, vocab, *values)
+        if trial % 2:
+            logits = logits.round(decimals=1)  # many equal ones
+        logits[1, random.randrange(vocab)] = random.choice((float("nan"), float("inf")))
+        uniform = (torch.rand(rows) * 2**24).floor() * 2.0**-24
+        reference = TorchSampling()
+        assert kernel.sample(logits, columns, uniform).tolist() == reference.sample(logits, columns, uniform).tolist()
+        asked = torch.randint(0, vocab, (rows, 5))
+        got, want = (each.probabilities(logits, columns, asked) for each in (kernel, reference))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, HIGHEST])
+def test_the_drawn_token_is_in_any_part(monkeypatch, kernel, uniform):
+    """Weight in the first, a middle or the last part alone: other parts are empty."""
+    share_rows(monkeypatch)
+    logits = torch.full((3, 1000), -torch.inf)
+    places = ([0, 5, 9], [400, 420, 500], [997, 998, 999])
+    for row, place in enumerate(places):
+        logits[row, place] = 1.0
+    drawn = kernel.sample(logits, given(3, 1000, (1.0, 1.0, 0, 0.0)), torch.full((3,), uniform))
+    assert drawn.tolist() == [place[int(uniform * 3)] for place in places]
+
+
 @pytest.mark.parametrize("trial", range(3))
 def test_programs_share_a_row(monkeypatch, trial):
     """Equal tokens, NaN and infinities in any part; the arrivals are counted from 0 again in each launch."""
-    monkeypatch.setattr(triton_greedy, "resident_programs", lambda device: 32)
-    monkeypatch.setattr(triton_greedy, "BLOCK", 128)
+    share_rows(monkeypatch)
     kernel = triton_sampling.TritonSampling()
     for _ in range(3):
         rows, vocab = random.randint(2, 6), random.choice((100, 1000, 4000, random.randint(129, 9000)))
-        programs = triton_greedy.programs_of_row(rows, vocab, 32)
+        programs = row_programs.programs_of_row(rows, vocab, 128, 32)
         assert programs == (1 if vocab == 100 else min(-(-vocab // 128), 64 // rows))
         logits = torch.randn(rows, vocab).round(decimals=1)  # many equal ones
         best = logits.argmax(-1)
@@ -137,6 +175,8 @@ def test_programs_share_a_row(monkeypatch, trial):
 
 
 def test_many_rows_have_a_program_each():
-    assert triton_greedy.programs_of_row(129, 129280, 132) == 1
-    assert triton_greedy.programs_of_row(128, 129280, 132) == 2
-    assert triton_greedy.programs_of_row(1, 129280, 132) == 32 and triton_greedy.programs_of_row(1, 40, 132) == 1
+    def programs(count, vocab):
+        return row_programs.programs_of_row(count, vocab, triton_greedy.BLOCK, 132)
+
+    assert programs(129, 129280) == 1 and programs(128, 129280) == 2
+    assert programs(1, 129280) == 32 and programs(1, 40) == 1
