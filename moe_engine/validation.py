@@ -23,8 +23,8 @@ Effort = Annotated[
     str,
     msgspec.Meta(
         pattern=_EFFORT,
-        description="passed to the chat template: minimal, low, medium, high, xhigh, max, or a word of its own; none "
-        "also switches the thinking off",
+        description="passed to the chat template: minimal, low, medium, high, xhigh, max, or a word of its own; "
+        "switches the thinking on, none off",
     ),
 ]
 """How much a model reasons."""

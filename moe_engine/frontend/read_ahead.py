@@ -20,7 +20,7 @@ async def read_ahead(folder: str) -> str:
     """Waits until all regular files of a folder have been read, however long it takes.
 
     Returns:
-        The fingerprint of the files; empty if one of them cannot be read, which the ranks report.
+        The fingerprint of the files. Files that cannot be read are left to the ranks, which report them.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
@@ -30,15 +30,22 @@ async def read_ahead(folder: str) -> str:
             done.set_result(fingerprint)
 
     def run() -> None:
-        fingerprint = ""
         with suppress(OSError):
             _read(folder)
-            fingerprint = fingerprint_of(folder)
+        fingerprint = known_fingerprint(folder)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(finish, fingerprint)
 
     start_watched("read ahead", run, lambda message: None)  # a daemon thread: the server ends beside a hanging mount
     return await done
+
+
+def known_fingerprint(folder: str) -> str:
+    """`fingerprint_of`; empty if a file cannot be read."""
+    try:
+        return fingerprint_of(folder)
+    except OSError:
+        return ""
 
 
 def _read(folder: str) -> None:

@@ -14,12 +14,10 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import EngineClient
-from moe_engine.frontend.read_ahead import read_ahead
-from moe_engine.storage.fingerprint import fingerprint_of
+from moe_engine.frontend.read_ahead import known_fingerprint, read_ahead
 from moe_engine.types.step_settings import LoraSettings
 
 logger = logging.getLogger("moe_engine")
@@ -29,22 +27,16 @@ LOAD_SECONDS = 600.0
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """`idle` is set while no request holds the adapter."""
+    """`key`: fingerprint of its files, for KV that outlives the engine; empty: not known. `idle` is set while no
+    request holds the adapter."""
 
     id: int
     name: str
     path: str
+    key: str
     pinned: bool = False
     num_users: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @cached_property
-    def key(self) -> str:
-        """Fingerprint of its files, for KV that outlives the engine; empty: not known."""
-        try:
-            return fingerprint_of(self.path)
-        except OSError:
-            return ""
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,9 @@ class ServedAdapters:
         """Names that are loading."""
         self._num_draining = 0
         started = settings.adapters if settings is not None else ()
-        for adapter in started:
-            self._by_name[adapter.name] = ServedAdapter(adapter.id, adapter.name, adapter.path, adapter.pinned)
+        for adapter in started:  # read now: a mount that hangs later does not stop the event loop
+            key = known_fingerprint(adapter.path)
+            self._by_name[adapter.name] = ServedAdapter(adapter.id, adapter.name, adapter.path, key, adapter.pinned)
         self._ids = itertools.count(len(started) + 1)
 
     @property
@@ -152,22 +145,22 @@ class ServedAdapters:
         if problem is not None:
             return self._failed(problem)
         self._in_transit.add(name)
-        adapter = ServedAdapter(next(self._ids), name, os.path.abspath(os.path.expanduser(path)), pinned)
+        number, folder = next(self._ids), os.path.abspath(os.path.expanduser(path))
         try:
-            adapter.key = await asyncio.wait_for(read_ahead(adapter.path), LOAD_SECONDS)
-            args = {"lora_id": adapter.id, "path": adapter.path}
+            key = await asyncio.wait_for(read_ahead(folder), LOAD_SECONDS)
+            args = {"lora_id": number, "path": folder}
             await self._client.collective_rpc("load_lora", args, LOAD_SECONDS)
         except TimeoutError:
-            return self._failed(f"{adapter.path}: not read after {LOAD_SECONDS:.0f} s; check its file system")
+            return self._failed(f"{folder}: not read after {LOAD_SECONDS:.0f} s; check its file system")
         except MoeEngineError as error:
             if isinstance(error, EngineDeadError) and not self._client.health().alive:
                 raise
-            await self._client.ask_ranks("unload_lora", {"lora_id": adapter.id})
+            await self._client.ask_ranks("unload_lora", {"lora_id": number})
             return self._failed(str(error))
         finally:
             self._in_transit.discard(name)
-        self._by_name[name] = adapter
-        logger.info("LoRA adapter %s loaded from %s", name, adapter.path)
+        self._by_name[name] = ServedAdapter(number, name, folder, key, pinned)
+        logger.info("LoRA adapter %s loaded from %s", name, folder)
         return AdapterChange(True, f"adapter {name} is loaded", self.paths)
 
     def _why_not_load(self, name: str, pinned: bool) -> str | None:

@@ -135,8 +135,8 @@ class FrameChildren(Generic[Child]):
         self._closed = False
 
     def call(self, ask: Callable[[Child], Answer]) -> Answer:
-        """The result of `ask` for a process; blocking. If the process ends meanwhile, another one takes the call: the
-        kernel may have killed it for other processes' memory.
+        """The result of `ask` for a process; blocking. If the process ends meanwhile, a new one takes the call: the
+        kernel may have killed it for other processes' memory, and what stopped it may have stopped the idle ones too.
 
         Raises:
             EOFError: the second process has ended too.
@@ -147,13 +147,13 @@ class FrameChildren(Generic[Child]):
         except EOFError:
             if self._closed:
                 raise
-        with self.borrow() as child:
+        with self.borrow(new=True) as child:
             return ask(child)
 
     @contextmanager
-    def borrow(self) -> Iterator[Child]:
+    def borrow(self, new: bool = False) -> Iterator[Child]:
         """A process for the calling thread alone; blocks until it has started. It is killed if the block raises."""
-        child = self._take()
+        child = self._start() if new else self._take()
         try:
             yield child
         except BaseException:
@@ -175,6 +175,9 @@ class FrameChildren(Generic[Child]):
             while self._idle:
                 if (child := self._idle.pop()).is_alive:
                     return child
+        return self._start()
+
+    def _start(self) -> Child:
         child = self._make()
         with self._lock:
             self._all = {some for some in self._all if some.is_alive} | {child}

@@ -190,11 +190,12 @@ class EmbeddingRequest(ClassifyRequest, kw_only=True):
     dimensions: Dimensions | None = None
 
 
-class Reasoning(TypedDict, total=False):
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     """SGLang's and OpenRouter's form of `reasoning_effort`; `enabled` switches the thinking on or off."""
 
-    enabled: bool | None
-    effort: Effort | None
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Annotated[Count | None, Meta(description="OpenRouter's name of max_thinking_tokens")] = None
 
 
 class ChatRequest(CommonRequest, kw_only=True):
@@ -227,14 +228,15 @@ class ChatRequest(CommonRequest, kw_only=True):
     add_generation_prompt: bool | None = None
 
     def __post_init__(self) -> None:
-        """Templates have no common word for "no thinking", and one of two names for its switch: both are set, except
-        where `chat_template_kwargs` has them."""
-        asked = self.reasoning or {}
-        if self.reasoning_effort is None:
-            self.reasoning_effort = asked.get("effort")
-        enabled = asked.get("enabled")
-        if enabled is None and self.reasoning_effort == "none":
-            enabled = False
+        """Templates differ in the switch of thinking and in its default: an effort sets both names, except where
+        `chat_template_kwargs` has them."""
+        asked = self.reasoning or Reasoning()
+        self.reasoning_effort = asked.effort or self.reasoning_effort
+        if self.thinking_token_budget is None:
+            self.thinking_token_budget = asked.max_tokens
+        enabled = asked.enabled
+        if enabled is None and self.reasoning_effort is not None:
+            enabled = self.reasoning_effort != "none"
         if enabled is not None:
             self.chat_template_kwargs = dict.fromkeys(THINKING_SWITCHES, enabled) | (self.chat_template_kwargs or {})
 

@@ -24,7 +24,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.host_pool import LAYOUTS
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
-from moe_engine.worker.kv_cache.storage_io import StorageIO
+from moe_engine.worker.kv_cache.storage_io import READERS, StorageIO
 from tests.engine.harness import Answer, InProcessEngine
 from tests.engine.test_host_tier import CHAIN, LIMITS, sessions
 from tests.engine.test_windows import ALTERNATING
@@ -188,6 +188,29 @@ def test_ranks_without_a_share_report_all_pages(tmp_path: Path) -> None:
     copies.storage._writes = False
     copies.storage.start(KVOps(backups=[KVBackup(1, [b"k" * 20, b"l" * 20], [0, 1])]), [])
     assert reports == [KVReport(1, 2, True)]
+    copies.close()
+
+
+def test_lookups_stopped_behind_hanging_ones_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the storage answers again, new lookups do not wait behind those that nobody waits for."""
+    copies, reports = copies_of(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 8, 1, DeviceStream("cpu")), "page_first",
+                                tmp_path, 1)  # fmt: skip
+    assert copies.storage is not None
+    answers, asked = threading.Event(), list[bytes]()
+
+    def exists(keys: Sequence[bytes]) -> int:
+        asked.append(keys[0])
+        assert answers.wait(60)
+        return 1
+
+    monkeypatch.setattr(copies.storage.pages, "exists", exists)
+    hung, last = READERS, READERS + 10
+    fetches = [KVFetch(number, [bytes([number]) * 20], []) for number in range(1, last + 1)]
+    copies.storage.start(KVOps(fetches=fetches), [])
+    until(lambda: len(asked) == hung)
+    copies.storage.start(KVOps(stops=list(range(1, last))), [])
+    answers.set()
+    assert wait_for(reports, last) == 1 and sorted(asked) == [bytes([n]) * 20 for n in (*range(1, hung + 1), last)]
     copies.close()
 
 

@@ -117,12 +117,14 @@ def test_default_arguments_of_the_chat_template(tmp_path: Path):
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({}, "on ."),
+        ({}, "open ."),
         ({"reasoning_effort": "none"}, "off none"),
         ({"reasoning_effort": "low"}, "on low"),
         ({"reasoning": {"effort": "none"}}, "off none"),
         ({"reasoning": {"effort": "high", "enabled": False}}, "off high"),
-        ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, "on low"),
+        ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, "on high"),
+        ({"reasoning": {"enabled": True}}, "on ."),
+        ({"reasoning": {}, "reasoning_effort": "low"}, "on low"),
         ({"reasoning": {"enabled": True}, "reasoning_effort": "none"}, "on none"),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"SWITCH": True}}, "on none"),
     ],
@@ -131,7 +133,8 @@ def test_default_arguments_of_the_chat_template(tmp_path: Path):
 def test_effort_of_the_reasoning(switch: str, asked: dict[str, Any], expected: str):
     """The fields of OpenAI and of SGLang set the switch of either template family; `chat_template_kwargs` prevail."""
     asked = json.loads(json.dumps(asked).replace("SWITCH", switch))
-    template = f"{{{{ 'off' if {switch} is defined and not {switch} else 'on' }}}} {{{{ reasoning_effort or '.' }}}}"
+    state = f"('on' if {switch} else 'off') if {switch} is defined else 'open'"
+    template = f"{{{{ {state} }}}} {{{{ reasoning_effort or '.' }}}}"
     client = FakeClient()
     chat(asked, client, chat_template=template)
     assert client.tokenizer.decode(client.requests[0].prompt_ids) == expected

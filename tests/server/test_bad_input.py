@@ -162,6 +162,7 @@ OPENAI = [
     ("chat/completions", chat(reasoning_effort=["low"]), "reasoning_effort", "expected a string, got ['low']"),
     ("chat/completions", chat(reasoning_effort="50 %"), "reasoning_effort", "expected a word such as none, low"),
     ("chat/completions", chat(reasoning={"effort": 3}), "reasoning.effort", "expected a string, got 3"),
+    ("chat/completions", chat(reasoning={"enable": True}), "reasoning.enable", "did you mean enabled?"),
     ("chat/completions", chat(reasoning={"enabled": "yes"}), "reasoning.enabled", "expected true or false, got 'yes'"),
     ("responses", {"input": "a", "reasoning": {"effort": 3}}, "reasoning.effort", "expected a string, got 3"),
     ("responses", {"input": "a", "reasoning": {"effort": ""}}, "reasoning.effort", "expected a word such as none, low"),

@@ -118,3 +118,22 @@ def test_a_killed_process_is_replaced_once() -> None:
     with pytest.raises(EOFError):  # and starts no process
         children.call(Mortal.ask)
     assert not Mortal.deaths
+
+
+def test_idle_processes_that_were_stopped_together() -> None:
+    """A signal to the process groups of all idle processes: the call takes a new one after the first failure."""
+
+    class Idle(Mortal):
+        stopped = False
+
+        def ask(self) -> int:
+            if self.stopped:
+                raise EOFError
+            return id(self)
+
+    children: FrameChildren[Any] = FrameChildren(Idle)
+    with children.borrow() as one, children.borrow() as other:
+        pass
+    one.stopped = other.stopped = True
+    assert children.call(Idle.ask) not in (id(one), id(other))
+    children.close()

@@ -150,6 +150,9 @@ class StorageIO:
             self._report(number, 0, True)
 
     def _fetch(self, op: KVFetch) -> None:
+        if op.id in self._stopped:  # while it waited behind reads that hung
+            self._report(op.id, 0, True)
+            return
         if not op.pages:
             count = self.pages.exists(op.keys)
             self._report(op.id, count if op.state == NO_STATE else self._last_state(op.keys[:count]), True)
