@@ -26,7 +26,7 @@ async def read_ahead(folder: str) -> str:
     done: asyncio.Future[str] = loop.create_future()
 
     def finish(fingerprint: str) -> None:
-        if not done.done():  # the caller may have given up
+        if not done.done():  # the time limit of the caller may have passed
             done.set_result(fingerprint)
 
     def run() -> None:

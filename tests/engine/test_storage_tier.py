@@ -192,7 +192,7 @@ def test_ranks_without_a_share_report_all_pages(tmp_path: Path) -> None:
 
 
 def test_lookups_stopped_behind_hanging_ones_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the storage answers again, new lookups do not wait behind those that nobody waits for."""
+    """After the storage has recovered, new lookups do not wait behind stopped ones."""
     copies, reports = copies_of(KVPool(KVSpec.mla(1, 4, 2, torch.float32), 8, 1, DeviceStream("cpu")), "page_first",
                                 tmp_path, 1)  # fmt: skip
     assert copies.storage is not None

@@ -139,8 +139,8 @@ async def test_loading_and_unloading_under_traffic() -> None:
 
 
 async def test_a_hanging_mount_delays_the_adapter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests go on, and so do other adapters: the ranks, which read between steps, are not asked before the files
-    are in the page cache. Without an answer of the mount the adapter is refused."""
+    """Requests and other adapters continue: ranks read an adapter between steps, and load it only after its files are
+    in the page cache. An adapter whose files are not read within the time limit is refused."""
     client, mounted, begun = Ranks(), threading.Event(), threading.Event()
     client.may_answer.set()
     read, slow = read_ahead._read, str(tmp_path / "slow")
