@@ -44,8 +44,7 @@ class ExpandedPrefix:
         table = self._rows.slots_on_host
         assert table is not None
         members = self._members(table, rows, positions)
-        owners = dict(zip(rows[members].tolist(), self._rows.owners[rows[members]].tolist()))
-        if not owners.items() & self._owners.items():
+        if not self._owners_of(rows[members]).items() & self._owners.items():
             self._prefix, self._owners, members = None, {}, members[:0]
         if len(members) < LEAST_MEMBERS:
             slots = self._best(table, rows, positions)
@@ -55,9 +54,13 @@ class ExpandedPrefix:
             self._prefix, self._slots = self._expand(slots), slots
             members = self._members(table, rows, positions)
         assert self._prefix is not None
-        self._owners = dict(zip(rows[members].tolist(), self._rows.owners[rows[members]].tolist()))
+        self._owners = self._owners_of(rows[members])
         self._prefix.assign(members)
         return self._prefix
+
+    def _owners_of(self, rows: np.ndarray) -> dict[int, int]:
+        """By row, the number of its request."""
+        return dict(zip(rows.tolist(), self._rows.owners[rows].tolist()))
 
     def _members(self, table: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Places of the rows that begin with the prefix's slots, [M] int64."""
