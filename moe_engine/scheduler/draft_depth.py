@@ -18,6 +18,11 @@ from typing import Protocol
 from moe_engine.scheduler.step_cost_model import StepCost, StepCostModel
 from moe_engine.types import SpeculationConfig
 
+DraftOutcome = tuple[int, int, int]
+"""Drafts of one request in a step: verified (without those behind its end), accepted, and used, which is the number of
+tokens that the request got beyond that of a plain step. The last step of an answer may accept a draft that it does not
+use: a plain step has one token too."""
+
 
 class DepthPolicy(Protocol):
     """Chooses the depth of each step and learns from the results."""
@@ -29,11 +34,11 @@ class DepthPolicy(Protocol):
     def choose(self, num_requests: int, num_draftable: int) -> int:
         """Depth of a step of `num_requests` decodes, of which `num_draftable` can get drafts."""
 
-    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+    def observe(self, outcomes: list[DraftOutcome], cost: StepCost | None) -> None:
         """Takes in the result of a step with decodes.
 
         Args:
-            accepted: of each request with drafts, (drafts verified, drafts accepted).
+            outcomes: of each request with drafts.
             cost: cost of the step; None if unknown, or if the step had prompts too.
         """
 
@@ -49,7 +54,7 @@ class FixedDepth:
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return self._depth
 
-    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+    def observe(self, outcomes: list[DraftOutcome], cost: StepCost | None) -> None:
         return None
 
 
@@ -83,7 +88,7 @@ _PRIOR, _PRIOR_TRIES = 0.7, 2.0
 
 
 class Acceptance:
-    """Acceptance rate of each draft position, given that the drafts before it were accepted; recent steps count more.
+    """Rate of used drafts of each draft position, given that those before it were used; recent steps count more.
 
     The rate of a rarely reached position defaults to that of the position before it.
     """
@@ -93,20 +98,20 @@ class Acceptance:
         self._tries = [0.0] * max_depth
         self.num_seen = 0
 
-    def add(self, accepted: list[tuple[int, int]]) -> None:
-        if not accepted:
+    def add(self, outcomes: list[DraftOutcome]) -> None:
+        if not outcomes:
             return
         judged, right = [0] * len(self._hits), [0] * len(self._hits)
-        for depth, good in accepted:
-            for i in range(min(depth, good + 1)):
+        for verified, _, used in outcomes:
+            for i in range(min(verified, used + 1)):
                 judged[i] += 1
-            for i in range(min(depth, good)):
+            for i in range(used):
                 right[i] += 1
         for i, tries in enumerate(judged):
             if tries:
                 self._tries[i] = self._tries[i] * _DECAY + tries
                 self._hits[i] = self._hits[i] * _DECAY + right[i]
-        self.num_seen += len(accepted)
+        self.num_seen += len(outcomes)
 
     def expected(self, depth: int) -> float:
         """Expected tokens of a request in a step of this depth, the target model's own included."""
@@ -182,9 +187,9 @@ class AutoDepth:
             self._keep_until = self._steps + self._keep
         return min(best, 2 * self._costs.max_depth_tried)
 
-    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
-        self._acceptance.add(accepted)
-        self._num_drafted += bool(accepted)
+    def observe(self, outcomes: list[DraftOutcome], cost: StepCost | None) -> None:
+        self._acceptance.add(outcomes)
+        self._num_drafted += bool(outcomes)
         if cost is not None:
             self._costs.add(cost)
 

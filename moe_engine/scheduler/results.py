@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.draft_depth import DraftOutcome
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import take_tokens
 from moe_engine.scheduler.hidden_states import keep_hidden, take_hidden
@@ -12,8 +13,6 @@ from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
 
 _ANY_ID = 1 << 62
-DraftOutcome = tuple[int, int]
-"""Number of verified drafts of one request, and of accepted ones among them."""
 
 
 def read_result(
@@ -22,8 +21,8 @@ def read_result(
     """Appends tokens, ends finished requests, and returns an event for each request with new output.
 
     Tokens of requests that ended while the step was in flight are dropped. With speculation a step may return several
-    tokens for a request; its plan must have reserved slots for them. `outcomes` gets, for each running request with
-    drafts, the number of verified drafts (without those behind its end) and of accepted drafts.
+    tokens for a request; its plan must have reserved slots for them. `outcomes` gets that of each running
+    request with drafts.
 
     Raises:
         MoeEngineError: the result does not belong to the plan.
@@ -119,8 +118,8 @@ def _take_several(
     return kept, reason
 
 
-def _count_accepted(request: Request, depth: int, brought: int, kept: int, *, ended: bool) -> tuple[int, int]:
-    """(drafts verified, drafts accepted); drafts behind the end of a request do not count."""
+def _count_accepted(request: Request, depth: int, brought: int, kept: int, *, ended: bool) -> DraftOutcome:
+    """The outcome of a request's drafts; drafts behind the end of the request do not count."""
     judged = min(depth, kept) if ended else depth
     good = min(brought - 1, judged)
     if not request.spec_accepted:
@@ -129,7 +128,7 @@ def _count_accepted(request: Request, depth: int, brought: int, kept: int, *, en
     request.spec_proposed += judged
     request.spec_accepted += [0] * (good + 1 - len(request.spec_accepted))
     request.spec_accepted[good] += 1
-    return judged, good
+    return judged, good, min(good, max(kept - 1, 0))
 
 
 def _keep_states(table: RequestTable, record: StepRecord, result: StepResult) -> None:

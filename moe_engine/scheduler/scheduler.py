@@ -29,6 +29,7 @@ from moe_engine.scheduler.admission_backoff import AdmissionBackoff
 from moe_engine.scheduler.autopilot import Autopilot
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_scheduling import DecodeScheduling
+from moe_engine.scheduler.draft_depth import DraftOutcome
 from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
 from moe_engine.scheduler.failed_step import resend, roll_back
 from moe_engine.scheduler.integrity import check_integrity
@@ -320,7 +321,7 @@ class Scheduler:
         if result.kv_done:
             self.kv_arrived(result.kv_done)
         released, now = self.table.num_released, self._clock()
-        draft_outcomes: list[tuple[int, int]] = []
+        draft_outcomes: list[DraftOutcome] = []
         events = read_result(self.table, record, result, now, draft_outcomes)
         if self.speculator is not None:
             self.speculator.observe(record, result, draft_outcomes)

@@ -5,7 +5,7 @@ Acceptance and rollback only change counts. A request keeps the slots of its rej
 
 from __future__ import annotations
 
-from moe_engine.scheduler.draft_depth import make_policy
+from moe_engine.scheduler.draft_depth import DraftOutcome, make_policy
 from moe_engine.scheduler.events import SpecStats
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
@@ -71,13 +71,13 @@ class Speculator:
         reserved = kv_cache.reserve(requests, widths)
         return draft.add_speculative(requests, depths, [self._config.num_nodes(d) for d in depths], reserved)
 
-    def observe(self, record: StepRecord, result: StepResult, draft_outcomes: list[tuple[int, int]]) -> None:
+    def observe(self, record: StepRecord, result: StepResult, draft_outcomes: list[DraftOutcome]) -> None:
         """Takes in the result of a step with decodes.
 
         Args:
             draft_outcomes: of its requests with drafts, as in `DepthPolicy.observe`.
         """
-        for judged, good in draft_outcomes:
+        for judged, good, _ in draft_outcomes:
             self._verified += 1
             self.decode_steps += 1
             self.accepted_tokens += good + 1

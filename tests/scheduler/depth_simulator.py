@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from moe_engine.scheduler.draft_depth import DepthPolicy
+from moe_engine.scheduler.draft_depth import DepthPolicy, DraftOutcome
 from moe_engine.scheduler.step_cost_model import StepCost
 
 
@@ -98,7 +98,7 @@ class NoDrafts:
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return 0
 
-    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+    def observe(self, outcomes: list[DraftOutcome], cost: StepCost | None) -> None:
         return None
 
 
@@ -191,7 +191,7 @@ class DepthSimulation:
             self.tokens += kept
             if depth:
                 verified = depth if request.left else min(depth, kept)
-                draft_outcomes.append((verified, min(good, verified)))
+                draft_outcomes.append((verified, min(good, verified), kept - 1))
         self.running = [r for r in self.running if r.left > 0]
         self.seconds += step.seconds
         if step.requests:

@@ -35,7 +35,7 @@ def gain(found: DepthSimulation, num_requests: int) -> float:
 def test_a_fixed_number_of_steps() -> None:
     policy = make_policy(SpeculationConfig("ngram", 3))
     assert isinstance(policy, FixedDepth) and policy.enabled
-    policy.observe([(3, 0)] * 4, StepCost(4, 4, 3, 99.0, 1.0, 0.0))
+    policy.observe([(3, 0, 0)] * 4, StepCost(4, 4, 3, 99.0, 1.0, 0.0))
     assert policy.choose(4, 4) == policy.choose(1, 0) == 3
     assert isinstance(make_policy(AUTO), AutoDepth)
 
@@ -142,14 +142,14 @@ def test_expected_tokens_follow_the_shares_accepted() -> None:
             good = 0
             while good < 3 and rng.random() < rates[good]:
                 good += 1
-            draft_outcomes.append((3, good))
+            draft_outcomes.append((3, good, good))
         acceptance.add(draft_outcomes)
     chances = (0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25)
     for depth in range(4):
         assert acceptance.expected(depth) == pytest.approx(1 + sum(chances[:depth]), abs=0.15)
     acceptance.add([])
     before = acceptance.expected(3)
-    acceptance.add([(1, 1)] * 50)  # no information about deeper positions
+    acceptance.add([(1, 1, 1)] * 50)  # no information about deeper positions
     assert acceptance.expected(1) > 1.8 and acceptance.expected(3) > before
 
 
@@ -175,9 +175,6 @@ def machines(draw: st.DrawFn) -> Machine:
 @settings(max_examples=examples(10))
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
-    """If the gain of drafts equals their cost, measurements with 10 % noise do not hide a small loss for long. The
-    policy counts accepted drafts behind the end of an answer, half a draft of each answer at depth 1: with few tokens
-    an answer it keeps drafts whose gain is less than that."""
+    """If the gain of drafts equals their cost, measurements with 10 % noise do not hide a small loss for long."""
     found = simulate(machine, seed).run(4000, num_requests)
-    unused = 0.5 / machine.length if machine.ends_by_eos else 0.0
-    assert gain(found, num_requests) >= (0.93 if machine.noise > 0.05 else 0.98) - unused
+    assert gain(found, num_requests) >= (0.93 if machine.noise > 0.05 else 0.98)

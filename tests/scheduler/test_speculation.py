@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -110,6 +111,9 @@ def test_drafts_behind_the_end_are_not_counted(
     length = 1 + sum(right + 1 for right in accepted) + kept
     s = Scheduler(SchedulerConfig(num_slots=1000, context_len=500, speculation=SpeculationConfig("ngram", depth)))
     s.add(make_request("a", [5, 6, 7], length if by_length else length + depth))
+    assert s.speculator is not None
+    observe = Mock(wraps=s.speculator.observe)
+    s.speculator.observe = observe  # type: ignore[method-assign]
     brought = [[9]] + [[9] * (right + 1) for right in accepted]
     brought.append([9] * (kept - 1) + [9 if by_length else EOS] + [9] * (last + 1 - kept))
     drafts = []
@@ -122,6 +126,8 @@ def test_drafts_behind_the_end_are_not_counted(
     outcomes = [(depth, right) for right in accepted]  # verified drafts and accepted drafts, by step
     if drafts[-1]:  # a request with one remaining token gets no drafts
         outcomes.append((min(depth, kept), min(last, kept)))
+    observed = [outcome for call in observe.call_args_list for outcome in call.args[2]]
+    assert sum(used for *_, used in observed) == sum(accepted) + (kept - 1 if drafts[-1] else 0)
     stats = s.stats().speculation
     assert stats is not None and stats.verify_total == len(outcomes)
     assert stats.proposed == [sum(i < judged for judged, _ in outcomes) for i in range(depth)]
