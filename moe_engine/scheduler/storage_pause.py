@@ -35,7 +35,7 @@ class StoragePause:
         self.num_pauses += 1
         self._next_try = now + self._retry
         logger.warning(
-            "KV storage: no read has answered for %.0f s: it hangs; prompts are computed without it, next try in %.0f s",
+            "KV storage: no read has answered for %.0f s: prompts are computed without it, next try in %.0f s",
             HANG_SECONDS, self._retry,
         )  # fmt: skip
         self._retry = min(2 * self._retry, RETRY_SECONDS[1])
