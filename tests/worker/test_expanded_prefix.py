@@ -127,6 +127,7 @@ def test_the_ledger_has_the_largest_prefix(engine: Engine) -> None:
 def test_deterministic_inference_keeps_one_form(path: Path, tmp_path: Path) -> None:
     made = Engine(path, tmp_path, enable_deterministic_inference=True)
     assert made.prefixes is None
+    assert "expanded prefix" not in [row.name for row in made.engine.config.ledger.rows]
     made.engine.close()
 
 
