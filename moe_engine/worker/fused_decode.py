@@ -66,6 +66,12 @@ class FusedDecode:
             self._seen = -1
         return self._rows.only_sample(plan.rows, self._same.rows)
 
+    def forget_prefix(self) -> None:
+        """Weights or KV cache get other values."""
+        if self.prefixes is not None:
+            self.prefixes.forget()
+        self._seen = -1
+
     def run(self, plan: StepPlan) -> np.ndarray:
         """The sampled tokens [R] int64 of a step that is taken; updates slots and last tokens of its rows.
         The result is valid until the next step.

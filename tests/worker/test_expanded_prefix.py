@@ -12,6 +12,8 @@ import torch
 
 from moe_engine.kernels.queries import PagedQueries, SharedRun
 from moe_engine.worker.batch.expanded_prefix import LEAST_MEMBERS, ExpandedPrefix, Layers
+from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
+from moe_engine.worker.weight_update import CheckpointArgs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
@@ -126,6 +128,22 @@ def test_reused_slots_are_expanded_again(engine: Engine) -> None:
         script = _script([128 + 10 * (seed % 3)] * 19, seed=100 + seed, new=30)
         limits = {"num_slots": 480} if seed % 2 else {}
         assert engine.run(script, **limits) == engine.run(script, expanded=False, **limits), seed
+
+
+def test_new_weights_expand_a_prefix_again(engine: Engine, tmp_path: Path) -> None:
+    """Requests may go on while the weights are replaced, or the KV cache is given back."""
+    other = make_checkpoint("deepseek_v3", tmp_path / "other", seed=6, max_position_embeddings=1024, **WIDE)
+    weights, script = engine.engine.worker.weights, _script([128] * 18, seed=2)
+    assert weights is not None and engine.prefixes is not None
+    for change in ("weights", "kv_cache"):
+        engine.run(script)
+        assert engine.prefixes.prefix is not None and engine.prefixes._layers
+        if change == "weights":
+            weights.stage(CheckpointArgs(str(other)))
+            weights.commit()
+        else:
+            MemoryRelease(engine.engine.worker.runner, weights).release(ReleaseArgs(["kv_cache"]))
+        assert engine.prefixes.prefix is None and not engine.prefixes._layers
 
 
 def test_the_ledger_has_the_largest_prefix(engine: Engine) -> None:

@@ -61,7 +61,7 @@ class ExpandedPrefix:
             if slots is None:
                 return None
             if not self._knows(slots):
-                self._drop()  # its memory is free before the next one is computed
+                self.forget()  # its memory is free before the next one is computed
                 self._layers = self._expand(slots)
             self._slots = slots
             each = [self._layers[i] for i in range(self._num_layers)]
@@ -84,10 +84,14 @@ class ExpandedPrefix:
             return None
         if self.prefix is not None and len(self._owners) >= LEAST_MEMBERS:
             return None  # decodes still read it
-        self._drop()
+        self.forget()
         self._slots = table[rows[0], : prompts.context_lens[0]].copy()
         self._owners = self._owners_of(rows)
         return ExpandedContext(self._layers)
+
+    def forget(self) -> None:
+        """Drops the prefix: its weights or its slots get other values."""
+        self.prefix, self._layers, self._owners, self._slots = None, {}, {}, self._slots[:0]
 
     @property
     def _table(self) -> np.ndarray:
@@ -98,9 +102,6 @@ class ExpandedPrefix:
         """By row, the number of its request."""
         return dict(zip(rows.tolist(), self._rows.owners[rows].tolist()))
 
-    def _drop(self) -> None:
-        self.prefix, self._layers, self._owners, self._slots = None, {}, {}, self._slots[:0]
-
     def _drop_if_dead(self) -> None:
         """Drops the prefix if all its requests have ended or moved to other slots."""
         rows = np.fromiter(self._owners, dtype=np.int64)
@@ -108,7 +109,7 @@ class ExpandedPrefix:
         current = self._owners_of(rows[kept])
         self._owners = {row: owner for row, owner in self._owners.items() if current.get(row) == owner}
         if not self._owners:
-            self._drop()
+            self.forget()
 
     def _knows(self, slots: np.ndarray) -> bool:
         """Whether the prefix begins with slots [S] int32; not if the step that should have expanded it failed."""
