@@ -97,8 +97,9 @@ def _attention_rows(given: SizingInput) -> list[LedgerRow]:
 
 def _prefix_rows(given: SizingInput) -> list[LedgerRow]:
     """The expanded prefix of decodes on a CPU, at its largest."""
+    kernels = given.kernels.model
     several = given.parallel.topology != sizes.ONE_RANK  # whole decode steps are one call on a single rank only
-    if several or given.machine.device != "cpu" or given.kernels.model.row("attention").name != "cpu":
+    if several or kernels.need.deterministic or given.machine.device != "cpu" or kernels.row("attention").name != "cpu":
         return []
     tokens, each = sizes.expanded_prefix(given.local_model, given.dtype_bytes)
     tokens = min(tokens, given.limits.context_len // sizes.EXPANDED_PREFIX_STEP * sizes.EXPANDED_PREFIX_STEP)
