@@ -19,8 +19,9 @@ CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
 GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 7, 6, 3, 5
-"""Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA, MLA,
-the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with router."""
+"""Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
+MLA, the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with
+their router."""
 
 
 @dataclass(frozen=True)
