@@ -34,7 +34,7 @@ from moe_engine.tuning.planner.steady import Load, steady_state
 
 PRIOR = {
     "hbm": (0.7, 0.2), "experts_hbm": (0.6, 0.3), "flops": (0.5, 0.3), "attention_hbm": (0.6, 0.3),
-    "layer_us": (25, 0.7), "prefill_layer_us": (40, 0.8), "step_us": (500, 1.0), "row_us": (5, 1.0),
+    "kernel_us": (2.3, 0.7), "prefill_kernel_us": (3.6, 0.8), "step_us": (500, 1.0), "row_us": (5, 1.0),
     "message": (1.5, 0.5), "token_ns": (3, 0.7), "prompt_weight": (1, 0.4), "queue": (0.3, 1.0),
     "request_ms": (15, 0.8),
 }  # fmt: skip

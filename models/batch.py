@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.lora.protocol import AdapterTokens
-from moe_engine.kernels.queries import AttentionBatch
+from moe_engine.kernels.queries import AttentionBatch, SharedRun
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -39,6 +39,19 @@ class ImageRows:
     """Image tokens of the other half before this one (two-batch overlap): both halves' positions are in one table."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpandedContext:
+    """Keys and values that MLA expands from context tokens of a step's prompts, kept for other steps.
+
+    `layers`: keys and values [S, H, N+V] and rotary channels of the keys [S, P] by layer index. With `run` its first
+    `length` tokens are known; without, the step has one expanded prompt, and the layers store its context.
+    """
+
+    layers: dict[int, tuple[Tensor, Tensor]]
+    run: SharedRun | None = None
+    length: int = 0
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
@@ -52,7 +65,7 @@ class ForwardBatch:
     adapters of the tokens; None: none has one. `images`: image tokens, whose `input_ids` are placeholders; None: there
     are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `other_groups`:
     queries and plan of cache groups with another window than `attention`, by window, planned in advance; None: the
-    model plans them.
+    model plans them. `expanded`: keys and values of prompts that are known or to be kept; None: neither.
     """
 
     input_ids: Tensor  # [T] int64
@@ -70,6 +83,7 @@ class ForwardBatch:
     images: ImageRows | None = None
     next_images: ImageRows | None = None
     other_groups: Mapping[int | None, tuple[AttentionBatch, Any]] | None = None
+    expanded: ExpandedContext | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

@@ -172,21 +172,24 @@ def _with_ernies(files: dict[str, WeightFile], first: int) -> dict[str, WeightFi
             names[name] = f"{layer}{_ERNIE_PARTS[part]}{rest}"
             layers.add(layer)
     found = _renamed(files, names)
-    if (file := found.get("model.norm.weight")) is not None:
+    if (file := found.get(norm := "model.norm.weight")) is not None:
         for layer in layers:
             name = f"{layer}shared_head.norm.weight"
-            file.tensors[name] = file.tensors["model.norm.weight"]
+            file.tensors[name], file.stored_names[name] = file.tensors[norm], norm
             found[name] = file
     return found
 
 
 def _renamed(files: dict[str, WeightFile], names: Mapping[str, str]) -> dict[str, WeightFile]:
     """The same tensors with new `names`, old -> new."""
-    changed = {
-        id(file): WeightFile(file.path, {names.get(name, name): tensor for name, tensor in file.tensors.items()})
-        for file in files.values()
-    }
+    changed = {id(file): _with_names(file, names) for file in files.values()}
     return {names.get(name, name): changed[id(file)] for name, file in files.items()}
+
+
+def _with_names(file: WeightFile, names: Mapping[str, str]) -> WeightFile:
+    tensors = {names.get(name, name): tensor for name, tensor in file.tensors.items()}
+    stored = {names.get(name, name): file.stored_name(name) for name in file.tensors}
+    return WeightFile(file.path, tensors, {name: old for name, old in stored.items() if name != old})
 
 
 def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:

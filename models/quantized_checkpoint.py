@@ -1,8 +1,8 @@
 """Writes a checkpoint with quantized projections: FP8 blocks as DeepSeek's, or compressed-tensors' packed integers.
 
 File by file, each under a temporary name until it is whole, so that a call that was interrupted continues with the
-files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, MTP's eh_proj and, with
-integers, kv_b_proj are unchanged.
+files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, vision tower, MTP's eh_proj
+and, with integers, kv_b_proj are unchanged. Names are those of the source's files.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from moe_engine.kernels.quantization.reference import quantize_weight
 from moe_engine.models.checkpoint_files import INDEX_FILE, TORCH_INDEX_FILE, read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.registry import is_built_in
@@ -42,6 +44,9 @@ _KEPT = (".eh_proj.weight",)
 _SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Weight files of the source, which are not copied."""
 _WRITTEN = (INDEX_FILE, TORCH_INDEX_FILE, "config.json", SETTINGS)
+_TOWERS = ("visual", "vision_tower", "mm_projector", "multi_modal_projector")
+"""Modules of images, in checkpoints and in transformers, whose names inside them are not always the same."""
+_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     config = load_model_config(source)
     if find_gguf(source) is not None:
         raise ConfigError(f"{source}: is a GGUF file; quantize the model's safetensors instead")
-    if config.weight_format != PLAIN:
+    if config.weight_format.name:
         raise ConfigError(
             f"{source}: is quantized already ({config.weight_format.name}); use an unquantized checkpoint"
         )
@@ -91,12 +96,13 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     if not files:
         raise CheckpointError(f"{source}: holds no *.safetensors file")
     check_headers(source, files, config)
+    _check_experts(source, config, set(files))
     names = projections(config, target, set(files))
     if not names:
         raise ConfigError(
             f"{source}: no projection has whole groups of {target.group} columns; use a smaller --group-size"
         )
-    left_out = sorted(projections(config, None, set(files)) - names)
+    left_out = _plain_matrices(files, names)
     _prepare(source, output, target)
     weight_map: dict[str, str] = {}
     total = 0
@@ -114,30 +120,59 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (output / INDEX_FILE).write_text(json.dumps(index, indent=1))
     raw = json.loads((source / "config.json").read_text())
-    raw["quantization_config"] = quantization_config(target, left_out)
+    quantized = {files[name].stored_name(name) for name in names}
+    raw["quantization_config"] = quantization_config(target, left_out, quantized)
     (output / "config.json").write_text(json.dumps(raw, indent=2))
     (output / SETTINGS).unlink()
 
 
-def projections(config: ModelConfig, target: Target | None, names: set[str]) -> set[str]:
-    """Names of the tensors that are quantized; without a target: all that can be."""
+def projections(config: ModelConfig, target: Target, names: set[str]) -> set[str]:
+    """Names of the tensors that are quantized."""
     return {
         name
         for spec in model_tensors(config, include_mtp=config.num_nextn_predict_layers > 0)
         if spec.kind is Kind.LINEAR and spec.name.startswith("model.layers.") and not spec.name.endswith(_KEPT)
-        if target is None or target.takes(spec.name, spec.shape)
+        if target.takes(spec.name, spec.shape)
         for name in spec.names()
         if name in names
     }
 
 
-def quantization_config(target: Target, left_out: list[str]) -> dict[str, Any]:
-    """The section of config.json."""
-    modules = [name.removesuffix(".weight") for name in left_out]
+def _check_experts(source: Path, config: ModelConfig, names: set[str]) -> None:
+    """Raises ConfigError: the matrices of a layer's experts are in common tensors."""
+    format = config.weight_format
+    if format == PLAIN:
+        return
+    assert isinstance(format, FusedExpertsFormat)
+    expert = next(spec for spec in model_tensors(config) if spec.copies > 1)
+    (stored,) = format.tensors(next(expert.names()).removesuffix(_WEIGHT), expert.shape, names)
+    if not stored.name.endswith(_WEIGHT):
+        raise ConfigError(
+            f"{source}: the experts of a layer are in common tensors ({stored.name}), which this command does not "
+            "quantize; use a published quantized checkpoint of the model"
+        )
+
+
+def _plain_matrices(files: Mapping[str, WeightFile], quantized: set[str]) -> list[str]:
+    """Stored names of the modules with a matrix that is not quantized; without the embedding."""
+    found = {
+        file.stored_name(name)
+        for file in {id(file): file for file in files.values()}.values()
+        for name, header in file.tensors.items()
+        if name not in quantized and name.endswith(_WEIGHT) and len(header.shape) == 2
+        if not name.endswith(".embed_tokens.weight")
+    }
+    return sorted(name.removesuffix(_WEIGHT) for name in found)
+
+
+def quantization_config(target: Target, left_out: list[str], quantized: set[str]) -> dict[str, Any]:
+    """The section of config.json. By stored names: modules that are plain, and tensors that are quantized."""
+    towers = [tower for tower in _TOWERS if any(_inside(name, (tower,)) for name in left_out)]
     if target.codes is None:
+        named = [prefix + tower for tower in towers for prefix in ("", "model.")]
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head", *modules],
+            "modules_to_not_convert": list(dict.fromkeys(["lm_head", *named, *left_out])),
         }  # fmt: skip
     weights = {
         "num_bits": target.codes.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
@@ -147,9 +182,33 @@ def quantization_config(target: Target, left_out: list[str]) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp\\.gate$", *modules],
+        "config_groups": {"group_0": group}, "ignore": ["lm_head", *_patterns(towers, left_out, quantized)],
         "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _patterns(towers: list[str], left_out: list[str], quantized: set[str]) -> list[str]:
+    """compressed-tensors' spelling of plain modules, whatever precedes ``layers``: one pattern for a module of all
+    layers, unless it is quantized in some."""
+    found = [rf"re:(.*\.)?{tower}\..*" for tower in towers]
+    known = {_numberless(name.removesuffix(_WEIGHT)) for name in quantized}
+    for name in left_out:
+        if name.startswith("lm_head") or _inside(name, towers):
+            continue
+        spelled = re.escape(name[max(name.find("layers."), 0) :])
+        if _numberless(name) not in known:
+            spelled = re.sub(r"\.\d+\\\.", r".\\d+\\.", spelled)
+        found.append(f"re:.*{spelled}$")
+    return list(dict.fromkeys(found))
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _inside(name: str, towers: Sequence[str]) -> list[str]:
+    """The towers that have the module."""
+    return [tower for tower in towers if f".{tower}." in f".{name}."]
 
 
 def _prepare(source: Path, output: Path, target: Target) -> None:
@@ -193,8 +252,8 @@ def _save(part: Path, tensors: dict[str, Tensor]) -> None:
 def _converted(file: WeightFile, names: set[str], target: Target, advance: Callable[[int], None]) -> dict[str, Tensor]:
     opened, out = SafetensorsFile(file), dict[str, Tensor]()
     for name, header in file.tensors.items():
-        tensor = opened.read(name)
-        out.update(_quantized(name, tensor, target) if name in names else [(name, tensor)])
+        tensor, stored = opened.read(name), file.stored_name(name)
+        out.update(_quantized(stored, tensor, target) if name in names else [(stored, tensor)])
         advance(header.num_bytes)
     return out
 

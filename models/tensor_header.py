@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +36,18 @@ class TensorHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFile:
+    """
+    Attributes:
+        tensors: by the names that the model uses.
+        stored_names: names in the file, by those names; only where they differ.
+    """
+
     path: Path
     tensors: dict[str, TensorHeader]
+    stored_names: dict[str, str] = field(default_factory=dict)
+
+    def stored_name(self, name: str) -> str:
+        return self.stored_names.get(name, name)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

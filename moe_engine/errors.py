@@ -59,9 +59,10 @@ class EngineDeadError(MoeEngineError):
 
 
 def nearest(word: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
-    """The known word that is most similar to `word`, or None below the cutoff."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return close[0] if close else None
+    """The known word that is most similar to `word`, or None below the cutoff. A flag's dashes do not count."""
+    spellings = {text.lstrip("-"): text for text in known}
+    close = difflib.get_close_matches(word.lstrip("-"), spellings, n=1, cutoff=cutoff)
+    return spellings[close[0]] if close else None
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -55,6 +56,24 @@ def _unavailable(kind: type[msgspec.Struct]) -> list[tuple[str, bool]]:
     return [(field.name, field.type == OffOnly) for field in fields if field.type in (NotAvailable, OffOnly)]
 
 
+_prepared: set[Any] = set()
+_preparing = threading.Lock()
+
+
+def prepared(kind: type[T]) -> type[T]:
+    """The type, once msgspec has gathered its fields.
+
+    msgspec does so at the first use of a type. A second thread that uses the type meanwhile reads fields that are still
+    missing, and the process crashes. Types that several threads decode go through here, or have a decoder from import
+    on.
+    """
+    if kind not in _prepared:
+        with _preparing:
+            msgspec.json.Decoder(kind)
+            _prepared.add(kind)
+    return kind
+
+
 def checked(value: Any, kind: type[T], where: str = "", *, strict: bool = True) -> T:
     """Converts decoded JSON to a type, with its constraints.
 
@@ -66,7 +85,7 @@ def checked(value: Any, kind: type[T], where: str = "", *, strict: bool = True) 
         InputError: names the field.
     """
     try:
-        return msgspec.convert(value, kind, str_keys=True, strict=strict)
+        return msgspec.convert(value, prepared(kind), str_keys=True, strict=strict)
     except msgspec.ValidationError as exc:
         raise _error(str(exc), value, kind, where) from None
 

@@ -388,6 +388,26 @@ def test_threads_report_their_failure():
     complain(found)
 
 
+def test_types_are_prepared_before_threads_use_them():
+    """msgspec crashes the process if one thread uses a type while another one gathers its fields: a type comes from
+    `validation.prepared`, or its decoder is made on import."""
+    found = []
+    for path in sources():
+        if not path.startswith(("moe_engine/server/", "moe_engine/frontend/", "moe_engine/media/")):
+            continue
+        for node in nodes(path):
+            if not isinstance(node, ast.Call):
+                continue
+            name = _attribute_chain(node.func)
+            if name == "msgspec.convert" and "prepared(" not in ast.unparse(node.args[1]):
+                found.append(f"{path}:{node.lineno}: convert to prepared(type)")
+            if name in ("msgspec.json.decode", "msgspec.msgpack.decode") and any(
+                keyword.arg == "type" and isinstance(keyword.value, ast.Name) for keyword in node.keywords
+            ):
+                found.append(f"{path}:{node.lineno}: use a decoder that is made on import")
+    complain(found)
+
+
 COMPARES_HOSTS = {"moe_engine/cli/cluster_check/facts.py"}
 """Modules that compare the wall clocks of hosts."""
 

@@ -151,7 +151,7 @@ class _Names:
                     count = self._heads.get(match[1])
                     if isinstance(count, int):
                         heads[name] = self._of_heads(info, count)
-        return GGUFWeights(self._part.path, tensors, heads, joined)
+        return GGUFWeights(self._part.path, tensors, heads=heads, joined=joined)
 
     def _of_heads(self, info: TensorInfo, count: int) -> int:
         """The number of heads, whose rows must be pairs."""

@@ -206,7 +206,8 @@ class MLAAttention:
 
     def chunks(self, batch: ForwardBatch) -> list[AttentionChunk]:
         """Host work of a step, the same for every layer: compute it once and pass it to each `forward`."""
-        return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits, self._capabilities)
+        attention, plan, expanded = batch.attention, batch.attention_plan, batch.expanded
+        return mla_chunks.cut(attention, self._backend, plan, *self._limits, self._capabilities, expanded)
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, self.cache_of(batch)
@@ -352,6 +353,8 @@ class MLAAttention:
         backend, queries, shared = self._backend, chunk.queries, chunk.shared
         gathered, plan = (queries, chunk.plan) if shared is None else (shared.queries, shared.plan)
         kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens, chunk)
+        if chunk.expanded is not None and chunk.expanded.run is None:
+            chunk.expanded.layers[self._layer_index] = kv, rope.contiguous()
         attend = backend.expanded if shared is None else self._capabilities.expanded_shared
         assert attend is not None
         return attend(q, kv, rope, queries, self._scale, chunk.plan)
@@ -401,7 +404,18 @@ class MLAAttention:
         if self._latent_scale != 1.0:
             context.mul_(self._latent_scale)
         latent = context[:, : mla.kv_lora_rank]
-        kv = self._kv_b(latent)
-        if self.kv_b_adapters is not None:
-            self.kv_b_adapters.add_to_context(kv, latent, chunk)
+        kv = self._known(chunk, latent)
+        if kv is None:
+            kv = self._kv_b(latent)
+            if self.kv_b_adapters is not None:
+                self.kv_b_adapters.add_to_context(kv, latent, chunk)
         return kv.unflatten(1, (mla.num_heads, -1)), context[:, mla.kv_lora_rank :]
+
+    def _known(self, chunk: AttentionChunk, latent: Tensor) -> Tensor | None:
+        """Keys and values [S, H*(N+V)] of `latent` [S, C] if those of its first rows are known."""
+        expanded = chunk.expanded
+        layer = None if expanded is None or expanded.run is None else expanded.layers.get(self._layer_index)
+        if expanded is None or layer is None:
+            return None
+        known = layer[0][: expanded.length].flatten(1)
+        return torch.cat((known, self._kv_b(latent[expanded.length :])))

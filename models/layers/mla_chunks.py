@@ -16,12 +16,14 @@ from moe_engine.kernels.attention.parts import chunk_lens
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks, MLABackend
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.models.batch import ExpandedContext
 
 
 @dataclass(frozen=True)
 class SharedContext:
     """The context tokens of some requests, without duplicates: `queries` gathers them like those of one request."""
 
+    run: SharedRun
     queries: PagedQueries
     plan: Any
 
@@ -52,6 +54,8 @@ class AttentionChunk:
     """Whether the indexer sets `selected`; otherwise an earlier draft step has set it."""
     index_plan: Any = None
     """The indexer's plan of these queries."""
+    expanded: ExpandedContext | None = None
+    """For an expanded chunk: where its keys and values are known, or kept."""
 
 
 def cut(
@@ -61,6 +65,7 @@ def cut(
     max_expanded_tokens: int,
     max_absorbed_tokens: int,
     capabilities: AttentionCapabilities,
+    expanded: ExpandedContext | None = None,
 ) -> list[AttentionChunk]:
     """The chunks of a step, in token order.
 
@@ -71,6 +76,7 @@ def cut(
             the absorbed form.
         max_absorbed_tokens: query tokens of an absorbed request run at once.
         capabilities: of the backend.
+        expanded: keys and values of the prefill group that are known, or kept.
 
     Raises:
         ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
@@ -86,10 +92,13 @@ def cut(
     prefill.refuse_tree("expanded")
     runs = [] if capabilities.expanded_shared is None else _worth_sharing(prefill, max_expanded_tokens)
     if not runs and prefill.num_context_tokens <= max_expanded_tokens:
-        chunks.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, absorbed=False))
+        kept = expanded if prefill.num_requests == 1 else None
+        whole = slice(start, start + prefill.num_tokens)
+        chunks.append(AttentionChunk(whole, prefill, plan, absorbed=False, expanded=kept))
         return chunks
     limits = max_expanded_tokens, max_absorbed_tokens
     for queries, absorbed, shared in _cut_runs(prefill, runs, backend, *limits, capabilities.chunks is not None):
+        known = expanded if shared is not None and expanded is not None and shared.run == expanded.run else None
         stop, own = start + queries.num_tokens, None
         context_chunks: tuple[ContextChunk, ...] = ()
         if not absorbed and shared is None and queries.num_context_tokens > max_expanded_tokens:
@@ -97,7 +106,8 @@ def cut(
             context_chunks = _context_chunks(queries, capabilities.chunks, max_expanded_tokens)
         else:
             own = backend.plan(AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries))
-        chunks.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, context_chunks))
+        tokens = slice(start, stop)
+        chunks.append(AttentionChunk(tokens, queries, own, absorbed, shared, context_chunks, expanded=known))
         start = stop
     return chunks
 
@@ -144,7 +154,7 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
     gathered = PagedQueries([1], [first], once[:1], once[:2], once[2:], torch.cat(slots)[None], 1)
     numbers = torch.arange(len(own), dtype=torch.int32, device=device)
     queries = replace(queries, rows=numbers, slot_table=table.to(device), page_size=1)
-    return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
+    return queries, SharedContext(run, gathered, backend.plan(AttentionBatch(None, gathered)))
 
 
 def _context_chunks(queries: PagedQueries, chunks: ContextChunks, limit: int) -> tuple[ContextChunk, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_engine.cli import USAGE_ERROR
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("agreeing_checkpoint", "checkpoints", "gguf_export", "readme_figures")
@@ -66,4 +66,4 @@ def _benchmark(asked: str, names: list[str]) -> str:
         raise ConfigError(f"{asked}: benchmarks are not installed with the package; run it in a source checkout")
     if matching:
         raise ConfigError(f"{asked}: begins several names, {', '.join(matching)}; give one of them")
-    raise ConfigError(f"{asked}: no such benchmark; `moe-engine bench` lists them")
+    raise ConfigError(f"{asked}: no such benchmark{did_you_mean(wanted, names)}; `moe-engine bench` lists them")

@@ -23,7 +23,6 @@ from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.processes.addresses import free_port
 from moe_engine.processes.child import end_with_parent
 from moe_engine.tuning.calibration import Probes
@@ -77,12 +76,7 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             _wait(server, url, log)
             info = httpx.get(f"{url}/server_info", timeout=60).json()
             front_end = psutil.Process(server.pid)
-            probes = Probes(
-                url,
-                _limits(config),
-                front_end_cpu=lambda: sum(front_end.cpu_times()[:2]),
-                scheduler=scheduler_config(config),
-            )
+            probes = Probes(url, _limits(config), front_end_cpu=lambda: sum(front_end.cpu_times()[:2]))
             costs = uvloop.run(probes.run(_say))
         finally:
             server.terminate()

@@ -59,10 +59,13 @@ def plan(argv: Sequence[str], prog: str) -> int:
         "--hardware", metavar="[Nx]GPU", help="plan for GPUs of another machine: h200, or 8xH200 for eight"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--explain", action="store_true", help="as `serve --explain`: what `plan` prints anyway")
     from moe_engine.cli import plan_workload
 
     plan_workload.add_flags(parser)
     values = parse_flags(parser, argv)
+    if values.pop("explain", False) and "workload" in values:
+        raise ConfigError("--explain shows one launch, --workload compares launches; drop one of them")
     if own := plan_workload.take_flags(values):
         hardware, as_json = values.pop("hardware", None), values.pop("json", False)
         return plan_workload.plan_workload(own, _engine_args(values), hardware, as_json)

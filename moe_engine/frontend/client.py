@@ -41,6 +41,7 @@ from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, connect
 from moe_engine.types import FinishReason
+from moe_engine.validation import prepared
 
 logger = logging.getLogger("moe_engine")
 
@@ -225,7 +226,7 @@ class CoreClient:
             return GroupAnswers(replica, lost=endpoint.dead or str(found))
         if isinstance(found, BaseException):
             raise found
-        return GroupAnswers(replica, msgspec.convert(found, list[RankAnswer]))
+        return GroupAnswers(replica, msgspec.convert(found, prepared(list[RankAnswer])))
 
     async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS) -> list[Any]:
         return values_of(await self.ask_ranks(method, args, deadline), method)

@@ -28,8 +28,7 @@ MAX_VERDICTS = 8192
 MAX_CHARS = 64 << 20
 """Max number of prepared grammars that are kept."""
 MAX_WAITING = 256
-
-
+_decode = msgspec.msgpack.Decoder(Verdict).decode
 CRASHED = Verdict("the compilation crashed; make it simpler")
 
 
@@ -126,4 +125,4 @@ class CheckChild(FrameChild):
         if answer is None:
             self.kill()
             return Verdict(f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler")
-        return msgspec.msgpack.decode(answer, type=Verdict)
+        return _decode(answer)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.frontend.client_api import CallError, EngineClient, values_of
 from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.rank_polling import poll_ranks
 from moe_engine.frontend.weight_updates import Change, Updated, WeightUpdates
 
 logger = logging.getLogger("moe_engine")
@@ -29,8 +30,6 @@ GROUP_SECONDS = 300.0
 """Time limit for the members of a group to join, and for the tensors of an update to arrive."""
 GRACE_SECONDS = 30.0
 """Time beyond the limit after which a rank counts as hanging in the library."""
-POLL_SECONDS = (0.005, 0.1)
-"""First and longest poll interval."""
 
 
 @dataclass(frozen=True)
@@ -147,24 +146,14 @@ class GroupUpdates:
 
     async def _wait(self, group_name: str, seconds: float) -> None:
         """Waits until no rank joins or receives. Raises CallError: names the ranks that failed."""
-        deadline = time.monotonic() + seconds + GRACE_SECONDS
-        pause, longest = POLL_SECONDS
-        while True:
-            groups = await self._client.ask_ranks("group_state", {"group_name": group_name})
-            values_of(groups, "group_state")
-            answers = [(group.replica, answer) for group in groups for answer in group.answers]
-            if not any(answer.value["busy"] for _, answer in answers):
-                break
-            if time.monotonic() > deadline:
-                raise CallError(f"group {group_name!r}: a rank still waits after {seconds + GRACE_SECONDS:g} s")
-            await asyncio.sleep(pause)
-            pause = min(longest, 2 * pause)
+        limit = seconds + GRACE_SECONDS
+        states = await poll_ranks(self._client, "group_state", {"group_name": group_name}, itemgetter("busy"), limit)
+        if any(state["busy"] for state in states.values()):
+            raise CallError(f"group {group_name!r}: a rank still waits after {limit:g} s")
         errors: dict[str, list[str]] = defaultdict(list)
-        for replica, answer in answers:
-            if answer.value["error"]:
-                errors[answer.value["error"]].append(
-                    f"{'' if replica is None else f'replica {replica} '}rank {answer.rank}"
-                )
+        for rank, state in states.items():
+            if state["error"]:
+                errors[state["error"]].append(rank)
         if errors:
             raise CallError("; ".join(f"{', '.join(ranks)}: {error}" for error, ranks in errors.items()))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import EngineClient
-from moe_engine.frontend.read_ahead import known_fingerprint, read_ahead
+from moe_engine.frontend.read_ahead import known_fingerprint, read_ahead, read_fingerprint
 from moe_engine.types.step_settings import LoraSettings
 
 logger = logging.getLogger("moe_engine")
@@ -147,11 +147,10 @@ class ServedAdapters:
         self._in_transit.add(name)
         number, folder = next(self._ids), os.path.abspath(os.path.expanduser(path))
         try:
-            key = await asyncio.wait_for(read_ahead(folder), LOAD_SECONDS)
+            await read_ahead(self._client, folder, LOAD_SECONDS)
+            key = await read_fingerprint(folder, LOAD_SECONDS)
             args = {"lora_id": number, "path": folder}
             await self._client.collective_rpc("load_lora", args, LOAD_SECONDS)
-        except TimeoutError:
-            return self._failed(f"{folder}: not read after {LOAD_SECONDS:.0f} s; check its file system")
         except MoeEngineError as error:
             if isinstance(error, EngineDeadError) and not self._client.health().alive:
                 raise

@@ -1,6 +1,7 @@
 """Weight updates, from disk or by tensors, over all ranks of all replicas.
 
-1. every rank compares the checkpoint's config and headers with the model, while requests run;
+1. every rank compares the checkpoint's config and headers, which threads have read ahead, with the model, while
+   requests run;
 2. new requests wait, running ones end (or are aborted), the schedulers become idle;
 3. every rank stages the checkpoint in new memory; if one fails, all drop it, and the old weights serve on;
 4. the prefix caches are flushed, and every rank copies the staged weights into place;
@@ -24,6 +25,7 @@ from typing import Any
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import CallError
 from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.read_ahead import read_ahead
 from moe_engine.frontend.tensor_files import TensorFiles
 
 logger = logging.getLogger("moe_engine")
@@ -62,6 +64,8 @@ class Change:
     done: str
     stage_args: Mapping[str, Any] | None = None
     """None: `args`."""
+    headers: str | None = None
+    """Files whose headers `check` reads on the ranks."""
     prepare: Callable[[], Awaitable[None]] = _nothing_to_prepare
     """Called between check and stage, while requests run."""
 
@@ -86,7 +90,7 @@ class WeightUpdates:
         path = os.path.abspath(os.path.expanduser(model_path))
         args = {"model_path": path, "load_format": load_format}
         done = f"Succeeded to update model weights from {path}."
-        change = Change("check_weights", "stage_weights", args, path, done)
+        change = Change("check_weights", "stage_weights", args, path, done, headers=path)
         return await self.alone(self.apply(change, version, abort))
 
     async def update_tensors(
@@ -136,6 +140,8 @@ class WeightUpdates:
         """The steps of an update, inside `alone`. Raises MoeEngineError: nothing has changed."""
         weights, client = self._frontend.weights, self._client
         began = time.monotonic()
+        if change.headers is not None:
+            await read_ahead(client, change.headers, CHECK_SECONDS, headers_only=True)
         _check_memory(await client.collective_rpc(change.check, change.args, CHECK_SECONDS))
         await change.prepare()
         try:

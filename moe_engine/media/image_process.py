@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
-    setup = msgspec.msgpack.decode(read_frame(requests), type=ImageSetup)
+    setup = msgspec.msgpack.Decoder(ImageSetup).decode(read_frame(requests))
     try:
         processor = load_processor(setup.folder, setup.min_pixels, setup.max_pixels)
         process = partial(_processed, processor, setup.max_decoded)

@@ -11,6 +11,7 @@ from moe_engine.processes.frame_child import FrameChild, FrameChildren
 
 PROCESS_SECONDS = 60.0
 START_SECONDS = 120.0
+_decode = msgspec.msgpack.Decoder(Processed).decode
 
 
 class Processors:
@@ -53,4 +54,4 @@ class _Child(FrameChild):
         answer = self.exchange(data, PROCESS_SECONDS)
         if answer is None:
             raise MediaError(f"processing the image takes longer than {PROCESS_SECONDS:g} s; send a smaller one")
-        return msgspec.msgpack.decode(answer, type=Processed)
+        return _decode(answer)

@@ -343,15 +343,29 @@ def _installed(module: str) -> bool:
 
 def _front_end(args: EngineArgs) -> Iterator[str]:
     model, server = args.model, args.server
-    if model.skip_tokenizer_init:
-        for option, value in (
-            ("--tokenizer-path", None if model.tokenizer_path == model.model_path else model.tokenizer_path),
-            ("--chat-template", model.chat_template),
-            ("--reasoning-parser", server.reasoning_parser),
-            ("--tool-call-parser", server.tool_call_parser),
-        ):
-            if value is not None:
-                yield f"{option} {value} needs a tokenizer, and --skip-tokenizer-init loads none; drop one"
+    yield from _keys_and_address(args)
+    yield from _buckets(args)
+    yield from _tracing(args)
+    yield from _metric_labels(args)
+    if server.enable_custom_logit_processor and find_spec("dill") is None:
+        yield f"--enable-custom-logit-processor: {NO_DILL}"
+    if server.grammar_backend == "xgrammar":
+        if find_spec("xgrammar") is None:
+            yield "--grammar-backend xgrammar: is not installed; pip install '.[xgrammar]', or use llguidance"
+        if server.constrained_json_whitespace_pattern is not None:
+            yield "--constrained-json-whitespace-pattern needs --grammar-backend llguidance: xgrammar has none"
+    name = model.served_model_name
+    if name is not None and (not name.strip() or ":" in name):
+        yield f"--served-model-name {name!r}: must be a name without a colon"
+    yield from _tokenizer(args)
+    try:
+        parse_sampling(json.loads(server.preferred_sampling_params), "--preferred-sampling-params")
+    except InputError as error:
+        yield error.message
+
+
+def _keys_and_address(args: EngineArgs) -> Iterator[str]:
+    server = args.server
     for option, key in (
         ("--api-key", server.api_key), ("--admin-api-key", server.admin_api_key),
         ("--ssl-keyfile-password", server.ssl_keyfile_password),
@@ -369,26 +383,23 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     root = server.fastapi_root_path
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"--fastapi-root-path {root}: must begin with / and not end with it, for instance /engine"
-    yield from _buckets(args)
-    yield from _tracing(args)
-    yield from _metric_labels(args)
-    if server.enable_custom_logit_processor and find_spec("dill") is None:
-        yield f"--enable-custom-logit-processor: {NO_DILL}"
-    if server.grammar_backend == "xgrammar":
-        if find_spec("xgrammar") is None:
-            yield "--grammar-backend xgrammar: is not installed; pip install '.[xgrammar]', or use llguidance"
-        if server.constrained_json_whitespace_pattern is not None:
-            yield "--constrained-json-whitespace-pattern needs --grammar-backend llguidance: xgrammar has none"
-    name = model.served_model_name
-    if name is not None and (not name.strip() or ":" in name):
-        yield f"--served-model-name {name!r}: must be a name without a colon"
-    tokenizer = model.tokenizer_path
-    if tokenizer is not None and tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
-        yield f"--tokenizer-path {tokenizer}: no such folder"
-    try:
-        parse_sampling(json.loads(server.preferred_sampling_params), "--preferred-sampling-params")
-    except InputError as error:
-        yield error.message
+
+
+def _tokenizer(args: EngineArgs) -> Iterator[str]:
+    """The tokenizer and its chat template."""
+    model, server = args.model, args.server
+    if model.skip_tokenizer_init:
+        for option, value in (
+            ("--tokenizer-path", None if model.tokenizer_path == model.model_path else model.tokenizer_path),
+            ("--chat-template", model.chat_template),
+            ("--reasoning-parser", server.reasoning_parser),
+            ("--tool-call-parser", server.tool_call_parser),
+        ):
+            if value is not None:
+                yield f"{option} {value} needs a tokenizer, and --skip-tokenizer-init loads none; drop one"
+    folder = model.tokenizer_path
+    if folder is not None and folder.startswith(("/", "./", "../", "~")) and not os.path.exists(folder):
+        yield f"--tokenizer-path {folder}: no such folder"
     try:
         refuse_reserved(json.loads(server.default_chat_template_kwargs))
     except InputError as error:

@@ -17,6 +17,7 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps, between
+from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request, StepPlan
 
 UNLIMITED = NEVER = 1 << 60
@@ -108,40 +109,51 @@ def chunk_limits(scheduler: Scheduler, remaining: Callable[[Request], int]) -> C
     Args:
         remaining: tokens until a request ends by its content, beyond its `output_ids`.
     """
-    table, flights, entry = scheduler.table, scheduler._in_flight, scheduler.table.chunked
-    if entry is None or len(flights) != 1 or table.aborting or scheduler._suspects or scheduler._prefills.preempting:
+    table, entry = scheduler.table, scheduler.table.chunked
+    if entry is None or not _is_of_run(scheduler, entry.request):
         return None
-    record, decodes, request = flights[0], table.decodes, entry.request
-    chunk_first = bool(record.prefilled)
-    if chunk_first:
-        if record.sampled or record.ended or len(record.prefilled) > 1 or request.row not in record.prefilled:
-            return None
-    elif not decodes or record.sampled != decodes or scheduler._prefills.to_cache:
-        return None
+    request, decodes, kv_cache = entry.request, table.decodes, scheduler.kv_cache
     most = table.settings.chunk_beside(len(decodes))
     size = 0 if most is None else scheduler.config.floor_page(most)
-    if most is None or size <= 0:
+    if most is None or size <= 0 or not _has_slots(scheduler, entry, size):
         return None
-    kv_cache, page = scheduler.kv_cache, scheduler.kv_cache.page_size
-    slots, running = kv_cache.slots, len(decodes)
-    if (slots.num_pending or kv_cache.rows.num_pending) and slots.num_free < page * running + size:
-        return None  # the next step cannot use these slots yet, and would evict others
-    tree = kv_cache.tree
-    if tree.peek(entry.prefix_keys, entry.limit, request.namespace, request.tree_node).length > request.num_in_tree:
-        return None  # another prompt of the same step had these tokens too: the next plan takes its slots
     clip = scheduler.config.clip_max_new_tokens
     reserved = scheduler.ratio.value * sum([expected_growth(other, clip) for other in decodes])
-    room = int(min(slots.num_free + tree.num_evictable, kv_cache.available - reserved)) - size
+    room = int(min(kv_cache.slots.num_free + kv_cache.tree.num_evictable, kv_cache.available - reserved)) - size
     left = len(entry.tokens) - request.num_computed
     chunks = max(min((left - most - 1) // size + 1, room // (2 if decodes else 1) // size), 0)
-    limit = UNLIMITED
+    limit, chunk_first = UNLIMITED, bool(scheduler.in_flight[0].prefilled)
     if decodes:
         limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes]) - 1 + chunk_first
-        limit = min(limit, ((room - chunks * size) // page // running) * page - page + 1)
+        page = kv_cache.page_size
+        limit = min(limit, ((room - chunks * size) // page // len(decodes)) * page - page + 1)
     elif not chunks:
         return None
     in_a_row = scheduler.backoff.prefills_in_a_row
     return ChunkLimits(size, request.num_computed, chunks, max(limit, 0), in_a_row, chunk_first)
+
+
+def _is_of_run(scheduler: Scheduler, request: Request) -> bool:
+    """Whether the step in flight is a chunk of this prompt alone or a decode of all running requests, and no suspect or
+    abort has a part in the next one."""
+    table, flights, prefills = scheduler.table, scheduler.in_flight, scheduler.prefills
+    if len(flights) != 1 or table.aborting or scheduler.suspects or prefills.preempting:
+        return False
+    record, decodes = flights[0], table.decodes
+    if record.prefilled:
+        return not (record.sampled or record.ended or len(record.prefilled) > 1) and request.row in record.prefilled
+    return bool(decodes) and record.sampled == decodes and not prefills.to_cache
+
+
+def _has_slots(scheduler: Scheduler, entry: Waiting, size: int) -> bool:
+    """Whether the next step, a chunk or a decode, takes free slots."""
+    kv_cache, request = scheduler.kv_cache, entry.request
+    slots, tree = kv_cache.slots, kv_cache.tree
+    needed = kv_cache.page_size * len(scheduler.table.decodes) + size
+    if (slots.num_pending or kv_cache.rows.num_pending) and slots.num_free < needed:
+        return False  # it cannot use the pending slots yet, and would evict others
+    known = tree.peek(entry.prefix_keys, entry.limit, request.namespace, request.tree_node).length
+    return known <= request.num_in_tree  # otherwise it takes the slots of a prompt of the same step with these tokens
 
 
 def run_chunks(scheduler: Scheduler, run: ChunkRun, first_token: Callable[[Request], int]) -> StepPlan | None:
@@ -155,7 +167,7 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, first_token: Callable[[Reque
     """
     table, kv_cache, entry = scheduler.table, scheduler.kv_cache, scheduler.table.chunked
     assert entry is not None
-    record, decodes, prompt = scheduler._in_flight[0], table.decodes, entry.request
+    record, decodes, prompt = scheduler.in_flight[0], table.decodes, entry.request
     _observe(scheduler, run)
     began_with_chunk = bool(record.prefilled)
     num_decodes = run.decodes + (run.in_flight == "decode") - (not began_with_chunk)
@@ -176,7 +188,7 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, first_token: Callable[[Reque
     if num_chunks:
         kv_cache.extend(prompt, num_chunks * run.size)
         prompt.num_computed += num_chunks * run.size
-        scheduler._prefills.to_cache = [prompt]
+        scheduler.prefills.to_cache = [prompt]
         scheduler.totals.hit_rate = 0.0
     if num_chunks or num_decodes:
         table.row_writes.clear()
@@ -214,7 +226,7 @@ def _part(run: ChunkRun, begin: Steps, end: Steps, steps: Steps) -> Steps:
 
 def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number: int) -> StepPlan | None:
     """The step in flight at the end of the run."""
-    flights, decodes = scheduler._in_flight, scheduler.table.decodes
+    flights, decodes = scheduler.in_flight, scheduler.table.decodes
     flights.clear()
     if run.in_flight == "decode":
         rows, count = [request.row for request in decodes], len(decodes)

@@ -22,34 +22,35 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         remaining: tokens until a request ends by its content, beyond its `output_ids`.
         hold_prefill: of `Scheduler.schedule`, for all steps of the run.
     """
-    table, flights = scheduler.table, scheduler._in_flight
-    decodes = table.decodes
-    if len(flights) != 1 or not decodes or scheduler.speculator is not None or scheduler._connector is not None:
+    table, kv_cache, decodes = scheduler.table, scheduler.kv_cache, scheduler.table.decodes
+    if not decodes or not _only_decodes(scheduler, hold_prefill):
         return 0
-    record, kv_cache = flights[0], scheduler.kv_cache
+    slots, page = kv_cache.slots, kv_cache.page_size
     waits = table.chunked is not None or bool(table.queue)
-    if (table.chunked is not None and not hold_prefill) or table.aborting:
-        return 0
-    if (
-        scheduler._suspects
-        or scheduler._prefills.preempting
-        or record.prefilled
-        or scheduler._prefills.to_cache
-        or kv_cache.window_room is not None
-        or (scheduler.delays is not None and scheduler.delays.delayer is not None)
-    ):
-        return 0
-    if record.sampled != decodes:
-        return 0
-    if kv_cache.slots.num_pending and (waits or kv_cache.slots.num_free < kv_cache.page_size * len(decodes)):
+    if slots.num_pending and (waits or slots.num_free < page * len(decodes)):
         return 0  # the next step cannot use these slots yet, and would evict others
     limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids)) for r in decodes]) - 1
     if table.queue and not hold_prefill:
         kept = scheduler.delays.kept_steps(len(decodes)) if scheduler.delays is not None else 0
         limit = min(limit, max(scheduler.backoff.steps_left(table.num_released), kept))
-    page = kv_cache.page_size
-    pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
+    pages = (slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
     return max(min(limit, pages * page - page + 1), 0)
+
+
+def _only_decodes(scheduler: Scheduler, hold_prefill: bool) -> bool:
+    """Whether the step in flight is a decode of all running requests, and no prompt, suspect or abort has a part in the
+    next one."""
+    table, kv_cache, flights = scheduler.table, scheduler.kv_cache, scheduler.in_flight
+    if len(flights) != 1 or scheduler.speculator is not None or kv_cache.connector is not None:
+        return False
+    record, prefills, delays = flights[0], scheduler.prefills, scheduler.delays
+    if record.prefilled or prefills.to_cache or prefills.preempting or scheduler.suspects or table.aborting:
+        return False
+    if table.chunked is not None and not hold_prefill:
+        return False
+    if kv_cache.window_room is not None or (delays is not None and delays.delayer is not None):
+        return False
+    return record.sampled == table.decodes
 
 
 def decodes_after(decodes: list[Request], steps: int) -> list[Request]:
@@ -66,7 +67,7 @@ def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_toke
         first_token: id of a request's next token; ids count up from it.
     """
     table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
-    record, decodes = scheduler._in_flight[0], table.decodes
+    record, decodes = scheduler.in_flight[0], table.decodes
     table.sessions.decoded(len(decodes), taken, contended)
     kv_cache.retire(record.number + steps - 1)
     if not kv_cache.make_room(kv_cache.decode_need(decodes, steps)):

@@ -157,35 +157,45 @@ class AutoDepth:
             self._enable()
         if not self._enabled or not num_draftable:
             return 0
+        if (depth := self._until_costs_are_known(num_requests)) is not None:
+            return depth
+        batch = num_requests, num_draftable
+        if self._kept_for == batch and self._steps < self._keep_until:
+            return self._kept
+        depths = range(self._max + 1)
+        speeds = [self._speed(*batch, depth) for depth in depths]
+        best = max(depths, key=speeds.__getitem__)
+        drafting = speeds[best] if best else 0.0
+        if trial := self._worth_a_trial(*batch, drafting):
+            return trial
+        self._disable_if_slower(drafting, num_requests)
+        if not self._enabled:
+            return 0
+        most = 2 * self._costs.max_depth_tried
+        if self._steps >= self._retry_at:
+            self._retry_every = min(2 * self._retry_every, MAX_RETRY_EVERY) if best == self._max else RETRY_EVERY
+            self._retry_at = self._steps + self._retry_every
+            return min(max((depth for depth in depths if depth != best), key=speeds.__getitem__), most)
+        if best <= self._costs.max_depth_tried:
+            self._keep_choice(best, batch)
+        return min(best, most)
+
+    def _until_costs_are_known(self, num_requests: int) -> int | None:
+        """The depth of a step that measures a plain step or a single draft token; None if both costs are known."""
         if not self._costs.knows(num_requests):  # the baseline of every comparison
             self._unmeasured += 1
             return 0 if self._unmeasured <= MAX_UNMEASURED else min(1, self._max)
         self._unmeasured = 0
         if self._num_drafted < FIRST_TRIALS or not self._costs.knows_drafting:
             return min(1, self._max)
-        if self._kept_for == (num_requests, num_draftable) and self._steps < self._keep_until:
-            return self._kept
-        depths = range(self._max + 1)
-        speeds = [self._speed(num_requests, num_draftable, depth) for depth in depths]
-        best = max(depths, key=speeds.__getitem__)
-        drafting = speeds[best] if best else 0.0
-        trial = self._worth_a_trial(num_requests, num_draftable, drafting)
-        if trial:
-            return trial
-        self._disable_if_slower(drafting, num_requests)
-        if not self._enabled:
-            return 0
-        if self._steps >= self._retry_at:
-            self._retry_every = min(2 * self._retry_every, MAX_RETRY_EVERY) if best == self._max else RETRY_EVERY
-            self._retry_at = self._steps + self._retry_every
-            best = max((depth for depth in depths if depth != best), key=speeds.__getitem__)
-            return min(best, 2 * self._costs.max_depth_tried)
-        if best <= self._costs.max_depth_tried:
-            again = best == self._kept > 0 and self._kept_for == (num_requests, num_draftable)
-            self._keep = min(2 * self._keep, MAX_KEEP) if again and self._is_sure else KEEP
-            self._kept, self._kept_for = best, (num_requests, num_draftable)
-            self._keep_until = self._steps + self._keep
-        return min(best, 2 * self._costs.max_depth_tried)
+        return None
+
+    def _keep_choice(self, depth: int, batch: tuple[int, int]) -> None:
+        """Reuses a depth for the next steps of as many (requests, requests that can get drafts)."""
+        again = depth == self._kept > 0 and self._kept_for == batch
+        self._keep = min(2 * self._keep, MAX_KEEP) if again and self._is_sure else KEEP
+        self._kept, self._kept_for = depth, batch
+        self._keep_until = self._steps + self._keep
 
     def observe(self, outcomes: list[DraftOutcome], cost: StepCost | None) -> None:
         self._acceptance.add(outcomes)

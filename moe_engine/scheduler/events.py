@@ -163,6 +163,8 @@ class SchedulerStats:
     storage_hit_tokens_total: int = 0
     """Loaded tokens that were read from storage."""
     storage_backed_up_tokens_total: int = 0
+    storage_paused: int = 0
+    """1 while a storage that hangs is not read."""
     host_used_tokens: int = 0
     host_total_tokens: int = 0
     speculation: SpecStats | None = None

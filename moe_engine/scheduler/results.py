@@ -38,7 +38,7 @@ def read_result(
     logprobs = result.logprobs
     events: list[RequestEvent] = []
     push = events.append
-    some_ended = False
+    released = table.num_released
     waiting_logprobs = table.prompt_logprobs
     depths = record.depths
     for i, (request, tokens) in enumerate(zip(record.sampled, with_jumps(record, result.tokens))):
@@ -64,12 +64,10 @@ def read_result(
             kept, reason = _take_several(request, tokens, vocab, result.errors or {})
         if depth and outcomes is not None:
             outcomes.append(_count_accepted(request, depth, len(tokens), len(kept), ended=reason is not None))
-        mine = logprobs[i] if logprobs else None
-        mine = mine.part(0, len(kept)) if mine is not None and kept else None
+        mine = _kept_logprobs(logprobs[i], len(kept)) if logprobs else None
         prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
             table.end_running(request, reason)
-            some_ended = True
             push(finish_event(request, reason, now, kept, mine, prompt))
             continue
         push(
@@ -84,12 +82,18 @@ def read_result(
                 vector=take_hidden(request) if request.hidden else None,
             )
         )
-    ended = [request for request in record.ended if request.row >= 0 and request.to_abort is None]
-    for request in ended:
-        push(_end_prompt(table, request, result.vectors, now))
-    if some_ended or ended:
+    if record.ended:
+        events += _end_prompts(table, record.ended, result.vectors, now)
+    if table.num_released != released:
         table.drop_rowless()
     return events
+
+
+def _end_prompts(
+    table: RequestTable, requests: list[Request], vectors: dict[int, bytes] | None, now: float
+) -> list[RequestEvent]:
+    running = [request for request in requests if request.row >= 0 and request.to_abort is None]
+    return [_end_prompt(table, request, vectors, now) for request in running]
 
 
 def _end_prompt(table: RequestTable, request: Request, vectors: dict[int, bytes] | None, now: float) -> RequestEvent:
@@ -99,6 +103,11 @@ def _end_prompt(table: RequestTable, request: Request, vectors: dict[int, bytes]
     table.end_running(request, reason)
     vector = vectors.get(row) if vectors is not None and request.hidden is None else None
     return finish_event(request, reason, now, [], None, prompt, vector)
+
+
+def _kept_logprobs(logprobs: PackedLogprobs | None, count: int) -> PackedLogprobs | None:
+    """Those of the first `count` tokens; None: the request wants none, or no token is left."""
+    return logprobs.part(0, count) if logprobs is not None and count else None
 
 
 def _take_several(

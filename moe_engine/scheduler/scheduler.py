@@ -59,7 +59,13 @@ NEEDS_RESULT: Final = NeedsResult.NEEDS_RESULT
 
 
 class Scheduler:
-    """See the module docstring. Not thread-safe; no method blocks."""
+    """See the module docstring. Not thread-safe; no method blocks.
+
+    Attributes:
+        in_flight: planned steps without a result yet, the oldest first.
+        suspects: requests of a failed step, which run alone.
+        last_facts: of the last plan of `schedule`; None if not `keeps_facts`.
+    """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
@@ -68,19 +74,19 @@ class Scheduler:
         self._connector = self.kv_cache.connector
         self.ratio = NewTokenRatio(self.table.settings)
         self.speculator = Speculator(config.speculation) if config.speculation is not None else None
-        self.last_facts: PlanFacts | None = None  # facts of the last plan of `schedule()`
+        self.last_facts: PlanFacts | None = None
         self.keeps_facts = True
         self.totals = Totals()
         self._clock = clock
         self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
         self.delays = PrefillDelays(config, clock) if config.delays_prefills else None
-        self._in_flight: deque[StepRecord] = deque()
-        self._suspects = Suspects()
+        self.in_flight: deque[StepRecord] = deque()
+        self.suspects = Suspects()
         self._suspect_turn = True
         """Steps of suspects alternate with steps of the other requests."""
         self.backoff = AdmissionBackoff()
-        parts = self.table, self._suspects, self.ratio, self.backoff, self.totals
-        self._prefills = PrefillScheduling(*parts, clock)
+        parts = self.table, self.suspects, self.ratio, self.backoff, self.totals
+        self.prefills = PrefillScheduling(*parts, clock)
         self._decodes = DecodeScheduling(*parts, self.speculator, self.check_integrity)
 
     # -- add and abort
@@ -94,7 +100,7 @@ class Scheduler:
         events = self.table.add(request, self._clock())
         if self.config.uses_priority:
             self.backoff.retry_now()
-        return self._suspects.without_probe(events)
+        return self.suspects.without_probe(events)
 
     def abort(self, rids: Iterable[str], reason: FinishReason = ABORTED) -> list[RequestEvent]:
         """Ends these requests, if they have not ended already. Returns the final events of waiting requests, and of
@@ -118,10 +124,10 @@ class Scheduler:
     def _end(self, requests: list[Request], reason: FinishReason) -> list[RequestEvent]:
         now = self._clock()
         events = self.table.end_all(requests, reason, now)
-        if not self._in_flight:
+        if not self.in_flight:
             events += self.table.end_aborting(now)
             self._reset_if_idle()
-        return self._suspects.without_probe(events)
+        return self.suspects.without_probe(events)
 
     def step_failed(self, number: int, reason: str) -> list[RequestEvent]:
         """A step raised, and steps planned behind it will not run: their requests are retracted and recomputed from the
@@ -130,7 +136,7 @@ class Scheduler:
 
         Returns the final events of requests.
         """
-        now, records = self._clock(), list(self._in_flight)
+        now, records = self._clock(), list(self.in_flight)
         assert records and records[0].number == number
         self._drop_in_flight()
         if self._connector is not None:
@@ -141,14 +147,14 @@ class Scheduler:
         suspects, events, num_retracted = roll_back(self.table, records, now)
         self.totals.retractions += num_retracted
         if cause is None:
-            self._suspects.add(suspects)
+            self.suspects.add(suspects)
         else:
-            self._suspects.failed(cause)
+            self.suspects.failed(cause)
             events += self.table.end_failed(cause, FinishReason("abort", message=reason, status_code=500), now)
         resend(self.table, records)
         self._suspect_turn = True
-        events = self._suspects.without_probe(events)
-        probe = self._suspects.make_probe()
+        events = self.suspects.without_probe(events)
+        probe = self.suspects.make_probe()
         if probe is not None:
             self.table.add(probe, now)
         self._reset_if_idle()
@@ -156,15 +162,15 @@ class Scheduler:
 
     def _drop_in_flight(self) -> None:
         """Drops steps in flight and planning pauses; skips a step number, as the worker refuses the next one."""
-        self._in_flight.clear()
-        self._prefills.drop()
+        self.in_flight.clear()
+        self.prefills.drop()
         self.kv_cache.step += 1
         self.backoff.reset()
 
     @property
     def is_broken(self) -> bool:
         """Whether the step of a probe failed: requests are not the cause."""
-        return self._suspects.is_broken
+        return self.suspects.is_broken
 
     def start_over(self) -> list[RequestEvent]:
         """Drops steps in flight and the KV cache; running requests are recomputed from the tokens that clients have.
@@ -182,7 +188,7 @@ class Scheduler:
     def flush_cache(self, paused: bool = False) -> bool:
         """Clears the radix cache, only when idle; if `paused`, also before waiting requests. True if done."""
         table = self.table
-        if not self.is_idle() and (not paused or self._in_flight or self.num_loading or table.num_running):
+        if not self.is_idle() and (not paused or self.in_flight or self.num_loading or table.num_running):
             logger.warning(log_lines.flush_refused_line(len(table.queue), table.num_running))
             return False
         self.kv_cache.reset()
@@ -199,18 +205,18 @@ class Scheduler:
         Args:
             hold_prefill: no prompts in this step, because other attention groups decode.
         """
-        if self._in_flight and self._in_flight[-1].alone is not None:
+        if self.in_flight and self.in_flight[-1].alone is not None:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
-        if self._in_flight and 2 * len(self.table.aborting) > self.table.num_running:
+        if self.in_flight and 2 * len(self.table.aborting) > self.table.num_running:
             return self._drain()  # most of a step that is planned now would be for clients that have left
         if self._connector is None and self.delays is None and self._has_nothing_to_plan:
             return None
-        self._prefills.cache_prefills()
+        self.prefills.cache_prefills()
         if self.kv_cache.storage is not None:
             self.kv_cache.storage.next_step(running=self.table.num_running > 0)
-        if not self._suspects:
+        if not self.suspects:
             plan = self._schedule(hold_prefill)
-            if self._connector is not None and not self._in_flight and not isinstance(plan, StepPlan):
+            if self._connector is not None and not self.in_flight and not isinstance(plan, StepPlan):
                 return self.empty_plan() if self._connector.has_new_ops else plan
             return plan
         turns = (self._schedule_alone, self._schedule) if self._suspect_turn else (self._schedule, self._schedule_alone)
@@ -220,14 +226,14 @@ class Scheduler:
     def _has_nothing_to_plan(self) -> bool:
         """Whether no request needs a further step."""
         table = self.table
-        return not (table.decodes or table.queue or table.chunked or self._prefills.to_cache or self._suspects)
+        return not (table.decodes or table.queue or table.chunked or self.prefills.to_cache or self.suspects)
 
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
-        table, draft, num_before, in_flight = self.table, PlanDraft(), self.table.num_running, bool(self._in_flight)
-        mixed = self.config.enable_mixed_chunk and not self._prefills.preempting
+        table, draft, num_before, in_flight = self.table, PlanDraft(), self.table.num_running, bool(self.in_flight)
+        mixed = self.config.enable_mixed_chunk and not self.prefills.preempting
         is_turn = hold_prefill or self._is_decode_turn(mixed)
-        batch = PrefillBatch() if mixed or is_turn else self._prefills.build(0, in_flight)
+        batch = PrefillBatch() if mixed or is_turn else self.prefills.build(0, in_flight)
         if batch is None:
             return self._drain()
         if not batch.jobs:
@@ -235,11 +241,11 @@ class Scheduler:
                 return self._drain()
             all_retracted = not draft.rows and table.num_running < num_before  # for a prompt, which has room now
             if (mixed and not is_turn) or (all_retracted and not hold_prefill):
-                batch = self._prefills.build(draft.num_decode_tokens, in_flight)
+                batch = self.prefills.build(draft.num_decode_tokens, in_flight)
                 if batch is None:
                     return self._drain()
         if batch.jobs:
-            self._prefills.add(draft, batch)
+            self.prefills.add(draft, batch)
         if not draft.rows:
             return None
         self._suspect_turn = True
@@ -248,18 +254,18 @@ class Scheduler:
 
     def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of one suspect, without another step in flight; None if no suspect can run now."""
-        table, suspects = self.table, self._suspects
+        table, suspects = self.table, self.suspects
         for suspect in suspects.ready(table, hold_prefill):
-            if self._in_flight:
+            if self.in_flight:
                 return self._drain()
             draft, batch, num_before = PlanDraft(), PrefillBatch(), table.num_running
             if suspect in table.decodes:
                 self._decodes.add(draft, is_in_flight=False, alone=suspect)
             else:
-                batch = self._prefills.admit(0, True, partial(operator.is_, suspect))
+                batch = self.prefills.admit(0, True, partial(operator.is_, suspect))
                 suspects.no_room = not batch.jobs
                 if batch.jobs:
-                    self._prefills.add(draft, batch)
+                    self.prefills.add(draft, batch)
             if draft.rows:
                 self._suspect_turn = False
                 self.backoff.count_plan(draft.num_decodes, bool(table.queue) or table.chunked is not None)
@@ -292,7 +298,7 @@ class Scheduler:
         table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()
         if self.delays is not None:
             self.delays.planned(len(batch.jobs))
-        self._in_flight.append(record)
+        self.in_flight.append(record)
         if self.keeps_facts:
             self.last_facts = plan_facts(plan, draft, batch, num_before, table)
         return plan
@@ -312,10 +318,10 @@ class Scheduler:
         Raises:
             MoeEngineError: the result does not belong to that step.
         """
-        oldest = self._in_flight[0].number if self._in_flight else "none"
+        oldest = self.in_flight[0].number if self.in_flight else "none"
         if oldest != result.number:
             raise MoeEngineError(f"got the result of step {result.number}, but the oldest step in flight is {oldest}")
-        record = self._in_flight.popleft()
+        record = self.in_flight.popleft()
         if self.kv_cache.retire(result.number):
             self.backoff.retry_now()
         if result.kv_done:
@@ -329,16 +335,16 @@ class Scheduler:
         if self.table.aborting:
             events += self.table.end_aborting(now)
         if result.rows or record.prefilled:
-            self._suspects.step_succeeded()
+            self.suspects.step_succeeded()
         if record.alone is not None:
-            self._suspects.passed(record.alone)
+            self.suspects.passed(record.alone)
         if self.autopilot is not None:
-            blocked, steps = self._prefills.is_out_of_memory, self.backoff.decode_steps
+            blocked, steps = self.prefills.is_out_of_memory, self.backoff.decode_steps
             self.autopilot.after_step(events, now, steps, blocked, bool(record.prefilled))
         if self.table.num_released != released:
             self.backoff.retry_now()
             self._reset_if_idle()
-        return self._suspects.without_probe(events)
+        return self.suspects.without_probe(events)
 
     def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport] = ()) -> None:
         """Applies loads that the worker has completed, and progress of the storage (the minimum over all ranks)."""
@@ -356,12 +362,12 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Planned steps without a result yet."""
-        return len(self._in_flight)
+        return len(self.in_flight)
 
     @property
     def last_sampled(self) -> list[Request]:
         """Requests that sample in the last plan of `schedule()`, in order."""
-        return self._in_flight[-1].sampled if self._in_flight else []
+        return self.in_flight[-1].sampled if self.in_flight else []
 
     @property
     def is_held_back(self) -> bool:
@@ -375,7 +381,7 @@ class Scheduler:
 
     def is_idle(self) -> bool:
         """Whether there is no request, no step in flight and no load of KV."""
-        return not self.table.live and not self._in_flight and not self.num_loading
+        return not self.table.live and not self.in_flight and not self.num_loading
 
     def _reset_if_idle(self) -> None:
         """When idle, resets the ratio and compares counts; runs the full integrity check only if they disagree."""

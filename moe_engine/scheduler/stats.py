@@ -70,6 +70,7 @@ def snapshot(
         host_hit_tokens_total=connector.num_loaded_tokens if connector is not None else 0,
         storage_hit_tokens_total=getattr(connector, "num_loaded_from_storage", 0),
         storage_backed_up_tokens_total=kv_cache.storage.num_backed_up_tokens if kv_cache.storage is not None else 0,
+        storage_paused=int(kv_cache.storage is not None and kv_cache.storage.pause.is_on),
         host_used_tokens=connector.num_stored if connector is not None else 0,
         host_total_tokens=connector.num_places if connector is not None else 0,
         speculation=speculation,

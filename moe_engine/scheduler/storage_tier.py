@@ -5,9 +5,9 @@ device and host takes two operations of the storage: a lookup of the number of i
 host. Read pages become absent nodes of the tree, which `HostTier` loads like nodes that it evicted itself.
 
 The workers run the operations on threads and report their progress; a report here is the minimum over all ranks. The
-pages
-of an operation stay with it until its last report, even if the request ends or the tree is flushed: a hanging read
-holds host memory and nothing else. The policy bounds the wait of a request.
+pages of an operation stay with it until its last report, even if the request ends or the tree is flushed: a hanging
+read holds host memory and nothing else. The policy bounds the wait of a request, and `StoragePause` the number of
+requests that wait for a storage that hangs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from moe_engine.scheduler.key_chain import KeyChain
 from moe_engine.scheduler.page_keys import page_keys, root_key
 from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.storage_pause import StoragePause
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import NO_LORA, KVBackup, KVFetch, KVOps, KVReport
@@ -95,6 +96,10 @@ class StorageTier:
         self.max_hash_tokens = HASH_TOKENS
         self._hash_tokens = 0
         """Tokens that may still be hashed before the next step."""
+        self.pause = StoragePause()
+        self._last_key = b""
+        """A key of the last lookup, for the tries of a pause."""
+        self._tries: set[int] = set()
         self._orphans: dict[int, list[int]] = {}
         """Pages of fetches for which no request waits any more."""
         self._backups: dict[int, KVBackup] = {}
@@ -210,7 +215,7 @@ class StorageTier:
         tree.touch_absent(found, entry.prefix_keys, entry.limit)
         if limit - start < max(size, self.settings.threshold):
             return
-        if len(self._hashing) + len(self._prefetches) >= MAX_LOOKUPS:
+        if self.pause.is_on or len(self._hashing) + len(self._prefetches) >= MAX_LOOKUPS:
             return
         chain = self._chain(entry, found.node, limit)
         if chain is None:
@@ -237,9 +242,21 @@ class StorageTier:
 
     def next_step(self, running: bool) -> None:
         """Goes on with the keys of waiting prompts; without limit if no request runs."""
+        self._watch()
         self._hash_tokens = self.max_hash_tokens if running else 1 << 62
         if self._hashing:
             self._hash()
+
+    def _watch(self) -> None:
+        """Pauses the lookups of a storage that hangs, and tries it again."""
+        now = self.clock()
+        if self.pause.begins(now, len(self._prefetches) + len(self._orphans)):
+            self._stop_all()
+        if self._last_key and self.pause.must_try(now):
+            self._num_ops += 1
+            self._tries.add(self._num_ops)
+            self._orphans[self._num_ops] = []  # no request waits for it
+            self._new_fetches.append(KVFetch(self._num_ops, [self._last_key], []))
 
     def _hash(self) -> None:
         """Computes keys as far as the step may, oldest prompt first, and begins the lookups of complete ones."""
@@ -252,6 +269,7 @@ class StorageTier:
             if prefetch.chain.is_complete:
                 del self._hashing[0]
                 prefetch.stage, prefetch.keys = Stage.LOOKUP, prefetch.chain.from_page(prefetch.start)
+                self._last_key = prefetch.keys[0]
                 self._send(prefetch, [])
 
     def must_wait(self, entry: Waiting) -> bool:
@@ -272,10 +290,16 @@ class StorageTier:
             if report.id in self._backups:
                 if report.ended:
                     self._end_backup(self._backups.pop(report.id), report.num_pages)
-            elif report.id in self._orphans:
+                continue
+            prefetch = self._prefetches.get(report.id)
+            self.pause.reported(report.num_pages if prefetch is not None and prefetch.stage is Stage.FETCH else 0)
+            if report.id in self._tries:
+                self._tries.discard(report.id)
+                self.pause.end(self.clock())
+            if report.id in self._orphans:
                 if report.ended:
                     self._end_orphan(report.id)
-            elif (prefetch := self._prefetches.get(report.id)) is not None:
+            elif prefetch is not None:
                 self._progressed(prefetch, report)
 
     def _progressed(self, prefetch: Prefetch, report: KVReport) -> None:
@@ -373,6 +397,7 @@ class StorageTier:
         for part in ops:
             self._new_stops += part.stops
             numbers = [*(fetch.id for fetch in part.fetches), *(backup.id for backup in part.backups)]
+            self._tries.difference_update(numbers)  # the report of a stop is no answer
             for number in numbers:
                 prefetch = self._prefetches.get(number)
                 if prefetch is not None:
@@ -390,6 +415,9 @@ class StorageTier:
     def reset(self) -> None:
         """Resets after a flush of the tree; operations in progress keep their pages."""
         self._drop_unsent()
+        self._stop_all()
+
+    def _stop_all(self) -> None:
         for prefetch in [*self._hashing, *self._prefetches.values()]:
             self._stop(prefetch)
 

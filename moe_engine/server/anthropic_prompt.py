@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.server.anthropic_types import CountRequest, MessagesRequest
+from moe_engine.server.openai_images import PlacedImage
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.validation import checked
 
@@ -17,7 +18,6 @@ NAMES = (
     (r"^tool_choice: required", "tool_choice: any"),
     (r"^stop\b", "stop_sequences"),
     (r"^max_thinking_tokens\b", "thinking.budget_tokens"),
-    (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "messages.content.source"),
     (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
     (r"^reasoning_effort\b", "output_config.effort"),
 )
@@ -157,7 +157,7 @@ def _part(block: Any, place: str, *, images: bool) -> dict[str, Any]:
     if not images:
         words = "an image's number of tokens is known only once it is read; count the text alone"
         raise InputError(f"{place}: {words}", field=place)
-    return {"type": "image_url", "image_url": {"url": _image_address(block, place)}}
+    return PlacedImage(_image_address(block, place), f"{place}.source")
 
 
 def _joined(parts: list[dict[str, Any]], before: str = "") -> str | list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from moe_engine.errors import InputError
 from moe_engine.server.errors import ClientDisconnectedError
 from moe_engine.server.http_protocol import EXCHANGE, Exchange
 from moe_engine.server.large_schemas import cut_schema
-from moe_engine.validation import check_unicode_within, checked
+from moe_engine.validation import check_unicode_within, checked, prepared
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ _REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(prepared(kind))
 
 
 def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
@@ -162,7 +162,7 @@ def decode_body_and_rest(body: bytes | bytearray, kind: type[T]) -> tuple[T, dic
     rest, schema = cut_schema(body, kind)
     try:
         value = msgspec.json.decode(rest)
-        decoded = msgspec.convert(value, kind, str_keys=True)
+        decoded = msgspec.convert(value, prepared(kind), str_keys=True)
     except _REFUSALS:
         value = _decode_leniently(body)
         return checked(value, kind), value

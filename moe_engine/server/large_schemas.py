@@ -58,7 +58,9 @@ PLACES = (
     ("sampling_params", "json_schema"),
 )
 """Places of schemas in the bodies of all endpoints."""
-AMBIGUOUS: dict[str, type[msgspec.Struct]] = {"text": _Format, "sampling_params": _JsonSchema}
+AMBIGUOUS: dict[str, msgspec.json.Decoder[Any]] = {
+    name: msgspec.json.Decoder(kind) for name, kind in (("text", _Format), ("sampling_params", _JsonSchema))
+}
 """Fields whose form depends on the endpoint or the client."""
 _decode = msgspec.json.Decoder(_Body).decode
 
@@ -112,7 +114,7 @@ def _largest(body: _Body, fields: tuple[str, ...]) -> tuple[tuple[str, ...], byt
         value: Any = getattr(body, place[0]) if place[0] in fields else None
         if place[0] in AMBIGUOUS:
             large = value is not None and bytes(memoryview(value)[:1]) == b"{" and len(memoryview(value)) > UNREAD_CHARS
-            value = msgspec.json.decode(value, type=AMBIGUOUS[place[0]]) if large else None
+            value = AMBIGUOUS[place[0]].decode(value) if large else None
         for name in place[1:]:
             value = None if value is None else getattr(value, name)
         text = b"" if value is None else bytes(value)

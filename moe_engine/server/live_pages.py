@@ -17,5 +17,7 @@ def wants_page(accept: str) -> bool:
 
 @lru_cache
 def page(name: str) -> str:
-    """A whole HTML document: status_page, experts_live or doctor_page."""
-    return resources.files(__package__).joinpath(f"{name}.html").read_text(encoding="utf-8")
+    """A whole HTML document: status_page, experts_live or doctor_page, each with the rules of page_style.css."""
+    folder = resources.files(__package__)
+    text, style = (folder.joinpath(file).read_text(encoding="utf-8") for file in (f"{name}.html", "page_style.css"))
+    return text.replace("  /* page_style.css */\n", style)

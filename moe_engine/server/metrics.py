@@ -70,6 +70,7 @@ _GAUGES = {
     "weight_memory_usage_gb": "Memory of the weights, GB.",
     "kv_cache_memory_usage_gb": "Memory of the KV pool, GB.",
     "hicache_host_used_tokens": "Tokens in the host-RAM tier of the KV cache.",
+    "hicache_storage_paused": "Schedulers that do not read their storage because it hangs.",
     "hicache_host_total_tokens": "Size of the host-RAM tier of the KV cache in tokens; 0 without it.",
 }
 _FROM_STATE = {
@@ -82,6 +83,7 @@ _FROM_STATE = {
     "new_token_ratio": "new_token_ratio",
     "hicache_host_used_tokens": "host_used_tokens",
     "hicache_host_total_tokens": "host_total_tokens",
+    "hicache_storage_paused": "storage_paused",
     "is_cuda_graph": "is_cuda_graph",
     "compilations_after_ready": "compilations_after_ready",
 }

@@ -43,6 +43,7 @@ from moe_engine.server.ollama_types import (
 )
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
+from moe_engine.server.openai_images import PlacedImage
 from moe_engine.server.openai_types import ChatRequest, CompletionRequest, generate_input
 from moe_engine.server.openapi import JSON_LINES
 from moe_engine.server.output_parts import OutputParts, Part, parts_of
@@ -57,9 +58,10 @@ NAMES = (
     (r"^repetition_penalty\b", "options.repeat_penalty"),
     (r"^max_tokens\b", "options.num_predict"),
     (r"^response_format(\.json_schema\.schema)?", "format"),
-    (r"^(messages\[\d+\])\.content\[\d+\]\.image_url\.url\b", r"\1.images"),
 )
 """For errors: fields of OpenAI's requests, and Ollama's names of them."""
+PROMPT_NAMES = (*NAMES, (r"(?<=\bShorten )messages\b", "prompt"))
+"""`NAMES` of a prompt that becomes a message."""
 
 
 class OllamaApi:
@@ -95,7 +97,7 @@ class OllamaApi:
         refuse_unavailable(asked)
         if not asked.messages:
             return self._loaded(asked, is_chat=True)
-        messages = [_message(message) for message in asked.messages]
+        messages = [_message(message, f"messages[{i}].images") for i, message in enumerate(asked.messages)]
         return self._chat_plan(asked, messages, whole.get("tools") or [], is_chat=True)
 
     def read_generate(self, body: bytes | bytearray) -> Plan | Iterator[bytes]:
@@ -108,7 +110,7 @@ class OllamaApi:
         if asked.raw or asked.suffix:
             return self._plain_plan(asked)
         system = [{"role": "system", "content": asked.system}] if asked.system else []
-        prompt = _message({"role": "user", "content": asked.prompt, "images": asked.images})
+        prompt = _message({"role": "user", "content": asked.prompt, "images": asked.images}, "images")
         return self._chat_plan(asked, [*system, prompt], [], is_chat=False)
 
     def _loaded(self, asked: OllamaRequest, *, is_chat: bool) -> Iterator[bytes]:
@@ -127,7 +129,7 @@ class OllamaApi:
             body["reasoning"] = {"enabled": bool(asked.think)}
             if isinstance(asked.think, str):
                 body["reasoning_effort"] = asked.think
-        with named(NAMES):
+        with named(NAMES if is_chat else PROMPT_NAMES):
             plan = self._chat.plan(checked(body, ChatRequest), messages, tools)
         return Plan(plan.read, (asked.stream is not False, self._model(asked), is_chat, plan.options[2]))
 
@@ -296,11 +298,11 @@ def _call(part: Part) -> OllamaCall:
     return {"function": {"name": part.name, "arguments": arguments}}
 
 
-def _message(given: Any) -> dict[str, Any]:
-    """A message in OpenAI's form."""
+def _message(given: Any, images_field: str) -> dict[str, Any]:
+    """A message in OpenAI's form; `images_field`: the client's name of its images."""
     message: dict[str, Any] = {"role": given["role"], "content": given.get("content", "")}
     if given.get("images"):
-        images = [{"type": "image_url", "image_url": {"url": image}} for image in given["images"]]
+        images = [PlacedImage(image, f"{images_field}[{i}]") for i, image in enumerate(given["images"])]
         message["content"] = [*images, {"type": "text", "text": message["content"]}]
     if given.get("thinking"):
         message["reasoning_content"] = given["thinking"]

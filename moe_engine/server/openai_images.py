@@ -14,6 +14,14 @@ TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 OTHER_KINDS = {"video_url": "videos are", "input_audio": "audio is", "audio_url": "audio is", "file": "files are"}
 
 
+class PlacedImage(dict[str, Any]):
+    """The image part of a conversation that came in another API's form; `field`: its name there, for errors."""
+
+    def __init__(self, address: str, field: str) -> None:
+        super().__init__(type="image_url", image_url={"url": address})
+        self.field = field
+
+
 def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
     """The conversation with plain image parts for chat templates, and its images in order.
 
@@ -49,7 +57,8 @@ def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[
     if not isinstance(address, str) or not address:
         words = 'is required: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
         raise InputError(f"{where}.image_url.url: {words}", field=f"{where}.image_url.url")
-    sources.append(ImageSource(address, f"{where}.image_url.url"))
+    field = part.field if isinstance(part, PlacedImage) else f"{where}.image_url.url"
+    sources.append(ImageSource(address, field))
     return {"type": "image"}
 
 

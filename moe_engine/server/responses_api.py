@@ -81,7 +81,7 @@ class ResponsesApi:
         refuse_unavailable(req)
         check_options(req)
         before = self._previous(req)
-        messages = input_messages(req.input, input_messages(before))
+        messages = input_messages(req.input, input_messages(before, field="previous_response_id"))
         stores = req.store is not False
         asked = ResponsesPlan(
             bool(req.stream), bool(req.background), stores, repeated_fields(req), before if stores else [],
@@ -120,7 +120,7 @@ class ResponsesApi:
         req = decode_body(body, ResponsesRequest)
         refuse_unavailable(req)
         with named(NAMES):
-            messages = input_messages(req.input, input_messages(self._previous(req)))
+            messages = input_messages(req.input, input_messages(self._previous(req), field="previous_response_id"))
             count = self._chat.num_tokens(*chat_request(req, messages))
         answer: InputTokens = {"object": "response.input_tokens", "input_tokens": count}
         yield encode_json(answer)

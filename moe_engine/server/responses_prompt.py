@@ -9,6 +9,7 @@ import msgspec
 
 from moe_engine.errors import InputError, TooLongError
 from moe_engine.sampling_checks import SamplingFields
+from moe_engine.server.openai_images import PlacedImage
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.server.responses_types import LOGPROBS, ResponsesRequest
 from moe_engine.validation import checked
@@ -24,7 +25,6 @@ NAMES = (
     (r"^tool_choice\.allowed_tools\.(tools\[\d+\])\.function", r"tool_choice.\1"),
     (r"^tool_choice\.(function|allowed_tools)\b", "tool_choice"),
     (r"^max_tokens\b", "max_output_tokens"),
-    (r"^messages\[\d+\]\.content\[\d+\]\.image_url\.url\b", "input.content.image_url"),
     (r"^messages\b|(?<=\bShorten )messages\b", "input"),
     (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
 )
@@ -109,8 +109,13 @@ def end_from(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]
     return [message for message in messages[:start] if message["role"] in SYSTEM_ROLES] + messages[start:]
 
 
-def input_messages(given: str | list[Any], before: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+def input_messages(
+    given: str | list[Any], before: Iterable[dict[str, Any]] = (), field: str = "input"
+) -> list[dict[str, Any]]:
     """The messages `before`, and those of an input. Consecutive items of the assistant are one message.
+
+    Args:
+        field: the client's name of the input.
 
     Raises:
         InputError: names the item.
@@ -119,7 +124,7 @@ def input_messages(given: str | list[Any], before: Iterable[dict[str, Any]] = ()
     if isinstance(given, str):
         return [*out, {"role": "user", "content": given}]
     for i, item in enumerate(given):
-        message = _message(item, f"input[{i}]")
+        message = _message(item, f"{field}[{i}]")
         if message["role"] == "assistant" and out and out[-1]["role"] == "assistant":
             _join(out[-1], message)
         else:
@@ -173,7 +178,7 @@ def _parts(content: list[Any], field: str) -> list[dict[str, Any]]:
         elif part.get("file_id") is not None:
             raise InputError(f"{place}.file_id: files are not stored; send image_url", field=f"{place}.file_id")
         else:
-            found.append({"type": "image_url", "image_url": {"url": _string(part, "image_url", place)}})
+            found.append(PlacedImage(_string(part, "image_url", place), f"{place}.image_url"))
     return found
 
 

@@ -70,8 +70,9 @@ class TextProcesses:
             process.kill()  # it has exited after idling, or was stopped by a signal
         process = await TextProcess.start(self._spec)
         if not await process.begin(name):
+            end = await process.end_of_process()
             process.kill()
-            raise GenerationError("the process for large bodies failed to start; see the server's log")
+            raise GenerationError(f"the process for large bodies {end} before it was ready; see the server's log")
         return process
 
     def close(self) -> None:
@@ -152,8 +153,12 @@ class TextProcess:
         kind, length = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         return kind, await self._reader.readexactly(length)
 
+    async def end_of_process(self) -> str:
+        """How the process has ended, in words."""
+        return describe_exit(await asyncio.to_thread(self._popen.wait))
+
     async def _death(self) -> InputError:
-        end = describe_exit(await asyncio.to_thread(self._popen.wait))
+        end = await self.end_of_process()
         if self._stopped_for:
             return InputError(f"the process for this large body {end}: {self._stopped_for}; try again", status=503)
         return InputError(f"the process for this large body {end}; send smaller requests", status=413)

@@ -9,7 +9,6 @@ machine where frontend and client share cores with the steps, the steps contain 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
@@ -22,8 +21,7 @@ from typing import Any
 import httpx
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.tuning import mixed_probe, mixed_replay
+from moe_engine.tuning import mixed_probe, under_load
 from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, chunks_of, common_steps
 from moe_engine.tuning.costs.measured import LONE_TOKENS, CostFile, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
@@ -79,26 +77,21 @@ class Probes:
         base_url: str,
         limits: Limits,
         front_end_cpu: Callable[[], float],
-        scheduler: SchedulerConfig | None = None,
     ) -> None:
         """
         Args:
             front_end_cpu: CPU seconds of the server's frontend so far.
-            scheduler: of the server, for `mixed_replay`; None: answers beside others are not compared with simulated
-                ones.
         """
         self._options, self._limits = CallOptions(base_url), limits
         self._rng = random.Random(0)
         self._points = MeasuredPoints(limits)
         self._parts: list[mixed_probe.Part] = []
-        self._part_rounds: list[int] = []
-        """Of each part, its round."""
         self._unread: list[tuple[Hashable, int, Stream | Span]] = []
         """Points whose recorded steps have not been read: tokens of a prompt and its answer, or requests that decoded
         and the time span."""
         self._bursts: list[tuple[float, float]] = []
         """Unix times of prompts that were sent at once, and whose steps have not been read."""
-        self._front_end_cpu, self._scheduler = front_end_cpu, scheduler
+        self._front_end_cpu = front_end_cpu
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
         """The cost file without launch, machine and ledger."""
@@ -107,33 +100,7 @@ class Probes:
         for number in range(ROUNDS):
             self._points.rounds.begin()
             await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
-        file = self._points.file()
-        found = mixed_probe.effects(
-            self._parts, MeasuredCosts(file), self._limits.drafts, self._limits.num_groups, file.sent_seconds
-        )
-        # a request cannot take more from the steps beside it than frontend and client compute for it
-        most = file.request_seconds or math.inf
-        arrival = min(file.arrival_seconds if found is None else found.arrival, most)
-        if found is None:
-            return replace(file, arrival_seconds=arrival)
-        file, found, parts = self._under_load(file, found)
-        file = replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
-        if self._scheduler is None:
-            return file
-        return mixed_replay.corrected(file, parts, found, self._scheduler, self._limits.num_groups)
-
-    def _under_load(
-        self, file: CostFile, found: mixed_probe.Effects
-    ) -> tuple[CostFile, mixed_probe.Effects, list[mixed_probe.Part]]:
-        """Curves of steps under load, and the parts with fewer requests, with their effects against these curves. Only
-        schedulers that step together decode slower under load, because they wait for each other."""
-        of_rounds = self._points.rounds.slowness()
-        parts = [replace(part, machine=of_rounds[number]) for part, number in zip(self._parts, self._part_rounds)]
-        decode = mixed_probe.slowness_by_rows(parts, found) if self._limits.num_groups > 1 else mixed_probe.ALIKE
-        prefill = found.slowness([part.machine for part in parts])[1]
-        light = [place for place, part in enumerate(parts) if part.load == mixed_probe.LOADS[0]]
-        effects = found.of(light).against(decode.seconds[0], prefill)
-        return file.slower(decode, prefill, found.own), effects, [parts[place] for place in light]
+        return under_load.cost_file(self._points, self._parts)
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -191,16 +158,15 @@ class Probes:
         if limits.num_replicas > 1:
             return
 
-        async def ask(prompt: int, answer: int) -> tuple[tuple[int, int], Stream]:
-            return (prompt, answer), await self._ask(self._prompt(prompt), answer)
+        async def ask(prompt: int, answer: int) -> Stream:
+            return await self._ask(self._prompt(prompt), answer)
 
         most = min(limits.max_input // 2, limits.pool // 8)
         costs, accepted = MeasuredCosts(self._points.file()), accumulate(self._points.acceptance(), mul)
         tokens = 1 + sum(accepted)
         rate = load * mixed_probe.rate_of(costs, limits.drafts, tokens, limits.num_groups, limits.max_running)
         began, before = time.time(), self._cpu()
-        answered = await mixed_probe.run(ask, rate, most, self._rng)
-        lengths, streams = zip(*sorted(answered, key=lambda one: one[1].started))
+        streams = sorted(await mixed_probe.run(ask, rate, most, self._rng), key=lambda stream: stream.started)
         self._add_work(streams, before)
         steps = (await self._records()).together(began, time.time())
         unix = time.time() - time.perf_counter()
@@ -208,13 +174,11 @@ class Probes:
             steps,
             [(unix + stream.started, unix + stream.received) for stream in streams],
             [unix + stream.started + stream.chunks[-1] for stream in streams],
-            lengths,
-            [stream.chunks[0] for stream in streams],
             load,
+            self._points.rounds.number,
         )
         if len(steps) >= mixed_probe.LEAST_STEPS:
             self._parts.append(part)
-            self._part_rounds.append(self._points.rounds.number)
 
     async def _records(self) -> StepRecords:
         async with httpx.AsyncClient(base_url=self._options.base_url, timeout=60) as client:

@@ -57,18 +57,16 @@ class Part:
     Attributes:
         arrivals: of each request, the client's call, and when the frontend had read it.
         ends: when the client had the last token.
-        lengths: of each request, tokens of its prompt and its answer.
-        ttfts: seconds from the client's call to the first token.
         load: one of `LOADS`.
+        round: of the measurement.
         machine: slowness of the machine meanwhile.
     """
 
     steps: Sequence[Step]
     arrivals: Sequence[tuple[float, float]]
     ends: Sequence[float]
-    lengths: Sequence[tuple[int, int]] = ()
-    ttfts: Sequence[float] = ()
     load: float = 0.0
+    round: int = 0
     machine: float = 1.0
 
     @property
@@ -105,11 +103,6 @@ class Effects:
             for values in (self.decode, self.prefill)
         )
         return median(decode) if decode else 1.0, median(prefill) if prefill else 1.0
-
-    def against(self, decode: float, prefill: float) -> Effects:
-        """Of costs that are these times as large."""
-        parts = tuple(found / decode for found in self.decode), tuple(found / prefill for found in self.prefill)
-        return replace(self, decode=parts[0], prefill=parts[1])
 
 
 def request_lengths(rng: random.Random, most_prompt: int) -> tuple[int, int]:

@@ -15,13 +15,12 @@ import torch
 
 from moe_engine.kernels.decoder.decode_step import DecodeRows, DecodeTables, FusedDecodeStep
 from moe_engine.kernels.decoder.layers import most_tokens
-from moe_engine.kernels.decoder.shared_prefix import SharedPrefix
 from moe_engine.models.batch import Model
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.sizes import expanded_prefix
 from moe_engine.types import StepPlan
-from moe_engine.worker.batch.expanded_prefix import ExpandedPrefix
+from moe_engine.worker.batch.expanded_prefix import ExpandedPrefix, Layers
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
 
@@ -47,8 +46,8 @@ class FusedDecode:
         advance: Advance | None = None,
         prefixes: ExpandedPrefix | None = None,
     ) -> None:
-        self._prefixes = prefixes
-        self._prefix: SharedPrefix | None = None
+        self.prefixes = prefixes
+        self._shares = False  # decodes of the last step read the prefix
         self._seen = -1  # changes of the rows for which the prefix was sought
         self._advance = advance
         self._step = step
@@ -67,6 +66,12 @@ class FusedDecode:
             self._seen = -1
         return self._rows.only_sample(plan.rows, self._same.rows)
 
+    def forget_prefix(self) -> None:
+        """Weights or KV cache get other values."""
+        if self.prefixes is not None:
+            self.prefixes.forget()
+        self._seen = -1
+
     def run(self, plan: StepPlan) -> np.ndarray:
         """The sampled tokens [R] int64 of a step that is taken; updates slots and last tokens of its rows.
         The result is valid until the next step.
@@ -79,10 +84,11 @@ class FusedDecode:
         parameters, uniform = self._sampler.parameters(same.rows), None
         if parameters is not None:
             uniform = self._sampler.numbers(same.rows, same.positions + 1)
-        if self._prefixes is not None and self._seen != self._rows.changes:
-            self._prefix = self._prefixes.of(same.rows, same.positions)
+        if self.prefixes is not None and self._seen != self._rows.changes:
+            self._shares = self.prefixes.of(same.rows, same.positions) is not None
             self._seen = self._rows.changes
-        tokens = self._step.run(same, self._kv, parameters, uniform, self._prefix)
+        prefix = self.prefixes.prefix if self.prefixes is not None and self._shares else None
+        tokens = self._step.run(same, self._kv, parameters, uniform, prefix)
         if self._advance is not None:
             self._advance(same.rows, same.positions + 1, np.maximum(tokens, 0))
         return tokens
@@ -120,8 +126,8 @@ def _prefixes(model: Decoder, rows: RequestRows, kv: Sequence[Any]) -> ExpandedP
     if not most or not all(isinstance(layer, MLAAttention) and layer.expands_slots for layer in layers):
         return None
 
-    def expand(slots: np.ndarray) -> SharedPrefix:
+    def expand(slots: np.ndarray) -> Layers:
         where = torch.from_numpy(slots)
-        return SharedPrefix([layer.expand_slots(cache, where, dtype) for layer, cache in zip(layers, kv, strict=False)])
+        return {i: layer.expand_slots(kv[i], where, dtype) for i, layer in enumerate(layers)}
 
-    return ExpandedPrefix(rows, expand, most)
+    return ExpandedPrefix(rows, expand, most, len(layers))

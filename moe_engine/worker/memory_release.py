@@ -70,6 +70,8 @@ class MemoryRelease:
             away = (_PagesAway if not stream.asynchronous else _StoragesAway)(stream, storages, keeps=tag == WEIGHTS)
             self._away[tag] = away
             released[tag] = away.num_bytes
+            if self._runner.fused is not None:
+                self._runner.fused.forget_prefix()
             if tag == WEIGHTS:
                 self._weights.refuse(RELEASED)
         return released

@@ -264,6 +264,7 @@ class ModelRunner:
             if batch.images is not None:
                 forward = self._with_images(forward, batch.images)
             self._phase = RUNNING
+            forward = self._with_prefix(forward)
             return batch, self.model.forward(forward)
         batches = [self.builder.build(part) for part, _ in parts]
         for batch in batches:
@@ -288,6 +289,12 @@ class ModelRunner:
         assert self.images is not None
         self._phase = f"encoding {len(images.parts)} images"
         return replace(forward, images=self.images.rows(images, before, keep))
+
+    def _with_prefix(self, forward: ForwardBatch) -> ForwardBatch:
+        prefixes, prompts = self.fused.prefixes if self.fused is not None else None, forward.attention.prefill
+        if prefixes is None or prompts is None or forward.adapters is not None:
+            return forward
+        return replace(forward, expanded=prefixes.of_prompts(prompts))
 
     def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
         assert isinstance(self.model, Decoder | ExpertRecordingModel)

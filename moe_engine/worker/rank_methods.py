@@ -17,6 +17,7 @@ from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
 from moe_engine.worker.memory_usage import memory_usage
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
+from moe_engine.worker.read_ahead import FilesArgs, ReadAhead
 from moe_engine.worker.weight_groups import GroupName, JoinArgs, ReceiveArgs
 from moe_engine.worker.weight_read import ReadArgs
 from moe_engine.worker.weight_update import CheckpointArgs, TensorArgs, WeightUpdate
@@ -44,9 +45,10 @@ class RankMethod:
 
 def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpdate | None) -> dict[str, RankMethod]:
     """All methods. They run on the worker's thread, between steps."""
-    profiler = Profiler(runner, runner.shared.parallel.world_rank)
+    profiler, files = Profiler(runner, runner.shared.parallel.world_rank), ReadAhead()
     return {
         "memory_usage": RankMethod(lambda _: memory_usage(runner)),
+        "read_ahead": RankMethod(files.is_reading, FilesArgs),
         "start_experts": RankMethod(lambda _: experts.start()),
         "stop_experts": RankMethod(lambda _: experts.stop()),
         "dump_experts": RankMethod(lambda _: experts.dump_part()),

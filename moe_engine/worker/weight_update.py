@@ -208,6 +208,8 @@ class WeightUpdate:
                 part.copy()
         if self._runner.images is not None:
             self._runner.images.forget()
+        if self._runner.fused is not None:
+            self._runner.fused.forget_prefix()
         self._runner.stream.synchronize()
 
     def discard(self) -> None:

@@ -57,6 +57,8 @@ def test_names_of_vllm_and_unknown_names() -> None:
     assert {asked: bench._benchmark(asked, list(FOUND)) for asked in vllm} == vllm
     with pytest.raises(ConfigError, match=r"^unheard-of: no such benchmark; `moe-engine bench` lists them$"):
         bench._benchmark("unheard-of", list(FOUND))
+    with pytest.raises(ConfigError, match=r"^one-bach: no such benchmark \(did you mean one_batch\?\); "):
+        bench._benchmark("one-bach", list(FOUND))
     with pytest.raises(ConfigError, match="cpu: begins several names, cpu_kernels, cpu_sampling; give one of them"):
         bench._benchmark("cpu", list(FOUND))
     assert not [line for line in FOUND.values() if "``" in line or "python -m" in line]

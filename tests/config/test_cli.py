@@ -76,7 +76,7 @@ def test_help_of_plan_and_serve_on_json(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         texts[command] = " ".join(capsys.readouterr().out.split())
-    assert "--json print JSON" in texts["plan"] and "--explain" not in texts["plan"]
+    assert "--json print JSON" in texts["plan"]
     assert "moe-engine plan --model-path" in texts["plan"]
     assert "--json with --explain: print JSON" in texts["serve"] and "--explain" in texts["serve"]
 
@@ -110,6 +110,22 @@ def test_plan_for_gpus_that_are_not_here(capsys, model_dir):
         assert code == 2 and words in err, (hardware, err)
     code, out, err = run(capsys, "serve", "--hardware", "h200")
     assert code == 2 and "--hardware: unknown flag" in err
+
+
+def test_plan_takes_explain_like_serve(capsys):
+    """With `--explain` `plan` prints what it prints without."""
+    command = ("plan", "--hardware", "h200", "--random-seed", "1")
+    plans = [run(capsys, *command, *flags)[:2] for flags in ((), ("--explain",))]
+    assert plans[0] == plans[1] and plans[0][0] == 0 and "kernels:" in plans[0][1]
+    code, _, err = run(capsys, "plan", "--explain", "--hardware", "h200", "--workload", "in=20,out=10")
+    assert code == 2 and "--explain shows one launch, --workload compares launches" in err
+
+
+@pytest.mark.parametrize("flag", ["--prt", "--frobnicate"])
+def test_unlike_flags_have_no_nearest_spelling(capsys, flag):
+    """The dashes alone make no two flags similar: `--prt` is not `--url`."""
+    code, _, err = run(capsys, "doctor", flag)
+    assert code == 2 and err == f"moe-engine doctor: error: {flag}: unknown argument; --help lists all\n"
 
 
 def test_a_plan_for_gpus_imports_no_torch(model_dir):

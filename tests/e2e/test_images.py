@@ -216,6 +216,10 @@ def test_what_is_refused(served: Served, tmp_path: Path) -> None:
         body = {"model": "default", "messages": [{"role": "user", "content": [part]}]}
         answer = httpx.post(served.server.url + "/v1/chat/completions", json=body)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    damaged = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, damaged]}]}
+    answer = httpx.post(served.server.url + "/v1/messages", json=body)
+    assert answer.status_code == 400 and "messages[0].content[1].source" in answer.json()["error"]["message"]
     again = served.post(text=text, image_data=good)
     assert again.status_code == 200
 

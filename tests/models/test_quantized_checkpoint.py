@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 from moe_engine.models.weights import WeightReader
+from tests.models import kimi_checkpoints, mistral3_checkpoints, vision_checkpoints
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of
 
@@ -143,10 +145,71 @@ def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     assert float((values - weight).norm() / weight.norm()) < 0.15
 
 
+TEXT = ("deepseek_v32", "hunyuan_v1_moe", "qwen3_next", "ernie4_5_moe")
+IMAGES = ("qwen2_5_vl", "qwen3_5", "kimi_k25", "pixtral")
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
+def test_names_are_those_of_the_source(tmp_path: Path, kind: str, format: str) -> None:
+    """MTP layers and prefixes of models for images keep their names. Each linear layer of transformers' model is either
+    quantized or left out by name."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    source, output = tmp_path / "in", tmp_path / "out"
+    if kind in TEXT:
+        make_checkpoint(kind, source, 3, num_mtp_layers=int(kind != "hunyuan_v1_moe"))
+    elif kind == "kimi_k25":
+        kimi_checkpoints.make_kimi(source, 3)
+    elif kind == "pixtral":
+        mistral3_checkpoints.make_pixtral(source, 3)
+    else:
+        vision_checkpoints.make_checkpoint(kind, source, 3, num_mtp_layers=int(kind == "qwen3_5"))
+    quantize_checkpoint(source, output, Target(format, 32), quiet)
+    check_headers(output, read_checkpoint(output), config := load_model_config(output))
+    before, after = (set(load_file(folder / "model.safetensors")) for folder in (source, output))
+    ends = ("_scale_inv", "_packed", "_scale", "_shape")
+    assert before == {next((name.removesuffix(end) for end in ends if name.endswith(end)), name) for name in after}
+    quantized = {_of_layers(name.removesuffix(".weight")) for name in before if {name + end for end in ends} & after}
+    section = json.loads((output / "config.json").read_text())["quantization_config"]
+    linear = _linear_modules(source)
+    assert config.vision is None or any("layers." not in name for name in linear if "lm_head" not in name)
+    for name in linear:
+        if format == "fp8":
+            plain = not should_convert_module(name, section["modules_to_not_convert"])
+        else:
+            plain = any(re.match(target.removeprefix("re:"), name) for target in section["ignore"])
+        assert plain != (_of_layers(name) in quantized), name
+
+
+def _of_layers(name: str) -> str:
+    """transformers puts other names before ``layers`` than the files have."""
+    return name[max(name.find("layers."), 0) :]
+
+
+def _linear_modules(source: Path) -> list[str]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(source)
+    image_text = hasattr(config, "vision_config")
+    with torch.device("meta"):
+        model = (AutoModelForImageTextToText if image_text else AutoModelForCausalLM).from_config(config)
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+
+def test_experts_in_common_tensors_are_refused(tmp_path: Path) -> None:
+    source = make_checkpoint("gpt_oss", tmp_path / "in", seed=3)
+    with pytest.raises(ConfigError, match=r"in common tensors \(model\.layers\.0\.mlp\.experts\.gate_up_proj\)"):
+        quantize_checkpoint(source, tmp_path / "out", Target("int8"), quiet)
+    single = make_checkpoint("qwen3_5_moe", tmp_path / "single", seed=3)  # one by one, as transformers saves them
+    quantize_checkpoint(single, tmp_path / "out", Target("int8"), quiet)
+    assert float((logits_of(tmp_path / "out") - (exact := logits_of(single))).norm() / exact.norm()) < 0.2
+
+
 @pytest.mark.skipif(
     find_spec("compressed_tensors") is None, reason="pip install compressed-tensors: transformers reads it with it"
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])
 @pytest.mark.parametrize("target", [Target("int8"), Target("int4", 32)])
 def test_transformers_reads_the_copy(tmp_path: Path, kind: str, target: Target) -> None:
     from transformers import AutoModelForCausalLM

@@ -16,12 +16,13 @@ from tests.scheduler.tier_simulator import TierSimulation
 @dataclass
 class Faults:
     """Probabilities: a stored page cannot be read; a page is not stored; an operation makes no progress in a turn; an
-    operation hangs until it is stopped."""
+    operation hangs until it is stopped. `dead`: all operations hang, stopped ones too."""
 
     unreadable: float = 0.0
     unstored: float = 0.0
     slow: float = 0.0
     hangs: float = 0.0
+    dead: bool = False
 
 
 @dataclass
@@ -75,7 +76,7 @@ class FakeStorage:
     def progress(self, host: dict[int, Any]) -> None:
         for number in list(self.open):
             each = self.open[number]
-            if each.hangs or self._rng.random() < self._faults.slow:
+            if self._faults.dead or each.hangs or self._rng.random() < self._faults.slow:
                 continue
             ended = self._step(each, host)
             self.reports.append(KVReport(number, each.done, ended))

@@ -195,7 +195,7 @@ def test_row_writes_of_a_failed_step_are_repeated(seed: int) -> None:
     for i, rid in enumerate(("bad", "other")):
         sim.add(make_request(rid, [2 + i] * 20, 30, ignore_eos=True))
         sim.turn()
-    suspects = sim.scheduler._suspects
+    suspects = sim.scheduler.suspects
     while not suspects or sim.outcomes["other"].request in suspects:
         sim.turn()
     for rid in ("a", "b"):

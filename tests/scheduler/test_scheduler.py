@@ -215,7 +215,7 @@ def test_no_row_write_goes_to_a_row_that_ended_meanwhile() -> None:
     s.add(make_request("a", [5] * 20, 9))
     s.add(make_request("b", [5] * 20, 1))
     first = plan(s)
-    s._prefills.cache_prefills()  # as in a call of schedule() without a plan
+    s.prefills.cache_prefills()  # as in a call of schedule() without a plan
     assert len(s.table.row_writes) == 1
     answer(s, first)
     second = plan(s)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.page_keys import page_keys, root_key
-from moe_engine.types import KVBackup, KVFetch, KVOps, SpeculationConfig, StepPlan
+from moe_engine.types import KVBackup, KVFetch, KVOps, KVReport, Request, SpeculationConfig, StepPlan
 from moe_engine.types.step_settings import StorageSettings
 from tests.examples import examples
 from tests.scheduler.simulator import make_request
@@ -154,10 +154,71 @@ def test_a_storage_that_hangs_delays_a_request_by_its_bound(policy: str) -> None
     sim.add(request)
     sim.run_to_end()
     waited = request.first_scheduled
-    bounds = {"best_effort": (0, 0.1), "timeout": (2, 4), "wait_complete": (60, 62)}[policy]
+    bounds = {"best_effort": (0, 0.1), "timeout": (2, 4), "wait_complete": (5, 7)}[policy]  # paused
     assert waited is not None and bounds[0] <= waited <= bounds[1]
     assert request.cached_tokens == 0
     sim.check_end()
+
+
+@pytest.mark.parametrize("policy", ["timeout", "wait_complete"])
+def test_a_storage_that_hangs_is_paused_and_tried_again(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "moe_engine")
+    config = replace(BASE, storage=replace(STORAGE, policy=policy, timeout_base=2.0))
+    faults = Faults(dead=True)
+    sim = StorageSimulation(config, random.Random(1), faults, served_before(), overlap=True, late=0.5)
+    pause = sim.storage_tier.pause
+
+    def served(name: str) -> Request:
+        request = make_request(name, [*PROMPT, 7], 4, ignore_eos=True)
+        sim.add(request)
+        sim.run_to_end()
+        assert sim.outcomes[name].reason == "length"
+        sim.scheduler.flush_cache()
+        return request
+
+    def wait(seconds: float) -> None:
+        end = sim.now + seconds
+        while sim.now < end:
+            sim.now += 0.5
+            sim.turn()
+
+    waits = []
+    for i in range(20):
+        arrived = sim.now
+        request = served(f"hanging {i}")
+        assert request.first_scheduled is not None and request.cached_tokens == 0
+        waits.append(request.first_scheduled - arrived)
+        wait(1.0)
+    assert pause.is_on and pause.num_pauses == 1 and max(waits[8:]) < 0.5
+    assert sim.scheduler.stats().storage_paused == 1
+    assert "KV storage: no read has answered" in caplog.text
+    num_open = sim.storage_tier.num_open
+    wait(40.0)
+    assert pause.is_on and sim.storage_tier.num_open == num_open + 1, "one try, which hangs"
+    faults.dead = False
+    wait(700.0)
+    assert not pause.is_on and "it answers again" in caplog.text
+    assert served("after").loaded_storage == 100
+    sim.check_end()
+
+
+def test_a_stopped_try_is_no_answer() -> None:
+    """The step that should have begun the try failed."""
+    sim = StorageSimulation(BASE, random.Random(1), Faults(dead=True), served_before(), overlap=False, late=0.0)
+    tier = sim.storage_tier
+    sim.add(make_request("b", [*PROMPT, 7], 4, ignore_eos=True))
+    sim.run_to_end()
+    while not tier.pause.is_on:
+        sim.now += 1.0
+        tier.next_step(running=False)
+    tier.take_ops(None)
+    sim.now += 60.0
+    tier.next_step(running=False)
+    ops = tier.take_ops(None)
+    assert ops is not None and [len(fetch.pages) for fetch in ops.fetches] == [0]
+    tier.steps_failed([ops])
+    tier.reported([KVReport(ops.fetches[0].id, 0, True)])
+    assert tier.pause.is_on
 
 
 def test_others_run_while_a_request_waits_for_the_storage() -> None:
@@ -165,7 +226,7 @@ def test_others_run_while_a_request_waits_for_the_storage() -> None:
     sim = StorageSimulation(config, random.Random(1), Faults(hangs=1.0), served_before(), overlap=True, late=0.5)
     sim.add(make_request("b", [*PROMPT, 7], 4, ignore_eos=True))
     sim.add(make_request("d", [3, 4, 5], 4, ignore_eos=True))
-    for _ in range(20):
+    while not sim.outcomes["d"].reason:
         sim.turn()
     assert sim.outcomes["d"].reason == "length" and not sim.outcomes["b"].tokens
     sim.check_end()

@@ -312,7 +312,11 @@ def blocks(*parts: Any) -> dict[str, Any]:
         (blocks({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source.type"),
         (blocks({"type": "image", "source": {"type": "base64", "media_type": "image/png"}}), "source.data: expected a"),
         (blocks({"type": "image", "source": {**PNG, "media_type": "text/html"}}), "source.media_type: expected a type"),
-        (blocks({"type": "image", "source": PNG}), "messages.content.source: "),  # the model takes text alone
+        (blocks({"type": "text", "text": "x"}, {"type": "image", "source": PNG}), "messages[0].content[1].source: "),
+        (
+            blocks({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": PNG}]}),
+            "messages[0].content[0].content[0].source: ",
+        ),
         (blocks({"type": "video"}), "messages[0].content[0].type"),
         (blocks({"type": "image", "source": {"type": "text", "data": "x"}}), "messages[0].content[0].source.type"),
         (blocks({"type": "document"}), "messages[0].content[0].source.type"),

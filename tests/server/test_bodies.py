@@ -307,6 +307,24 @@ def test_a_process_stopped_by_a_signal_is_named_and_replaced(monkeypatch, idle):
         assert process not in children()
 
 
+def test_a_process_that_ends_at_its_start_is_explained(monkeypatch):
+    start = text_processes.TextProcess.start
+
+    async def killed(spec):
+        process = await start(spec)
+        os.kill(process._popen.pid, signal.SIGKILL)
+        return process
+
+    text = padded({"prompt": "Hello"}, PROCESS_BYTES)
+    with real_server(FakeClient()) as address:
+        monkeypatch.setattr(text_processes.TextProcess, "start", killed)
+        answer = httpx.post(address + "/tokenize", content=text)
+        assert answer.status_code == 500
+        assert "was killed by SIGKILL before it was ready" in answer.json()["error"]["message"]
+        monkeypatch.setattr(text_processes.TextProcess, "start", start)
+        assert httpx.post(address + "/tokenize", content=text).json()["count"] == 2
+
+
 def test_out_of_memory_is_an_error_response():
     ours, theirs = socket.socketpair()
 

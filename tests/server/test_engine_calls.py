@@ -44,12 +44,16 @@ class Ranks(FakeClient):
         super().__init__()
         self.failing, self.lost = failing, set[str]()
         self.called: list[str] = []
+        self.read_ahead: list[tuple[str, bool]] = []
         self.idle = True
         self.killed = ""
         self.weight: dict[str, Any] = {}
         self.files: list[dict[str, torch.Tensor]] = []
 
     async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
+        if method == "read_ahead":
+            self.read_ahead.append((args["path"], args["headers_only"]))
+            return [GroupAnswers(None, [RankAnswer(rank, False) for rank in range(2)])]
         self.called.append(method)
         found = dict(args(None) if callable(args) else args or {})
         values = {
@@ -105,7 +109,7 @@ def test_an_update_runs_on_all_ranks_in_order_and_renames_the_weights() -> None:
     assert (answer.status_code, answer.json()) == (200, expected)
     assert (info["model_path"], info["weight_version"]) == ("/new", "7")
     order = ["check_weights", "is_idle", "stage_weights", "flush_cache", "commit_weights"]
-    assert client.called[: len(order)] == order
+    assert client.called[: len(order)] == order and client.read_ahead == [("/new", True)]
     assert updated(Ranks())[1]["weight_version"] == "default", "as before without a name"
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.frontend import read_ahead, served_adapters
+from moe_engine.frontend.client_api import CallError, GroupAnswers
 from moe_engine.types.step_settings import LoraAdapter, LoraSettings
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, in_process, post
@@ -78,11 +77,13 @@ def test_adapters_are_listed() -> None:
 
 
 class Ranks(FakeClient):
-    """`called`: calls of ranks and schedulers, in order. Requests run until `may_answer` is set."""
+    """`called`: calls of ranks and schedulers, in order; `reading`: paths that rank 0 still reads ahead. Requests run
+    until `may_answer` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called: list[tuple[str, Any]] = []
+        self.reading, self.read_ahead = set[str](), set[str]()
         self.may_answer = asyncio.Event()
 
     async def _deltas(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
@@ -93,6 +94,12 @@ class Ranks(FakeClient):
     async def call(self, method: str, **args: Any) -> list[Any]:
         self.called.append((method, args.get("lora_id")))
         return [None]
+
+    async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
+        if method != "read_ahead":
+            return await super().ask_ranks(method, args, deadline)
+        self.read_ahead.add(args["path"])
+        return [GroupAnswers(None, [RankAnswer(0, args["path"] in self.reading)])]
 
     async def collective_rpc(self, method: str, args: Any = None, deadline: float = 1.0) -> list[Any]:
         self.called.append((method, args["lora_id"]))
@@ -138,44 +145,42 @@ async def test_loading_and_unloading_under_traffic() -> None:
         assert unknown.status_code == 400 and "no LoRA adapter" in unknown.json()["error_message"]
 
 
-async def test_a_hanging_mount_delays_the_adapter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_mount_delays_the_adapter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests and other adapters continue: ranks read an adapter between steps, and load it only after its files are
-    in the page cache. An adapter whose files are not read within the time limit is refused."""
-    client, mounted, begun = Ranks(), threading.Event(), threading.Event()
+    in their page caches. An adapter whose files are not read within the time limit is refused."""
+    client = Ranks()
     client.may_answer.set()
-    read, slow = read_ahead._read, str(tmp_path / "slow")
-
-    def hanging(folder: str) -> None:
-        if folder == slow:
-            begun.set()
-            assert mounted.wait(60)
-        read(folder)
-
-    monkeypatch.setattr(read_ahead, "_read", hanging)
-    for name in ("slow", "fast"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_model.safetensors").write_bytes(random.randbytes(9 << 20))
-        os.mkfifo(tmp_path / name / "pipe")
     async with in_process(client, lora=LORA) as http:
 
         def load(name: str) -> asyncio.Task[httpx.Response]:
-            body = {"lora_name": name, "lora_path": str(tmp_path / name)}
-            return asyncio.create_task(http.post("/load_lora_adapter", json=body))
+            return asyncio.create_task(
+                http.post("/load_lora_adapter", json={"lora_name": name, "lora_path": "/" + name})
+            )
 
+        client.reading = {"/slow"}
         loading = load("slow")
-        assert await asyncio.to_thread(begun.wait, 60)
+        while "/slow" not in client.read_ahead:
+            await asyncio.sleep(0)
         assert (await http.post("/generate", json={"text": "a", "lora_path": "fr"})).status_code == 200
         assert client.called == [] and not loading.done()
-        mounted.set()
+        client.reading = set()
         assert (await loading).status_code == 200 and client.called == [("load_lora", 3)]
         assert (await http.post("/unload_lora_adapter", json={"lora_name": "slow"})).status_code == 200
-        mounted.clear()
+        client.reading = {"/slow"}
         monkeypatch.setattr(served_adapters, "LOAD_SECONDS", 0.05)
-        refused = await load("slow")
-        assert refused.status_code == 400 and "check its file system" in refused.json()["error_message"]
-        mounted.set()
+        refused = (await load("slow")).json()["error_message"]
+        assert refused == "/slow: not read after 0 s on rank 0; check its file system"
         monkeypatch.setattr(served_adapters, "LOAD_SECONDS", 60.0)
         assert (await load("fast")).status_code == 200
+
+
+async def test_a_fingerprint_that_hangs_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = threading.Event()
+    monkeypatch.setattr(read_ahead, "fingerprint_of", lambda folder: str(mounted.wait(60)))
+    with pytest.raises(CallError, match="/a: not read after 0 s; check its file system"):
+        await read_ahead.read_fingerprint("/a", 0.05)
+    mounted.set()
+    assert await read_ahead.read_fingerprint("/a", 60) == "True"
 
 
 def test_without_lora() -> None:

@@ -224,8 +224,11 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "content[0].file_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": [SEEN]}]}, "input.content.image_url"),
-        ({"input": [{"role": "user", "content": [SEEN]}]}, "input.content.image_url"),  # the model takes text alone
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [SEEN]}]},
+            "input[0].output[0].image_url",
+        ),
+        ({"input": [{"role": "user", "content": [SEEN]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "assistant", "content": [SEEN]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),

@@ -38,6 +38,13 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text and "innerHTML" not in text
 
 
+def test_pages_share_one_style():
+    shared = ":root { color-scheme: light dark;"
+    for name in ("status_page", "experts_live", "doctor_page"):
+        text = " ".join(page(name).split())
+        assert text.count(shared) == 1 and "page_style.css" not in text and text.count("<style>") == 1
+
+
 def names_of(text: str) -> set[str]:
     return set(re.findall(r'\bid="([\w-]+)"', text))
 

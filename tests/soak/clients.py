@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_engine.demo import CHECKPOINT_DIR
 from tests.soak import answers
 from tests.soak.http import Connection, Response
 from tests.soak.questions import Question
@@ -187,6 +188,28 @@ class Client:
         await connection.fetch("POST", "/abort_request", {"rid": rid})
         connection.drop()
 
+    async def _other_forms(self) -> str | None:
+        """A greedy chat in the form of the Responses API or of Anthropic: the same text."""
+        if not any(known.question.is_plain_chat for known in self._bank):
+            return None
+        known, chat = self._draw(lambda question: question.is_plain_chat)
+        body = {"model": "default", "temperature": 0}
+        if self._rng.random() < 0.5:
+            body |= {"max_tokens": chat["max_completion_tokens"], "messages": chat["messages"]}
+            status, content = await self._connection.fetch("POST", "/v1/messages", body)
+            parts = json.loads(content).get("content", ())
+        else:
+            body |= {"max_output_tokens": chat["max_completion_tokens"], "input": chat["messages"][0]["content"]}
+            status, content = await self._connection.fetch("POST", "/v1/responses", body)
+            parts = [part for item in json.loads(content).get("output", ()) for part in item["content"]]
+        text, right = "".join(part["text"] for part in parts), known.answer[0].text
+        return None if text == right else f"status {status}, {text!r} instead of {right!r}"
+
+    async def _updates(self) -> str | None:
+        """Replaces the weights by equal ones. One update runs at a time, others are refused."""
+        status, content = await self._connection.fetch("POST", UPDATE, {"model_path": str(CHECKPOINT_DIR)})
+        return None if status in (200, 400) else f"status {status}, {content[:300]!r}"
+
     async def _copies(self) -> str | None:
         """Copies without a seed differ: texts of 20 tokens at a high temperature do not repeat."""
         sampling = {"n": 4, "temperature": 2.0, "max_new_tokens": 20, "ignore_eos": True}
@@ -230,6 +253,7 @@ class Client:
         return None if status in due else f"{method} {path}: status {status}, {content[:200]!r}"
 
 
+UPDATE = "/update_weights_from_disk"
 BEHAVIORS = {
     "whole": 300,
     "streamed": 300,
@@ -237,6 +261,8 @@ BEHAVIORS = {
     "leaves_an_answer": 80,
     "slow": 20,
     "aborts": 60,
+    "other_forms": 60,
+    "updates": 4,
     "copies": 15,
     "wrong": 40,
     "control": 30,

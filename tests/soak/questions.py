@@ -31,6 +31,12 @@ class Question:
     def has_stop(self) -> bool:
         return "stop" in self.body or "stop" in self.body.get("sampling_params", {})
 
+    @property
+    def is_plain_chat(self) -> bool:
+        """A greedy chat without further sampling parameters."""
+        known = {"model", "messages", "max_completion_tokens", "temperature", "logprobs", "top_logprobs"}
+        return self.path.endswith("chat/completions") and self.body.keys() <= known and not self.body["temperature"]
+
 
 def draw(seed: int, count: int) -> list[Question]:
     """Random questions: native and OpenAI endpoints, greedy and seeded, copies, batches, log-probabilities."""

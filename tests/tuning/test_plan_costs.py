@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_points import facts_of
+from benchmarks.step_costs.cases import expected
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.models import MODELS
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import EMBEDDING, model_tensors
 from moe_engine.planning.hardware import GPUS
@@ -20,7 +22,7 @@ from moe_engine.tuning.costs.collectives import Collectives
 from moe_engine.tuning.costs.efficiency import Efficiency, load_efficiency
 from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.imbalance import SPREAD, expected_skew
-from moe_engine.tuning.costs.model_facts import model_facts
+from moe_engine.tuning.costs.model_facts import MLP, ROUTED, AttentionFacts, model_facts
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import gpu_names, parse_cluster
@@ -203,3 +205,45 @@ def test_the_tables_of_gpus_agree(name: str):
         assert simulated["peak_bytes_per_s"] == gpu.peak_bytes_per_s
         assert {dtype: simulated["peak_flops"][dtype] for dtype in gpu.flops} == gpu.flops
         assert simulated["memory_bytes"] == gpu.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "case", "layer", "beside"),
+    [
+        ("v3", "v3-dp8ep8-B128", "MoE layer", ROUTED + MLP),
+        ("v3.2", "v3.2-dp8ep8-B8-C8192", "MoE layer", ROUTED + MLP),
+        ("glm-4.6", "glm-4.6-tp8-B8", "dense layer", MLP),
+        ("glm-4.6", "glm-4.6-tp8-B8", "MoE layer", ROUTED),  # tensor parallelism: shared experts are routed ones
+        ("gpt-oss-120b", "gpt-oss-120b-tp4-B8", "full MoE layer", ROUTED),
+        ("qwen3-next", "qwen3-next-tp4-B8", "full MoE layer", ROUTED + MLP),
+        ("qwen3-next", "qwen3-next-tp4-B8", "linear MoE layer", ROUTED + MLP),
+    ],
+)
+def test_kernels_of_a_layer_are_those_counted(model: str, case: str, layer: str, beside: int):
+    def fits(group: AttentionFacts) -> bool:
+        return bool(group.state_numbers) == layer.startswith("linear")
+
+    attention = next(group for group in model_facts(MODELS[model]).attention if fits(group))
+    messages, variants = 2, 2  # all-reduces, or dispatch and combine; quantization and gates by dtype and model
+    counted = expected()[case]["launches_a_layer"][layer] - messages
+    assert abs(attention.kernels + beside - counted) <= variants
+
+
+def test_layers_with_more_kernels_take_longer_to_launch():
+    v3 = model_facts(MODELS["v3"])
+    sparse, dense = model_facts(MODELS["v3.2"]), model_facts(MODELS["v3"] | {"n_routed_experts": None})
+    assert sparse.kernels > v3.kernels > dense.kernels
+    seconds = [
+        RooflineCost(each, Form(8), Precision("fp8", "fp8"), parse_cluster("8xh200"), load_efficiency("vllm"))
+        .step(StepShape(1, 100, 0, 0, 0, 1)).by_resource["launches"]
+        for each in (v3, sparse)
+    ]  # fmt: skip
+    assert math.isclose(seconds[1] / seconds[0], sparse.kernels / v3.kernels)
+
+
+def test_linear_layers_follow_the_interval_of_a_file_without_layer_types():
+    raw = MODELS["qwen3-next"]
+    assert "layer_types" not in raw
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    assert model_facts(raw) == model_facts(raw | {"layer_types": kinds * 12})
+    assert sorted(group.layers for group in model_facts(raw).attention) == [12, 36]

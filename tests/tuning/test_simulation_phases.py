@@ -13,7 +13,7 @@ from moe_engine.core.step_reporter import StepReporter
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
-from moe_engine.tuning import mixed_probe, phases
+from moe_engine.tuning import mixed_probe, phases, under_load
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts, own_and_cached_pairs
 from moe_engine.tuning.costs.step_cost import StepShape
@@ -27,7 +27,8 @@ from moe_engine.tuning.stats import median
 from moe_engine.tuning.step_records import StepRecords, busiest, joint_steps
 from moe_engine.types import Request, SamplingParams, StepResult
 
-COSTS = MeasuredCosts(CostFile({0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), pair_second=1e-7))
+FILE = CostFile({0: Curve((1, 8), (0.002, 0.004))}, Curve((1, 101), (0.002, 0.012)), pair_second=1e-7)
+COSTS = MeasuredCosts(FILE)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -93,14 +94,14 @@ def test_steps_that_a_server_records():
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
 
 
-def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, own=0.0):
+def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, own=0.0, slowness=1.0):
     """Steps beside requests at Poisson times: each part has its own slowness, which also changes within the part; the
     delays by arrivals are drawn from a gamma distribution, and 2 % of the steps are interrupted by something else.
-    `sent`: delay of a step by each request that decoded in the step before; `own`: what a step with prompts takes less
-    than by the costs."""
+    `slowness`: of all parts; `sent`: delay of a step by each request that decoded in the step before; `own`: what a
+    step with prompts takes less than by the costs."""
     parts, now = [], 1e9
     for _ in range(4):
-        slow, drift, moment, due = rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
+        slow, drift, moment, due = slowness * rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
         rate = 0.8 * mixed_probe.rate_of(COSTS, 0)
         calls = [due := due + rng.expovariate(rate) for _ in range(90)]
         waiting, running, steps, arrivals, ends, ended, decoded = [], [], [], [], [], 0, 0
@@ -257,8 +258,6 @@ def test_steps_are_slower_beside_requests_than_alone():
     parts = [tuple(factor * slow for slow in machine) for factor in (decode, prefill)]
     effects = mixed_probe.Effects(0.001, 0.0005, *parts)
     assert effects.slowness(machine) == pytest.approx((decode, prefill))
-    relative = effects.against(decode, prefill)
-    assert relative.decode == pytest.approx(machine) and relative.prefill == pytest.approx(machine)
     unknown = mixed_probe.Effects(0.001, 0.0005, (decode, 0.0), (0.0, 0.0))
     assert unknown.slowness([1.0, 1.0]) == pytest.approx((decode, 1.0))
 
@@ -280,6 +279,31 @@ def test_steps_are_slower_beside_requests_than_alone():
         assert found.prefill.at(64) + found.idle_seconds == pytest.approx(lone)
     assert shorter.prefill.at(101) == pytest.approx(slower.prefill.at(101) - own)
     assert file.slower(Curve((1.0,), (decode,)), 1.0, 1.0).prefill.seconds == pytest.approx((0.002, 0.002 * decode))
+
+
+def test_cost_file_of_a_machine_whose_speed_differs_between_the_rounds():
+    """What a step with prompts contains of its own arrival is known in the seconds of the median round."""
+    rng = random.Random(random.getrandbits(32))
+    own, rounds = rng.uniform(0.0007, 0.0015), Rounds()
+    points = MeasuredPoints(Limits(8, 1000, 10000, 1000, range(9)))
+    points.rounds, points.file = rounds, lambda: replace(FILE, request_seconds=1.0)
+    measured = []
+    for slow in (0.7, 1.0, 1.4):
+        rounds.begin()
+        for name in "abc":
+            rounds.add(name, slow)
+        for part in recorded_parts(rng, 0.002, 0.0005, 1.0, own=own, slowness=slow):
+            measured.append(replace(part, machine=1.0, round=rounds.number))
+    file = under_load.cost_file(points, measured)
+    known = [replace(part, machine=rounds.slowness()[part.round]) for part in measured]
+    effects = mixed_probe.effects(known, COSTS, 0)
+    assert file == replace(
+        FILE.slower(mixed_probe.ALIKE, effects.slowness([part.machine for part in known])[1], effects.own),
+        request_seconds=1.0, arrival_seconds=effects.arrival, end_seconds=effects.end,
+    )  # fmt: skip
+    assert FILE.prefill.at(101) - file.prefill.at(101) == pytest.approx(own, abs=1e-3)
+    replicas = under_load.cost_file(points, [])
+    assert replicas == replace(FILE, request_seconds=1.0)
 
 
 def test_many_decodes_are_slower_by_another_factor_than_few():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_engine.worker.batch.expanded_prefix import LEAST_MEMBERS, ExpandedPrefix
+from moe_engine.kernels.queries import PagedQueries, SharedRun
+from moe_engine.worker.batch.expanded_prefix import LEAST_MEMBERS, ExpandedPrefix, Layers
+from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
+from moe_engine.worker.weight_update import CheckpointArgs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
@@ -28,21 +31,35 @@ class Engine:
         if self.fused is None:
             self.engine.close()
             pytest.skip("no kernel here runs a decoder in one call (no C++ compiler)")
-        self.prefixes = self.fused._prefixes
+        self.prefixes = self.fused.prefixes
         self.used: list[tuple[int, int]] = []
+        self.expanded: list[int] = []
+        self.known: list[int] = []
+        """Lengths that were expanded for decodes, and those that prompts knew."""
         if self.prefixes is not None:
-            of = self.prefixes.of
+            of, expand, of_prompts = self.prefixes.of, self.prefixes._expand, self.prefixes.of_prompts
+
+            def expanding(slots: np.ndarray) -> Any:
+                self.expanded.append(len(slots))
+                return expand(slots)
+
+            def knowing(prompts: Any) -> Any:
+                found = of_prompts(prompts)
+                if found is not None and found.run is not None:
+                    self.known.append(found.length)
+                return found
 
             def noted(rows: np.ndarray, positions: np.ndarray) -> Any:
                 prefix = of(rows, positions)
                 self.used.append((0, 0) if prefix is None else (prefix.length, len(prefix._requests)))
                 return prefix
 
-            self.prefixes.of = noted  # type: ignore[method-assign]
+            self.prefixes.of, self.prefixes._expand = noted, expanding  # type: ignore[method-assign]
+            self.prefixes.of_prompts = knowing  # type: ignore[method-assign]
 
     def run(self, script: list[Scripted], expanded: bool = True, **limits: Any) -> dict[str, list[int]]:
         assert self.fused is not None
-        self.fused._prefixes, self.fused._prefix, self.used = self.prefixes if expanded else None, None, []
+        self.fused.prefixes, self.fused._shares, self.used = self.prefixes if expanded else None, False, []
         return {rid: answer.token_ids for rid, answer in self.engine.run(script, **limits).items()}
 
 
@@ -113,11 +130,27 @@ def test_reused_slots_are_expanded_again(engine: Engine) -> None:
         assert engine.run(script, **limits) == engine.run(script, expanded=False, **limits), seed
 
 
+def test_new_weights_expand_a_prefix_again(engine: Engine, tmp_path: Path) -> None:
+    """Requests may go on while the weights are replaced, or the KV cache is given back."""
+    other = make_checkpoint("deepseek_v3", tmp_path / "other", seed=6, max_position_embeddings=1024, **WIDE)
+    weights, script = engine.engine.worker.weights, _script([128] * 18, seed=2)
+    assert weights is not None and engine.prefixes is not None
+    for change in ("weights", "kv_cache"):
+        engine.run(script)
+        assert engine.prefixes.prefix is not None and engine.prefixes._layers
+        if change == "weights":
+            weights.stage(CheckpointArgs(str(other)))
+            weights.commit()
+        else:
+            MemoryRelease(engine.engine.worker.runner, weights).release(ReleaseArgs(["kv_cache"]))
+        assert engine.prefixes.prefix is None and not engine.prefixes._layers
+
+
 def test_the_ledger_has_the_largest_prefix(engine: Engine) -> None:
     (row,) = [row for row in engine.engine.config.ledger.rows if row.name == "expanded prefix"]
     engine.run(_script([600] * 17, seed=1))
     assert engine.fused is not None and engine.prefixes is not None
-    prefix = engine.prefixes._prefix
+    prefix = engine.prefixes.prefix
     assert prefix is not None and prefix.length == 576
     held = sum(part.nbytes for layer in prefix.layers for part in layer)
     limit = min(engine.prefixes._most, engine.engine.config.context_len // 64 * 64)
@@ -137,21 +170,21 @@ class _Rows:
         self.owners = np.zeros(len(table), dtype=np.int64)
 
 
-class _Prefix:
-    def assign(self, requests: np.ndarray) -> None:
-        self.requests = requests.tolist()
-
-
 def test_a_prefix_lives_as_long_as_a_request_of_its_last_use() -> None:
     table = np.arange(32 * 200, dtype=np.int32).reshape(32, 200)
     table[:, :130] = table[0, :130]
     made: list[np.ndarray] = []
     rows = _Rows(table)
-    prefixes = ExpandedPrefix(rows, lambda slots: made.append(slots) or _Prefix(), 1024)  # type: ignore[arg-type, func-returns-value]
+
+    def expand(slots: np.ndarray) -> Layers:
+        made.append(slots)
+        return {0: (torch.zeros(len(slots), 2, 4), torch.zeros(len(slots), 1))}
+
+    prefixes = ExpandedPrefix(rows, expand, 1024, 1)  # type: ignore[arg-type]
 
     def use(listed: list[int]) -> list[int] | None:
-        found: Any = prefixes.of(np.array(listed), np.full(len(listed), 150))
-        return None if found is None else found.requests
+        found = prefixes.of(np.array(listed), np.full(len(listed), 150))
+        return None if found is None else found._requests.tolist()
 
     assert use(list(range(20))) == list(range(20)) and len(made[0]) == 128
     assert use([25, *range(2, 22)]) == list(range(21)) and len(made) == 1, "others joined, some left"
@@ -160,4 +193,51 @@ def test_a_prefix_lives_as_long_as_a_request_of_its_last_use() -> None:
     rows.owners += 1  # all requests have ended; the same slots may hold other tokens
     assert use(list(range(20))) is not None and len(made) == 2
     assert use([24, *range(22)]) is not None and len(made) == 2
-    assert use([23]) is None and use([22, *range(20)]) is not None and len(made) == 3, "a step without its requests"
+    table[23] += 1000
+    assert use([23]) is None and use([22, *range(20)]) is not None and len(made) == 2, "a step without its requests"
+    table[:, 0] += 1000
+    assert use(list(range(20))) is not None and len(made) == 3, "its requests have moved to other slots"
+
+
+def _prompts(rows: list[int], length: int, shared: Sequence[SharedRun] = ()) -> PagedQueries:
+    count, ints = len(rows), torch.tensor(rows, dtype=torch.int32)
+    return PagedQueries([4] * count, [length] * count, ints, ints, ints, ints[None], 1, shared=shared)
+
+
+def test_a_lone_prompt_is_kept_for_requests_that_share_it() -> None:
+    table = np.arange(32 * 200, dtype=np.int32).reshape(32, 200)
+    table[:, :130] = table[0, :130]
+    rows = _Rows(table)
+    prefixes = ExpandedPrefix(rows, lambda slots: pytest.fail("expanded again"), 160, 1)  # type: ignore[arg-type]
+    layer = torch.randn(150, 2, 4), torch.randn(150, 1)
+
+    def keep(row: int, length: int = 150) -> bool:
+        found = prefixes.of_prompts(_prompts([row], length))
+        if found is not None:
+            assert found.run is None and not found.layers
+            found.layers[0] = layer
+        return found is not None
+
+    run = SharedRun(0, 20, 130)
+    assert keep(20) and not keep(21, 161) and not keep(21, 63)
+    found = prefixes.of_prompts(_prompts(list(range(20)), 150, [run]))
+    assert found is not None and (found.run, found.length) == (run, 130) and found.layers[0] is layer
+    used = prefixes.of(np.arange(21), np.full(21, 150))
+    assert used is not None and used.length == 128 and used.layers[0][0].data_ptr() == layer[0].data_ptr()
+    assert not keep(22), "decodes read the prefix"
+    rows.owners[:21] += 1
+    assert prefixes.of_prompts(_prompts(list(range(20)), 150, [run])) is None, "all its requests have ended"
+    assert keep(22) and prefixes.of_prompts(_prompts([25], 150)) is not None, "a later prompt takes its place"
+    assert prefixes.of_prompts(_prompts(list(range(20)), 150, [run])) is None, "the step of that prompt failed"
+    table[5:20, 129] += 1000
+    assert keep(22)
+    found = prefixes.of_prompts(_prompts(list(range(20)), 150, [SharedRun(0, 20, 129)]))
+    assert found is not None and found.length == 129
+
+
+def test_prompts_know_the_prefix_of_the_first_one(path: Path, engine: Engine) -> None:
+    """Neither the prompts behind the first one nor their decodes expand its tokens again."""
+    script = _script([200] * 18, seed=8)
+    found = engine.run(script)
+    assert engine.known and set(engine.known) == {200} and not engine.expanded and (192, 19) in engine.used
+    assert found == engine.run(script, expanded=False)

@@ -22,7 +22,7 @@ class Efficiency:
     Attributes:
         hbm, experts_hbm, attention_hbm: share of peak bandwidth of projections, routed experts and KV.
         flops, attention_flops: share of the peak rate of large products and of attention.
-        layer_us: time of one layer besides its bytes and operations: launches, gaps, small kernels. prefill_layer_us:
+        kernel_us: time of one kernel besides its bytes and operations: launch, gap, shortest time. prefill_kernel_us:
         additional time in a step with prompts, which runs without a graph. step_us, row_us: host time of a step for
         which the device waits, and of one request in it.
         message: factor on the latency of collectives. link: share of a link's bandwidth.
@@ -43,8 +43,8 @@ class Efficiency:
     attention_hbm: float = 0.6
     flops: float = 0.55
     attention_flops: float = 0.45
-    layer_us: float = 30.0
-    prefill_layer_us: float = 40.0
+    kernel_us: float = 2.5
+    prefill_kernel_us: float = 3.5
     step_us: float = 500.0
     row_us: float = 5.0
     message: float = 1.0

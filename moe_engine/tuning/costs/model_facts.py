@@ -18,6 +18,11 @@ from moe_engine.tuning.costs.form import KV_BYTES
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
+GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 7, 6, 3, 5
+"""Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
+MLA, the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with
+their router."""
+
 
 @dataclass(frozen=True)
 class AttentionFacts:
@@ -32,11 +37,13 @@ class AttentionFacts:
         keeps: tokens whose KV stays cached; 0: all.
         index_flops, index_width: of the indexer that chooses the tokens of sparse attention.
         state_numbers: of a request, for layers without KV.
+        kernels: of a decode step in one layer.
     """
 
     layers: int
     sharded: int
     replicated: int
+    kernels: int
     kv_width: int = 0
     kv_heads: int = 1
     decode_flops: float = 0.0
@@ -77,6 +84,12 @@ class ModelFacts:
     @property
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers
+
+    @property
+    def kernels(self) -> int:
+        """Of a decode step in all layers."""
+        attention = sum(group.layers * group.kernels for group in self.attention)
+        return attention + self.dense_layers * MLP + self.moe_layers * (ROUTED + MLP * bool(self.shared))
 
     @property
     def num_parameters(self) -> int:
@@ -171,9 +184,7 @@ def _first(fields: Fields, *names: str) -> int:
 def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts, ...]:
     if fields.has("kv_lora_rank"):
         return (_latent(fields, hidden, layers),)
-    kinds = fields.raw.get("layer_types") or ["full_attention"] * layers
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        fields.fail("layer_types", f"must be a list of {layers} names, one a layer")
+    kinds = _kinds(fields, layers)
     window = fields.integer("sliding_window", 0, minimum=0)
     full = grouped = sum(kind == "full_attention" for kind in kinds)
     sliding = sum(kind == "sliding_attention" for kind in kinds)
@@ -189,6 +200,17 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     return tuple(found)
 
 
+def _kinds(fields: Fields, layers: int) -> list[Any]:
+    """`layer_types`, or the `full_attention_interval` of Qwen3-Next's published files."""
+    kinds = fields.raw.get("layer_types")
+    if kinds and (not isinstance(kinds, list) or len(kinds) != layers):
+        fields.fail("layer_types", f"must be a list of {layers} names, one a layer")
+    if kinds:
+        return list(kinds)
+    interval = fields.integer("full_attention_interval", 4) if fields.has("linear_num_value_heads") else 1
+    return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+
+
 def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     heads, latent = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
     query, nope = fields.integer("q_lora_rank", None), fields.integer("qk_nope_head_dim")
@@ -202,6 +224,7 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         layers=layers,
         sharded=sharded,
         replicated=hidden * (latent + rope) + (hidden * query if query else 0) + indexer,
+        kernels=LATENT + INDEXER * bool(limit),
         kv_width=latent + rope,
         decode_flops=2.0 * heads * (2 * latent + rope),
         prefill_flops=2.0 * heads * (key + value),
@@ -223,6 +246,7 @@ def _grouped(fields: Fields, hidden: int, layers: int, window: int, kv_heads: st
         layers=layers,
         sharded=hidden * both * (heads + groups) + gate,
         replicated=0,
+        kernels=GROUPED,
         kv_width=groups * both,
         kv_heads=groups,
         decode_flops=flops,
@@ -243,5 +267,6 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         layers=layers,
         sharded=hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden,
         replicated=0,
+        kernels=LINEAR,
         state_numbers=values * fields.integer("linear_key_head_dim"),
     )

@@ -11,8 +11,8 @@ class Launches:
     """Launches, gaps, small kernels."""
 
     def __init__(self, model: ModelFacts, share: Efficiency) -> None:
-        self.decode_s = model.layers * share.layer_us * 1e-6
-        self.prefill_s = model.layers * share.prefill_layer_us * 1e-6
+        self.decode_s = model.kernels * share.kernel_us * 1e-6
+        self.prefill_s = model.kernels * share.prefill_kernel_us * 1e-6
 
     def seconds(self, shape: StepShape) -> float:
         return self.decode_s + (self.prefill_s if shape.prefill_tokens else 0.0)

@@ -18,6 +18,7 @@ MAX_SMALL_BATCH = 512
 """Requests of a decode step up to which a CUDA graph is worth its memory (guide: 512 to 768)."""
 LEAST_LINES = 5
 """Min batch lines of a kind for shares and medians to be meaningful."""
+FAILURES = ("oom_start", "no_room_for_kv", "oom_prefill", "oom_decode")
 MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
 _DP = re.compile(r"DP(\d+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -203,42 +204,46 @@ class Window:
         seconds = None if self.began is None or self.ended is None else self.ended - self.began
         minutes = None if seconds is None else seconds / 60
         retractions = self.counts["retractions"]
-        decode = self.num_decode if self.num_decode >= LEAST_LINES else 0
-        prefill = self.num_prefill if self.num_prefill >= LEAST_LINES else 0
-        prompt = self.new_tokens + self.cached_tokens
+        failures: dict[str, Any] = {name: self.counts[name] if self.of_log else None for name in FAILURES}
+        medians: dict[str, Any] = {name: self._median(name) for name in MEDIANS}
         imbalance, busiest = self._imbalance()
-        has_chunk = self.of_log and self.launch.of_rank("chunked_prefill_size") is not None
         return Statistics(
             self.launch,
             num_decode=self.num_decode,
             num_prefill=self.num_prefill,
             minutes=minutes,
-            **{name: self._median(name) for name in MEDIANS},
-            max_running=max(self.decode["running"]) if decode else None,
-            queue_empty=self.queue_empty / decode if decode else None,
-            room_but_waiting=self.waiting_with_room / decode if decode else None,
-            graph_off=self.small_without_graph / self.small if self.small >= LEAST_LINES else None,
+            **medians,
+            max_running=max(self.decode["running"]) if self.num_decode >= LEAST_LINES else None,
+            queue_empty=_share(self.queue_empty, self.num_decode),
+            room_but_waiting=_share(self.waiting_with_room, self.num_decode),
+            graph_off=_share(self.small_without_graph, self.small),
             retractions=retractions,
             retractions_a_minute=None if minutes is None else retractions / max(1.0, minutes),
-            hit_rate=self.cached_tokens / prompt if prefill and prompt else None,
-            new_per_seq=self.new_tokens / self.new_seqs if prefill and self.new_seqs else None,
-            full_chunks=self.num_full / prefill if prefill and has_chunk else None,
-            chunk_run=self.longest_run if prefill and has_chunk else None,
-            stalling_chunks=len(self.beside) / prefill if prefill and has_chunk else None,
-            stalling_run=self.longest_stall if prefill and has_chunk else None,
-            running_at_chunks=median(self.beside) if self.beside else 0.0,
+            **self._of_prefills(),
             rank_imbalance=imbalance,
             busiest_rank=busiest,
             balancedness=median(self.balance) if self.balance else None,
             late=self.late.total() if self.of_log else None,
             late_rank=self.late.most_common(1)[0][0] if self.late else None,
             jit=self.counts["jit"],
-            oom_start=self.counts["oom_start"] if self.of_log else None,
-            no_room_for_kv=self.counts["no_room_for_kv"] if self.of_log else None,
-            oom_prefill=self.counts["oom_prefill"] if self.of_log else None,
-            oom_decode=self.counts["oom_decode"] if self.of_log else None,
+            **failures,
             lines={key: (number, _printable(text)) for key, (number, text) in self.lines.items()},
         )
+
+    def _of_prefills(self) -> dict[str, Any]:
+        """The statistics of prefill lines."""
+        found: dict[str, Any] = {"running_at_chunks": median(self.beside) if self.beside else 0.0}
+        if self.num_prefill < LEAST_LINES:
+            return found
+        if prompt := self.new_tokens + self.cached_tokens:
+            found["hit_rate"] = self.cached_tokens / prompt
+        if self.new_seqs:
+            found["new_per_seq"] = self.new_tokens / self.new_seqs
+        if self.of_log and self.launch.of_rank("chunked_prefill_size") is not None:
+            found["full_chunks"] = _share(self.num_full, self.num_prefill)
+            found["stalling_chunks"] = _share(len(self.beside), self.num_prefill)
+            found["chunk_run"], found["stalling_run"] = self.longest_run, self.longest_stall
+        return found
 
     def _median(self, name: str) -> float | None:
         values = self.decode.get(name, ())
@@ -250,6 +255,10 @@ class Window:
             return None, None
         busiest = max(self.ranks, key=lambda number: self.ranks[number])
         return self.ranks[busiest] * len(self.ranks) / total, busiest
+
+
+def _share(count: int, lines: int) -> float | None:
+    return count / lines if lines >= LEAST_LINES else None
 
 
 def _printable(text: str) -> str:

@@ -1,10 +1,37 @@
-"""What a step costs that several schedulers take together (attention DP)."""
+"""A step that several schedulers take together (attention DP): their plans, and its cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
+from moe_engine.tuning.simulator.group import loaded_tokens, shape_of
+from moe_engine.tuning.simulator.runs import NEVER
+from moe_engine.types import StepPlan
+
+
+@dataclass(slots=True)
+class GroupPlans:
+    """Plans of one step of the groups that are in no run.
+
+    Attributes:
+        shapes: of each plan. groups: that have a plan.
+        prefilled: whether a plan has prompts. loaded: most tokens that one loads from the host-RAM tier.
+        drained: first group whose result was applied before its plan; NEVER: none.
+    """
+
+    shapes: list[StepShape]
+    groups: set[int]
+    prefilled: bool = False
+    loaded: int = 0
+    drained: int = NEVER
+
+    def add(self, group: int, plan: StepPlan) -> None:
+        self.shapes.append(shape_of(plan))
+        self.groups.add(group)
+        self.prefilled |= plan.num_decodes < len(plan.rows)
+        self.loaded = max(self.loaded, loaded_tokens(plan))
 
 
 def joint_cost(costs: StepCostModel, shapes: Sequence[StepShape], skew: float = 0.0) -> StepCost:

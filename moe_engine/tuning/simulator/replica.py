@@ -16,14 +16,14 @@ from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
-from moe_engine.tuning.simulator.group import Group, loaded_tokens, shape_of
-from moe_engine.tuning.simulator.joint_step import busiest, joint_cost
+from moe_engine.tuning.simulator.group import Group
+from moe_engine.tuning.simulator.joint_step import GroupPlans, busiest, joint_cost
 from moe_engine.tuning.simulator.load_table import LoadTable
 from moe_engine.tuning.simulator.rank_log import GroupLogs
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
-from moe_engine.tuning.simulator.runs import NEVER, Runs, RunStep
+from moe_engine.tuning.simulator.runs import Runs, RunStep
 from moe_engine.types import StepFacts, StepPlan
 
 MAX_JUMP = 64
@@ -158,59 +158,63 @@ class Replica:
         if not self._exact and self._jump(until):
             return
         hold = len(self.groups) > 1 and not self._turns.open
-        runs, launched, drained = self._runs, self.now, NEVER
-        if runs.members:
-            for index in runs.leaving(hold):
+        self._wake(hold)
+        runs, launched = self._runs, self.now
+        planned = self._plan(hold)
+        of_runs = runs.planned(hold) if runs.members else None
+        prefilled = planned.prefilled or (of_runs is not None and of_runs[2] > 0)
+        is_step = bool(planned.shapes) or of_runs is not None
+        if not is_step and self._flight is None and not hold and self._num_live:
+            self._wait_for_sessions(until)
+        if self._has_delayer and (is_step or hold):
+            self._agree(planned.groups, prefilled)
+        elif not self._has_delayer and len(self.groups) > 1:
+            self._take_turns(prefilled)
+        if not is_step:
+            self._collect(None)
+            return
+        flight = self._launch(planned.shapes, planned.groups, of_runs)
+        if planned.loaded:  # the copies of the ranks, beside the step
+            loaded_at = flight.end - flight.cost.seconds + planned.loaded * self.spec.load_seconds
+            flight.end = max(flight.end, loaded_at)
+        flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, planned.drained
+        self._collect(flight)
+
+    def _wake(self, hold: bool) -> None:
+        """Groups whose run ends, and held groups when their turn comes, plan the next step."""
+        if self._runs.members:
+            for index in self._runs.leaving(hold):
                 self._leave_run(index)
         if not hold and self._held:
             self._awake |= self._held
             self._held.clear()
-        shapes: list[StepShape] = []
-        pending: set[int] = set()
-        prefilled, loaded = False, 0
+
+    def _plan(self, hold: bool) -> GroupPlans:
+        """Plans of the awake groups; those whose prompts wait for their turn without a decode are held instead."""
+        planned = GroupPlans([], set())
+        holds_waiting = hold and not self._exact
         for index in sorted(self._awake):
             group = self.groups[index]
             if group.is_idle:
                 self._awake.discard(index)
                 continue
-            if hold and not self._exact and group.only_waits:
-                self._awake.discard(index)
-                self._held.add(index)
+            if holds_waiting and group.only_waits:
+                self._hold(index)
                 continue
             plan = group.plan(hold)
             while plan is NEEDS_RESULT:
-                drained = min(drained, index)
+                planned.drained = min(planned.drained, index)
                 self._apply(index)
                 plan = group.plan(hold)
             if isinstance(plan, StepPlan):
-                shapes.append(shape_of(plan))
-                loaded = max(loaded, loaded_tokens(plan))
-                pending.add(index)
-                prefilled |= plan.num_decodes < len(plan.rows)
-            elif hold and not self._exact and group.scheduler.num_waiting:
-                self._awake.discard(index)
-                self._held.add(index)
-        of_runs = runs.planned(hold) if runs.members else None
-        if of_runs is not None:
-            prefilled |= of_runs[2] > 0
-        if not shapes and of_runs is None:
-            if self._flight is None and not hold and self._num_live:
-                self._wait_for_sessions(until)
-            if self._has_delayer and hold:
-                self._agree(pending, prefilled)
-            elif not self._has_delayer:
-                self._take_turns(False)
-            self._collect(None)
-            return
-        if self._has_delayer:
-            self._agree(pending, prefilled)
-        elif len(self.groups) > 1:
-            self._take_turns(prefilled)
-        flight = self._launch(shapes, pending, of_runs)
-        if loaded:  # the copies of the ranks, beside the step
-            flight.end = max(flight.end, flight.end - flight.cost.seconds + loaded * self.spec.load_seconds)
-        flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, drained
-        self._collect(flight)
+                planned.add(index, plan)
+            elif holds_waiting and group.scheduler.num_waiting:
+                self._hold(index)
+        return planned
+
+    def _hold(self, index: int) -> None:
+        self._awake.discard(index)
+        self._held.add(index)
 
     def _wait_for_sessions(self, until: float) -> None:
         """Nothing runs, and requests wait because sessions are held: as an idle core, plans again after a while."""

@@ -1,0 +1,33 @@
+"""The cost file of a server: measured points, corrected by the steps beside which requests arrived and ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moe_engine.tuning import mixed_probe
+from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.measured_points import MeasuredPoints
+
+
+def cost_file(points: MeasuredPoints, measured: Sequence[mixed_probe.Part]) -> CostFile:
+    """The cost file without launch, machine and ledger.
+
+    Args:
+        measured: with the round of each part.
+    """
+    file, limits = points.file(), points.limits
+    slowness = points.rounds.slowness()
+    parts = [replace(part, machine=slowness[part.round]) for part in measured]
+    found = mixed_probe.effects(parts, MeasuredCosts(file), limits.drafts, limits.num_groups, file.sent_seconds)
+    # a request cannot take more from the steps beside it than frontend and client compute for it
+    most = file.request_seconds or math.inf
+    if found is None:
+        return replace(file, arrival_seconds=min(file.arrival_seconds, most))
+    arrival = min(found.arrival, most)
+    # only schedulers that step together decode slower under load, because they wait for each other
+    decode = mixed_probe.slowness_by_rows(parts, found) if limits.num_groups > 1 else mixed_probe.ALIKE
+    prefill = found.slowness([part.machine for part in parts])[1]
+    file = file.slower(decode, prefill, found.own)
+    return replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
