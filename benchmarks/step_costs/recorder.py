@@ -27,6 +27,8 @@ SCATTERS = {
 }  # fmt: skip
 OVERWRITES = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_"}
 """In-place operators that do not read their destination."""
+LATE = {"one_shot_kernel", "two_shot_kernel"}
+"""Dependent kernels that announce the next launch when the rows of all ranks have arrived: counted as neither."""
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32",
     torch.float64: "fp32",
@@ -101,6 +103,7 @@ class Recorder:
 
         given = SimpleNamespace(grid=grid, **arguments)
         waits = name in dependent.KERNELS and not dependent.COOPERATIVE.items() <= arguments.items()
+        waits = waits and name not in LATE  # how much of the gap a late announcement hides is not known
         self._add(launch, name, lambda: kernel_cost(name, given, self.setting), waits, waits)
         if name in ("router_select_kernel", "route_kernel", "norm_route_kernel"):
             choose_evenly(given.ids, given.EXPERTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import grid_barrier
 
 
@@ -69,6 +69,7 @@ def all_logits(
             EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, SUM,
         )  # fmt: skip
     grid_barrier(barrier)
+    announce_next()
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def router_select_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
+@dependent_jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
 def route_kernel(
     x, gate, logits, bias, real, weights, ids, barrier, stride, num_tokens, scale,
     HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
@@ -185,6 +186,7 @@ def route_kernel(
 ):  # fmt: skip
     """Both kernels in one launch: all programs compute tiles of the logits, wait for each other, then choose for
     tokens. Cooperative; any one-dimensional grid."""
+    wait_for_inputs(announce=False)
     all_logits(
         x, None, None, gate, logits, barrier, stride, num_tokens,
         EXPERTS, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -42,13 +41,14 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.triton_rows import norm_blocks, rms_norm_quantize, store_norm
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "scale_stride"], do_not_specialize_on_alignment=["real"])
+@dependent_jit(do_not_specialize=["num_tokens", "scale_stride"], do_not_specialize_on_alignment=["real"])
 def norm_route_kernel(
     x, residual, norm, normed, out, scales, gate, logits, bias, real, weights, ids, barrier,
     x_stride, scale_stride, num_tokens, eps, scale,
@@ -62,6 +62,7 @@ def norm_route_kernel(
 ):  # fmt: skip
     """residual += x; normed = rms_norm(residual), with QUANTIZE also as e4m3 in `out`, with scales; weights and ids as
     of `route_kernel` for it. residual and normed are contiguous. Cooperative; any one-dimensional grid."""
+    wait_for_inputs(announce=False)
     all_logits(
         x, residual, norm, gate, logits, barrier, x_stride, num_tokens,
         EXPERTS, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,

@@ -20,7 +20,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8
 from moe_engine.kernels.quantization.triton_groups import scale_groups
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, barrier_state, grid_barrier, resident_programs
 from moe_engine.kernels.triton.launch import row_stride, with_contiguous_rows
 
@@ -73,6 +73,7 @@ def place_kernel(
     if WAITS:
         _count_chunk(ids, counts, chunk, num_pairs, num_steps, EXPERTS, STEP)
         grid_barrier(barrier)
+        announce_next()
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)

@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.triton_rows import quantize_tile, store_sca
 from moe_engine.kernels.symm_mem.all_reduce_layout import PROGRAMS, SHAPES, Arenas
 from moe_engine.kernels.symm_mem.triton_flags import await_flags, part_of, raise_flags, rank_constants
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
 _UNSPECIALIZED = ["num_rows", "scale_stride", "rank", "limit_ns"]
@@ -74,7 +75,7 @@ def _finish(
         tl.store(out + line, summed, mask=inside)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def one_shot_kernel(
     x, residual, weight, out, quantized, scales, peers, epochs, failed, lost,
     num_rows, scale_stride, rank, eps, limit_ns: tl.int64,
@@ -87,6 +88,7 @@ def one_shot_kernel(
     epochs int64 [2, PROGRAMS]: the epoch of each program; and 1 after a wait that ended early. Such a program sends
     nothing more: peers must not take rows of later epochs for earlier ones.
     """
+    wait_for_inputs(announce=False)
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = cols < WIDTH
@@ -108,6 +110,8 @@ def one_shot_kernel(
             raise_flags(peers, rank, flags_at, epoch, RANKS, LANES)
         flags = part_of(peers, rank, flags_at, tl.int64)
         alive &= await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
+        if row + tl.num_programs(0) >= num_rows:  # the last wait
+            announce_next()
         summed = _sum(part_of(peers, rank, half, x.dtype.element_ty), cols, inside, WIDTH, RANKS)
         _finish(
             summed, added_to, gains, residual, out, quantized, scales, tl.cast(row, tl.int32), cols, inside,
@@ -118,7 +122,7 @@ def one_shot_kernel(
     tl.store(epochs + PROGRAMS + program, (~alive).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def two_shot_kernel(
     x, residual, weight, out, quantized, scales, peers, epochs, failed, lost,
     num_rows, scale_stride, rank, eps, limit_ns: tl.int64,
@@ -127,6 +131,7 @@ def two_shot_kernel(
     NORM: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """`one_shot_kernel` in two exchanges: a program has groups of R rows, and rank r sums row r of each."""
+    wait_for_inputs(announce=False)
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     epoch = tl.load(epochs + program)
@@ -155,6 +160,8 @@ def two_shot_kernel(
             raise_flags(peers, rank, flags_at + GATHERED_FLAGS_AT, epoch, RANKS, LANES)
         flags = part_of(peers, rank, flags_at + GATHERED_FLAGS_AT, tl.int64)
         alive &= await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
+        if (group + tl.num_programs(0)) * RANKS >= num_rows:  # the last wait
+            announce_next()
         gathered = part_of(peers, rank, half + GATHERED_AT, x.dtype.element_ty)
         for source in range(RANKS):
             row = first + source

@@ -24,6 +24,7 @@ from moe_engine.kernels.symm_mem.triton_flags import (
     rank_constants,
 )
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE
 
 _SIZES = ["rank", "max_tokens", "limit_ns", "num_tokens"]
@@ -65,7 +66,7 @@ def combine_send_kernel(
         raise_flags(peers, rank, flags_at, tl.load(state), RANKS, LANES)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS])
+@dependent_jit(do_not_specialize=[*_SIZES, *_OFFSETS])
 def sum_kernel(
     targets, out, peers, state, failed, lost, num_tokens, rank, max_tokens,
     limit_ns: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
@@ -76,9 +77,11 @@ def sum_kernel(
     Zeros after a timeout. Cooperative, any one-dimensional grid: a rank without tokens waits too, since its next
     launches require that all other ranks have reached this point.
     """
+    wait_for_inputs(announce=False)
     complete = all_have_arrived(
         part_of(peers, rank, flags_at, tl.int64), state, state + 4, failed, lost, limit_ns, RANKS, LANES
     )
+    announce_next()
     returned = part_of(peers, rank, returned_at, out.dtype.element_ty)
     cols = tl.arange(0, COLS)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):

@@ -27,6 +27,7 @@ from moe_engine.kernels.symm_mem.triton_flags import (
     rank_constants,
 )
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, grid_barrier
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -104,7 +105,7 @@ def _choices_of(ids, sizes, pair, end, most, max_tokens, TOP_K: tl.constexpr):
     return tl.load(ids + place, mask=real, other=-1), place, real
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS])
+@dependent_jit(do_not_specialize=[*_SIZES, *_OFFSETS])
 def receive_kernel(
     peers, state, failed, lost, partial, positions, counts_out, out, out_scales,
     rank, max_tokens, scale_stride, limit_ns: tl.int64,
@@ -119,6 +120,7 @@ def receive_kernel(
 
     partial: int32 [N, LOCAL], scratch. After a timeout all counts are 0. Cooperative, grid (N,).
     """
+    wait_for_inputs(announce=False)
     program, programs = tl.program_id(0), tl.num_programs(0)
     complete = all_have_arrived(
         part_of(peers, rank, sent_at, tl.int64), state, state + 3, failed, lost, limit_ns, RANKS, LANES
@@ -135,6 +137,7 @@ def receive_kernel(
         total += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), axis=0)
     tl.store(partial + program * LOCAL + experts, total)
     grid_barrier(state + 3)
+    announce_next()
     total = tl.zeros((LOCAL,), tl.int32)
     start = tl.zeros((LOCAL,), tl.int32)
     for begin in range(0, programs, OTHERS):

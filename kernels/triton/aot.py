@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_engine.kernels.triton.availability import version
-from moe_engine.kernels.triton.dependent import OPTION, is_dependent
+from moe_engine.kernels.triton.dependent import KERNELS, OLDEST_ARCH, OPTION, is_dependent
 
 if hasattr(knobs.language, "default_fp_fusion"):
     knobs.language.default_fp_fusion = True  # the default up to Triton 3.9, announced to change in 3.10
@@ -40,7 +40,7 @@ _INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
-_WAIT = "griddepcontrol.wait"
+_WAIT, _ANNOUNCEMENT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 _ACCESS = re.compile(r"^\s+(?:@%p\d+ )?((?:ld|st|atom|red|cp|prefetch|tensormap)\.(?!param|shared)\S+)", re.MULTILINE)
 """An access to global memory; "cp.async" also copies to shared memory, from there."""
 
@@ -88,6 +88,8 @@ class AotReport:
     """Launched with `dependent.OPTION`."""
     before_wait: tuple[str, ...] = ()
     """Accesses to global memory before the wait of a dependent launch; all, without a wait."""
+    silent: bool = False
+    """The kernel should announce the next launch and does not."""
 
     def faults(self) -> list[str]:
         """Reasons why the device cannot run the kernel."""
@@ -107,6 +109,8 @@ class AotReport:
             found.append("matrix products without tensor cores")
         if self.before_wait:
             found.append(f"does not wait for its inputs before {self.before_wait[0]} (wait_for_inputs)")
+        if self.silent:
+            found.append("does not announce the next launch (wait_for_inputs, announce_next)")
         return found
 
 
@@ -181,6 +185,7 @@ def report_of(name: str, kernel: Any, arch: int, matrix: bool, seconds: float) -
         seconds=seconds,
         dependent=dependent,
         before_wait=tuple(_ACCESS.findall(ptx.partition(_WAIT)[0])) if dependent else (),
+        silent=arch >= OLDEST_ARCH and kernel.metadata.name in KERNELS and _ANNOUNCEMENT not in ptx,
     )
 
 

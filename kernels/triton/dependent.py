@@ -7,9 +7,12 @@ announces the next launch. Everything before an announcing launch is complete, s
 overlap, and a kernel that waits may read results of any earlier one. A captured graph keeps the dependency as a
 programmatic edge.
 
-Without ``launch_pdl`` (older GPUs, the interpreter, cooperative launches) the call compiles to nothing. Kernels that
-wait for other ranks are not declared so: programs of the next launch would occupy the multiprocessors meanwhile, which
-another stream can use. The report of `aot.py` checks that no access to memory comes before the wait.
+A kernel that waits for other ranks, or for programs of its own launch, announces the next launch after that wait
+(`announce_next`): before it, programs of the next launch would occupy multiprocessors that another stream can use.
+
+Without ``launch_pdl`` (older GPUs, the interpreter, cooperative launches) the wait compiles to nothing; cooperative
+launches still announce. The report of `aot.py` checks that no access to memory comes before the wait, and that each
+kernel announces the next launch.
 Sources: CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, "griddepcontrol";
 triton/language/extra/cuda/gdc.py.
 """
@@ -68,14 +71,27 @@ def dependent_jit(function: Callable[..., Any] | None = None, **options: Any) ->
 
 if knobs.runtime.interpret:
 
-    def wait_for_inputs() -> None:
+    def wait_for_inputs(announce: bool = True) -> None:
         """No effect: launches run one after the other."""
+
+    def announce_next() -> None:
+        """No effect, as above."""
 else:
 
     @tl.core.builtin
-    def wait_for_inputs(_semantic: Any = None) -> None:
-        """Waits for the launch before this one, then announces the next. In a kernel: before any load, store or
-        atomic operation."""
+    def wait_for_inputs(announce: bool = True, _semantic: Any = None) -> None:
+        """Waits for the launch before this one, then announces the next, if `announce`. In a kernel: before any load,
+        store or atomic operation."""
         if getattr(_semantic.builder.options, OPTION, False):
             cuda.gdc_wait(_semantic=_semantic)
+            if getattr(announce, "value", announce):
+                cuda.gdc_launch_dependents(_semantic=_semantic)
+
+    @tl.core.builtin
+    def announce_next(_semantic: Any = None) -> None:
+        """Announces the next launch. In a kernel that has called ``wait_for_inputs(announce=False)``: after the last
+        wait for ranks or programs."""
+        options = _semantic.builder.options
+        has_dependents = int(options.arch.removeprefix("sm")) >= OLDEST_ARCH
+        if getattr(options, OPTION, False) or (options.launch_cooperative_grid and has_dependents):
             cuda.gdc_launch_dependents(_semantic=_semantic)

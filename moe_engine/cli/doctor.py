@@ -201,7 +201,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [f"{name:<11} {text}" for name, text in rows]
     lines += ["", "kernels (bfloat16):"]
     for family, table in found["kernels"].items():
-        lines += [f"  {family:<16} {name:<10} {status}" for name, status in table.items()]
+        lines += [f"  {family:<16} {name:<17} {status}" for name, status in table.items()]
     lines += ["", "GPU libraries:", *(f"  {name:<18} {status}" for name, status in found["libraries"].items())]
     lines += [f"  {'nvcc':<18} {found['cuda_compiler']}"]
     lines += ["", "node:", *(f"  {row['name']:<18} {row['status']:<8} {row['text']}" for row in found["node"])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from moe_engine.processes.zmq_sockets import SECRET_HINT, HandshakeMonitor, bind
 logger = logging.getLogger("moe_engine")
 
 PING_SECONDS = 0.5
+MAX_DIFFERENCES = 4
+"""Max values in the message about flags that differ between nodes."""
 MAX_RECEIVED = 1024
 """Max messages read in one iteration, so that a flood of them cannot block the failure detector or the replies."""
 
@@ -184,7 +186,10 @@ class ControlServer:
         self._detector.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
         who = f"{self._detector.describe(hello.rank)} on {hello.host}"
         if hello.fingerprint != self._options.fingerprint:
-            self._detector.give_up(f"{who} was started with flags different from rank 0's: use the same on all nodes")
+            others = _differences(hello.fingerprint, self._options.fingerprint)
+            self._detector.give_up(
+                f"{who} was started with flags different from rank 0's ({others}): use the same flags on all nodes"
+            )
         elif hello.checkpoint != self._options.checkpoint:
             self._detector.give_up(
                 f"{who} has files of weights or a config.json different from rank 0's: copy one checkpoint to all nodes"
@@ -211,3 +216,13 @@ class ControlServer:
 
     def _send(self, identity: bytes, message: messages.RankMessage) -> None:
         self._socket.send_multipart([identity, messages.encode(message)])
+
+
+def _differences(values: Mapping[str, str], of_leader: Mapping[str, str]) -> str:
+    """The first values that differ from rank 0's, as text."""
+    names = [name for name in {**of_leader, **values} if values.get(name) != of_leader.get(name)]
+    shown = [
+        f"{name} {values.get(name) or 'none':.40}, not {of_leader.get(name) or 'none':.40}"
+        for name in names[:MAX_DIFFERENCES]
+    ]
+    return "; ".join([*shown, "..."] if len(names) > len(shown) else shown)

@@ -108,6 +108,7 @@ def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
     heartbeat.setsockopt(zmq.LINGER, 0)
     connect(heartbeat, RendezvousAddress(address).tcp(), keys)
     heartbeat.send(messages.encode(report))
+    logger.info("Reporting this to node 0 at %s, for up to %.0f s; Ctrl-C ends it", address, REPORT_SECONDS)
     answered = bool(heartbeat.poll(int(REPORT_SECONDS * 1000)))
     heartbeat.close()
     return answered

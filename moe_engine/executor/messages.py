@@ -6,6 +6,8 @@ addresses (plan channel, torch.distributed's store). Encoded with msgpack, which
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from moe_engine.executor.progress import Position
@@ -19,8 +21,8 @@ class RankMessage(msgspec.Struct, tag_field="kind", omit_defaults=True):
 
 
 class Hello(RankMessage, tag="hello"):
-    """A rank has started. `fingerprint` identifies the flags it was started with, `checkpoint` its files. Both must
-    equal the leader's.
+    """A rank has started. `fingerprint` has the values of the flags it was started with, `checkpoint`
+    identifies its files. Both must equal the leader's.
 
     `plan_address`: the address at which a rank that schedules publishes its group's plans.
     """
@@ -28,7 +30,7 @@ class Hello(RankMessage, tag="hello"):
     rank: int
     host: str
     pid: int
-    fingerprint: str = ""
+    fingerprint: Mapping[str, str] = {}
     plan_address: str = ""
     checkpoint: str = ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,7 @@ class RankGroupOptions:
         leader_address: ``host:port`` of rank 0's node, the one address that must be known; None on a single node.
         collective_timeout: seconds until a collective that a rank never entered fails; the failure detector finds a
             rank that died or fell silent much earlier.
-        fingerprint: equal on all nodes started with the same flags.
+        fingerprint: resolved values by name, equal on all nodes started with the same flags.
         checkpoint: equal on all nodes with the same weights.
         keys: CURVE keys of the sockets between nodes; None without a job secret.
         on_rank_lost: the `cluster.rank_loss.RankLossPolicy`; None: a lost rank ends the replica.
@@ -86,7 +86,7 @@ class RankGroupOptions:
     backend: str = "gloo"
     limits: DetectorLimits = field(default_factory=DetectorLimits)
     collective_timeout: float = 300.0
-    fingerprint: str = ""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     checkpoint: str = ""
     keys: JobKeys | None = None
     on_rank_lost: Any = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,28 +52,34 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
     )
 
 
-def fingerprint(config: ResolvedConfig) -> str:
-    """Equal on nodes whose ranks compute the same: the values that determine shapes, plans and tokens."""
+def fingerprint(config: ResolvedConfig) -> dict[str, str]:
+    """Equal on nodes whose ranks compute the same: the values, by name, that determine shapes, plans and tokens."""
     plan = config.parallel
-    shared = (
-        plan.topology,
-        plan.num_replicas,
-        (plan.dispatch.row.name, plan.dispatch.deepep_version) if plan.dispatch is not None else "",
-        config.model.architecture,
-        sizes.num_parameters(config.model),
-        config.args.model.json_model_override_args,
-        config.dtype,
-        config.kv_cache_dtype,
-        config.context_len,
-        config.page_size,
-        config.host_tier_tokens,
-        config.host_snapshots,
-        config.host_window_slots,
-        config.limits,
-        config.speculation,
-        replace(config.experts, directory=Path()),
-    )
-    return repr(shared)
+    shared = {
+        "topology": plan.topology,
+        "dp_size": plan.num_replicas,
+        "moe_a2a_backend": (plan.dispatch.row.name, plan.dispatch.deepep_version) if plan.dispatch is not None else "",
+        "architecture": config.model.architecture,
+        "parameters": sizes.num_parameters(config.model),
+        "json_model_override_args": config.args.model.json_model_override_args,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "context_length": config.context_len,
+        "page_size": config.page_size,
+        "host_tier_tokens": config.host_tier_tokens,
+        "host_snapshots": config.host_snapshots,
+        "host_window_slots": config.host_window_slots,
+        "limits": config.limits,
+        "speculation": config.speculation,
+        "experts": replace(config.experts, directory=Path()),
+    }
+    found: dict[str, str] = {}
+    for name, value in shared.items():
+        if is_dataclass(value):
+            found |= {f"{name}.{field.name}": str(getattr(value, field.name)) for field in fields(value)}
+        else:
+            found[name] = str(value)
+    return found
 
 
 def join_groups(config: ResolvedConfig, place: RankPlace, progress: Progress) -> ParallelContext:

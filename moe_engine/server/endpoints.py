@@ -57,7 +57,8 @@ REFUSED_PATHS = {
     "/v1/batches": ONE_BY_ONE,
     "/v1/messages/batches": AT_ONCE,
     "/vertex_generate": "use /generate, or /invocations",
-    "/api/embed": "use /v1/embeddings",
+    **dict.fromkeys(("/api/embed", "/api/embeddings"), "use /v1/embeddings"),
+    "/api/ps": "the served model is always loaded; /api/tags lists it",
     "/api/pull": "a server has the model of its start (--model-path)",
     "/v1/audio/transcriptions": "audio is not accepted",
     "/v1/realtime": "audio is not accepted",
@@ -72,7 +73,7 @@ REFUSED_PATHS = {
                      "/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info"),
                     "servers load their weights from files; use /update_weights_from_distributed"),
 }  # fmt: skip
-"""Endpoints of SGLang or OpenAI that are not offered, with the reason and what to use."""
+"""Endpoints of SGLang, OpenAI or Ollama that are not offered, with the reason and what to use."""
 
 
 def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> Iterator[Endpoint]:

@@ -55,8 +55,21 @@ def check_schema(schema: Any, where: str = "") -> None:
             _refuse_others(used, {word, "type"} if typed else {word}, where)
             _check_alone(word, schema[word], where)
             return
-    if not used:
-        return
+    if used:
+        _check_typed(schema, used, where)
+
+
+def check_regex(pattern: str) -> None:
+    """Raises GrammarError: the pattern has parts that are not enforced."""
+    if not _REGEX.fullmatch(pattern):
+        raise GrammarError(
+            f"pattern {pattern!r:.80}: xgrammar enforces letters, digits, escapes, simple classes, groups, | and "
+            f"repetitions; {USE}"
+        )
+
+
+def _check_typed(schema: Mapping[str, Any], used: set[str], where: str) -> None:
+    """A schema whose keywords `used` belong to its type."""
     kind = schema.get("type")
     kinds: list[Any] = kind if isinstance(kind, list) else [kind]
     if not all(isinstance(one, str) and one in KEYWORDS for one in kinds):
@@ -71,15 +84,6 @@ def check_schema(schema: Any, where: str = "") -> None:
             check_schema(one, f"{where}/prefixItems/{i}")
         if schema.get("items") is not False:
             check_schema(schema.get("items", True), f"{where}/items")
-
-
-def check_regex(pattern: str) -> None:
-    """Raises GrammarError: the pattern has parts that are not enforced."""
-    if not _REGEX.fullmatch(pattern):
-        raise GrammarError(
-            f"pattern {pattern!r:.80}: xgrammar enforces letters, digits, escapes, simple classes, groups, | and "
-            f"repetitions; {USE}"
-        )
 
 
 def _check_alone(word: str, value: Any, where: str) -> None:

@@ -45,7 +45,7 @@ class PassCounts:
         self._num_stored = 0
         self._first: dict[tuple[int, ...], Tensor] = {}  # by layers: int32 [M, 1, 1], index of slot 0
         self._ones = torch.ones(0, dtype=torch.int32, device=self._device)
-        self._again: tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
+        self._cached: tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
         self._per_token = config.mode == "per_token"
         self._topk_ids = torch.empty(0)
         self.details: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class PassCounts:
                 self._ids_buffer.shape[0], num_tokens, self._ids_buffer.shape[2]
             )
             self._layer_ids = self._ids_buffer.unbind(0)
-            self._again = None
+            self._cached = None
         self._num_stored += 1
         return self._layer_ids[self._num_stored - 1]
 
@@ -129,11 +129,18 @@ class PassCounts:
 
         Cached: decode passes have the same number of tokens, and creating views costs as much as counting.
         """
-        if self._again is None or self._again[0] != layers:
+        if self._cached is None or self._cached[0] != layers:
             ids = self._ids_buffer[: len(layers)]
             places = torch.empty_like(ids)
-            self._again = layers, ids, self._offsets(layers), places, places.view(-1), self._some_ones(ids.numel())
-        return self._again[1:]
+            self._cached = (
+                layers,
+                ids,
+                self._offsets(layers),
+                places,
+                places.view(-1),
+                self._some_ones(ids.numel()),
+            )
+        return self._cached[1:]
 
     def _some_ones(self, count: int) -> Tensor:
         if len(self._ones) < count:

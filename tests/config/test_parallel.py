@@ -469,7 +469,7 @@ def test_nodes_with_other_flags_have_other_fingerprints(resolved) -> None:
         for flags in ({"tp": 4}, {"tp": 4, "ep": 2}, {"tp": 4, "page_size": 2}, {"tp": 4, "dtype": "float32"},
                       {"tp": 4, "attn_dp_size": 2}, {"tp": 4, "moe_a2a_backend": "all_to_all"})
     ]  # fmt: skip
-    assert len(set(prints)) == len(prints)
+    assert len({tuple(found.items()) for found in prints}) == len(prints)
     assert fingerprint(resolved(tp=4)) == fingerprint(resolved(tp=4, port=1, log_level="debug"))
 
 
@@ -494,12 +494,18 @@ def test_nodes_with_other_files_have_other_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fingerprint", "checkpoint", "words"),
-    [("a", "b", ""), ("x", "b", "flags different from rank 0's"), ("a", "x", "copy one checkpoint to all nodes")],
+    [
+        ({"dtype": "a"}, "b", ""),
+        ({"dtype": "x"}, "b", "flags different from rank 0's (dtype x, not a): use"),
+        ({"dtype": "a", "page_size": "1"}, "b", "(page_size 1, not none)"),
+        ({}, "b", "(dtype none, not a)"),
+        ({"dtype": "a"}, "x", "copy one checkpoint to all nodes"),
+    ],
 )
-def test_ranks_of_other_flags_or_files_are_refused(fingerprint: str, checkpoint: str, words: str) -> None:
+def test_ranks_of_other_flags_or_files_are_refused(fingerprint: dict[str, str], checkpoint: str, words: str) -> None:
     server: Any = ControlServer.__new__(ControlServer)
     refusals: list[str] = []
-    server._uninvited, server._options = set(), RankGroupOptions(2, print, fingerprint="a", checkpoint="b")
+    server._uninvited, server._options = set(), RankGroupOptions(2, print, fingerprint={"dtype": "a"}, checkpoint="b")
     server._detector = SimpleNamespace(joined=print, describe=lambda rank: f"TP{rank}", give_up=refusals.append)
     server._on_hello(Hello(1, "there", 9, fingerprint, checkpoint=checkpoint))
     assert len(refusals) == bool(words) and all(words in refusal for refusal in refusals)

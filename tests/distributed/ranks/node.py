@@ -16,7 +16,8 @@ from tests.distributed.ranks.held import Hold, meeting_worker
 def two_nodes(address: str, node_rank: int, flag: Path, phase: str) -> RankGroupOptions:
     """One rank on each of two nodes; the second blocks in a phase."""
     make_worker = partial(meeting_worker, hold=Hold(1, phase, flag, 3 if phase == "decode" else 1))
-    return options(2, make_worker, num_nodes=2, node_rank=node_rank, leader_address=address, fingerprint="same")
+    same = {"dtype": "same"}
+    return options(2, make_worker, num_nodes=2, node_rank=node_rank, leader_address=address, fingerprint=same)
 
 
 if __name__ == "__main__":

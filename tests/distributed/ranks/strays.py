@@ -19,7 +19,7 @@ from moe_engine.types import StepFacts, StepPlan
 encode = msgspec.msgpack.Encoder().encode
 
 MESSAGES: list[Any] = [
-    messages.Hello(1, "host", 7, "print", "ipc://x"),
+    messages.Hello(1, "host", 7, {"dtype": "same"}, "ipc://x"),
     messages.Beat(1, Position(3, 4, 5, "model", "sum"), [1.0, 2.0]),
     messages.Loaded(1, {"ops": "torch"}, "ipc://a", "ipc://b"),
     messages.Failed(1, "broken"),

@@ -110,7 +110,7 @@ WRONG: list[Any] = [
     ),
     # with ranks of this group, from a foreign process
     messages.Hello(0, "there", 9),
-    messages.Hello(1, "there", 9, fingerprint="other flags"),
+    messages.Hello(1, "there", 9, fingerprint={"dtype": "other"}),
     messages.Failed(1, "broken"),
     messages.Died(1, "died"),
     messages.Ended(1),

@@ -13,7 +13,7 @@ from triton.compiler import compile
 
 from moe_engine.kernels.triton.absent_device import absent_device
 from moe_engine.kernels.triton.aot import AotCase, compile_case, compiler_input
-from moe_engine.kernels.triton.dependent import KERNELS, dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.dependent import KERNELS, announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE
 
 
@@ -38,6 +38,22 @@ def forgetful_kernel(x, out, count, SIZE: tl.constexpr):
     tl.store(out + place, tl.load(x + place, place < count, 0.0))
 
 
+@dependent_jit
+def late_kernel(x, out, SIZE: tl.constexpr):
+    wait_for_inputs(announce=False)
+    place = tl.arange(0, SIZE)
+    value = tl.load(x + place)
+    announce_next()
+    tl.store(out + place, value + 1.0)
+
+
+@dependent_jit
+def silent_kernel(x, out, SIZE: tl.constexpr):
+    wait_for_inputs(announce=False)
+    place = tl.arange(0, SIZE)
+    tl.store(out + place, tl.load(x + place) + 1.0)
+
+
 def case(kernel, **more) -> AotCase:
     signature = {"x": "*fp32", "out": "*fp32"} | ({"count": "i32"} if kernel is forgetful_kernel else {})
     return AotCase(kernel.__name__, kernel, signature, {"SIZE": 128}, 1, 2, False, more)
@@ -45,14 +61,17 @@ def case(kernel, **more) -> AotCase:
 
 def main() -> None:
     found = {}
-    for kernel in (waiting_kernel, hasty_kernel, forgetful_kernel):
+    for kernel in (waiting_kernel, hasty_kernel, forgetful_kernel, silent_kernel):
         report = compile_case(case(kernel), 90)
         found[report.name] = report.dependent, report.before_wait, report.problems()
-    texts = {}
-    for arch, more in ((80, {}), (90, {}), (100, {}), (90, COOPERATIVE)):
-        text = compile(**compiler_input(case(waiting_kernel, **more), arch)).asm["ptx"]
-        name = f"sm_{arch}{' cooperative' * bool(more)}"
-        texts[name] = [text.count(f"griddepcontrol.{part}") for part in ("wait", "launch_dependents")]
+    texts: dict[str, dict[str, list[int]]] = {"waiting_kernel": {}, "late_kernel": {}}
+    for kernel in (waiting_kernel, late_kernel):
+        for arch, more in ((80, {}), (90, {}), (100, {}), (90, COOPERATIVE), (80, COOPERATIVE)):
+            text = compile(**compiler_input(case(kernel, **more), arch)).asm["ptx"]
+            name = f"sm_{arch}{' cooperative' * bool(more)}"
+            texts[kernel.__name__][name] = [
+                text.count(f"griddepcontrol.{part}") for part in ("wait", "launch_dependents")
+            ]
     with absent_device(90) as compilations:
         rows = torch.empty(128, device="meta")
         waiting_kernel[(1,)](rows, rows, SIZE=128)

@@ -1,4 +1,5 @@
-"""Programmatic dependent launches: which kernels have them, and that they wait before their first access to memory.
+"""Programmatic dependent launches: which kernels have them, that they wait before their first access to memory, and
+that they announce the next launch.
 
 The compiled code of every kernel is checked by `test_aot.py` (`AotReport.problems`).
 """
@@ -14,10 +15,11 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3] / "kernels"
 WAITS_FOR_OTHERS = {
-    "send_kernel", "receive_kernel", "combine_send_kernel", "sum_kernel", "one_shot_kernel",
-    "two_shot_kernel", "route_kernel", "norm_route_kernel",
+    "receive_kernel", "sum_kernel", "one_shot_kernel", "two_shot_kernel", "route_kernel", "norm_route_kernel",
 }  # fmt: skip
-"""Of peers, or of programs of the same launch."""
+"""For peers, or for programs of the same launch: announces the next launch after that wait."""
+BEHIND_ANOTHER_STREAM = {"send_kernel", "combine_send_kernel"}
+"""Launched behind an event of another stream: not dependent."""
 
 
 def kernels() -> list[tuple[str, bool, list[str]]]:
@@ -39,10 +41,11 @@ def kernels() -> list[tuple[str, bool, list[str]]]:
 def test_dependent_kernels_wait_first() -> None:
     all_kernels = kernels()
     declared = {name for name, is_dependent, _ in all_kernels if is_dependent}
-    assert len(declared) > 40 and not declared & WAITS_FOR_OTHERS
-    assert {name for name, _, _ in all_kernels} >= WAITS_FOR_OTHERS
+    assert len(declared) > 40 and declared >= WAITS_FOR_OTHERS and not declared & BEHIND_ANOTHER_STREAM
+    assert {name for name, _, _ in all_kernels} >= BEHIND_ANOTHER_STREAM
     for name, is_dependent, body in all_kernels:
-        assert ("wait_for_inputs()" in body[:1]) == is_dependent, name
+        first = "wait_for_inputs(announce=False)" if name in WAITS_FOR_OTHERS else "wait_for_inputs()"
+        assert (first in body[:1]) == is_dependent, name
         assert not any("wait_for_inputs" in line for line in body[1:]), name
 
 
@@ -55,6 +58,13 @@ def test_the_compiled_code_waits_before_its_first_access(compiling, tmp_path) ->
     for name in ("hasty_kernel", "forgetful_kernel"):
         dependent, before, problems = found["kernels"][name]
         assert dependent and before[0].startswith("ld.global") and "wait_for_inputs" in problems[0], name
-    assert found["ptx"] == {"sm_80": [0, 0], "sm_90": [1, 1], "sm_100": [1, 1], "sm_90 cooperative": [0, 0]}
+    dependent, before, problems = found["kernels"]["silent_kernel"]
+    assert dependent and not before and "announce_next" in problems[0]
+    assert found["ptx"]["waiting_kernel"] == {
+        "sm_80": [0, 0], "sm_90": [1, 1], "sm_100": [1, 1], "sm_90 cooperative": [0, 0], "sm_80 cooperative": [0, 0],
+    }  # fmt: skip
+    assert found["ptx"]["late_kernel"] == {
+        "sm_80": [0, 0], "sm_90": [1, 1], "sm_100": [1, 1], "sm_90 cooperative": [0, 1], "sm_80 cooperative": [0, 0],
+    }  # fmt: skip
     assert found["launched"] == [True, False]
     assert "waiting_kernel" in found["declared"]
