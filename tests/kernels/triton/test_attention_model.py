@@ -78,7 +78,7 @@ def test_a_long_context_is_expanded_in_parts(tmp_path: Path, monkeypatch: pytest
     whole, chunks = mla_chunks.cut, []
 
     def cut(batch: AttentionBatch, backend: object, plan: object, *more: object) -> list[mla_chunks.Piece]:
-        chunks.extend(found := whole(batch, backend, plan, 8, 4, more[-1]))  # type: ignore[arg-type]
+        chunks.extend(found := whole(batch, backend, plan, 8, 4, *more[2:]))  # type: ignore[arg-type]
         return found
 
     monkeypatch.setattr(mla_chunks, "cut", cut)
