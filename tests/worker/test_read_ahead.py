@@ -22,7 +22,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint in safetensors, a file of another format, and a pipe, which nobody may open."""
+    """A safetensors checkpoint, a file of another format, and a named pipe, which must not be opened."""
     save_file({"a": torch.zeros(10 * MB)}, tmp_path / "model.safetensors")
     (tmp_path / "model.gguf").write_bytes(bytes(48 * MB))
     (tmp_path / "config.json").write_bytes(random.randbytes(1000))
