@@ -100,17 +100,16 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
     return int(any(ranks.returncodes))
 
 
-def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
-    """Aborts the startup on node 0 for a reason found on this node alone; whether node 0 replied in time."""
+def report_refusal(address: str, keys: JobKeys | None, message: str) -> None:
+    """Aborts the startup on node 0 for a reason found on this node alone; waits for its reply."""
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
     heartbeat: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     heartbeat.setsockopt(zmq.LINGER, 0)
     connect(heartbeat, RendezvousAddress(address).tcp(), keys)
     heartbeat.send(messages.encode(report))
     logger.info("Reporting this to node 0 at %s, for up to %.0f s; Ctrl-C ends it", address, REPORT_SECONDS)
-    answered = bool(heartbeat.poll(int(REPORT_SECONDS * 1000)))
+    heartbeat.poll(int(REPORT_SECONDS * 1000))
     heartbeat.close()
-    return answered
 
 
 def wait_for_leader(heartbeat: HeartbeatClient, node_rank: int, limits: DetectorLimits) -> None:
