@@ -38,6 +38,8 @@ from moe_engine.models.tensors import QWEN3_5_MOE
 SETTINGS = "quantize.json"
 _SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Weight files of the source, which are not copied."""
+_UNFINISHED = ".tmp*"
+"""Files that safetensors was writing when a call was killed."""
 _WRITTEN = (INDEX_FILE, TORCH_INDEX_FILE, "config.json", SETTINGS)
 
 
@@ -113,6 +115,8 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
     if output.exists() and any(output.iterdir()):
         if not marker.is_file() or json.loads(marker.read_text()) != settings:
             raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
+        for unfinished in output.glob(_UNFINISHED):
+            unfinished.unlink()
     else:
         output.mkdir(parents=True, exist_ok=True)
         _write(marker, json.dumps(settings))

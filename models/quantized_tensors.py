@@ -110,7 +110,7 @@ def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> blocks uint8 [N, K / 32, 16], scales uint8 [N, K / 32]: the nearest numbers, even ones of two
     equally near; the scale is the largest with which the greatest of a group is at least 4. Source: OCP Microscaling
     specification 1.0."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
+    groups = weight.float().contiguous().unflatten(1, (-1, GROUP))
     exponents = torch.frexp(groups.abs().amax(-1)).exponent - 3  # 2^e of the greatest, over 4
     exponents = exponents.clamp(-127, 127)
     scaled = torch.ldexp(groups, -exponents.unsqueeze(-1))

@@ -72,10 +72,12 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
     done = {file.name: file.stat().st_mtime_ns for file in output.glob("*.safetensors")}
     assert done and not (output / "config.json").exists()
     (output / "tokenizer.json").unlink()  # as if the interruption had come earlier
+    (output / ".tmpW2xs1P").write_bytes(b"half a file")  # as a process leaves it that is killed while it writes
     with pytest.raises(ConfigError, match="is not empty"):
         quantize_checkpoint(source, output, Target("int4", 32), quiet)
     quantize_checkpoint(source, output, Target("int8"), quiet)
     assert {name: (output / name).stat().st_mtime_ns for name in done} == done
+    assert not list(output.glob(".*"))
     assert (output / "tokenizer.json").is_file()
     check_headers(output, read_checkpoint(output), load_model_config(output))
 
