@@ -49,7 +49,7 @@ def kind_of(line: Line) -> str:
 
 def us_of(line: Line, hardware: Hardware) -> float:
     """Time of a launch whose messages have arrived."""
-    return hardware.microseconds(kind_of(line), line.cost, line.graph, line.early)
+    return hardware.microseconds(kind_of(line), line.cost, line.graph, line.announced)
 
 
 def message_us(span: Span, hardware: Hardware) -> float:
@@ -72,7 +72,7 @@ def schedule(lines: Iterable[Line], hardware: Hardware) -> list[Span]:
         for stream, tick in line.behind.items():
             before = (end for number, end in reversed(streams[line.graph, stream]) if number <= tick)
             begin = max(begin, next(before, 0.0))
-        started = begin + hardware.gap_us(cost, line.graph, line.early)
+        started = begin + hardware.gap_us(cost, line.graph, line.announced)
         waits = max(0.0, arrival[line.graph] - started) if cost.awaits else 0.0
         end = begin + waits + us_of(line, hardware)
         if cost.travel_us:

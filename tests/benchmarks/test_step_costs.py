@@ -12,7 +12,7 @@ import torch
 from benchmarks.step_costs import blackwell, libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
-from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
 from benchmarks.step_costs.recorder import Line, Recorder, operator_cost
@@ -276,29 +276,37 @@ def test_time_of_a_launch() -> None:
 
 
 def test_a_dependent_launch_has_a_shorter_gap() -> None:
-    plain, early = (H200.microseconds("stream", Cost(), True, early) for early in (False, True))
-    assert plain - early == pytest.approx(H200["graph_node_us"] - H200["dependent_node_us"]) and early > 1
-    assert H200.microseconds("stream", Cost(), False, True) == H200.microseconds("stream", Cost(), False)
-    lines = [Line("", "", "", 1, True, Cost(), tick, {}, early=tick > 1) for tick in (1, 2, 3)]
-    assert time_of(lines, H200) == pytest.approx(plain + 2 * early)
+    """The shorter, the earlier the launch before announced it."""
+    plain, first, late = (
+        H200.microseconds("stream", Cost(), True, announced)
+        for announced in (Announcement.NONE, Announcement.FIRST, Announcement.LATE)
+    )
+    assert plain - first == pytest.approx(H200["graph_node_us"] - H200["dependent_node_us"]) and first > 1
+    assert first < late < plain
+    assert H200.microseconds("stream", Cost(), False, Announcement.FIRST) == H200.microseconds("stream", Cost(), False)
+    gaps = [Announcement.NONE, Announcement.FIRST, Announcement.LATE]
+    lines = [Line("", "", "", 1, True, Cost(), tick, {}, announced) for tick, announced in enumerate(gaps, 1)]
+    assert time_of(lines, H200) == pytest.approx(plain + first + late)
 
 
 def test_a_launch_is_early_behind_one_of_its_stream_that_announces_it() -> None:
     """A kernel that waits for another stream in between, or follows a library, is not."""
     recorder, graph = Recorder({}), object()
+    none, first, late = Announcement.NONE, Announcement.FIRST, Announcement.LATE
 
-    def launch(stream: int, dependent: bool, announces: bool, **others: int) -> bool:
+    def launch(stream: int, dependent: bool, announces: Announcement, **others: int) -> Announcement:
         clock = {int(name.removeprefix("s")): tick for name, tick in others.items()} | {stream: launch.ticks}
         launch.ticks += 1
         given = SimpleNamespace(graph=graph, tick=1, stream=SimpleNamespace(number=stream, clock=clock))
         recorder._add(given, "", Cost(), dependent, announces)
-        return recorder._graphs[id(graph)][-1].early
+        return recorder._graphs[id(graph)][-1].announced
 
     launch.ticks = 1
-    assert not launch(1, True, True)
-    assert launch(1, True, True) and not launch(2, True, True) and launch(1, True, False)
-    assert not launch(1, True, True) and not launch(1, False, False) and not launch(1, True, True)
-    assert not launch(1, True, True, s2=3) and launch(1, True, True, s2=3)
+    assert launch(1, True, first) is none
+    assert launch(1, True, first) is first and launch(2, True, first) is none and launch(1, True, none) is first
+    assert launch(1, True, late) is none and launch(1, False, none) is none and launch(1, True, late) is none
+    assert launch(1, True, first) is late, "after its last wait"
+    assert launch(1, True, first, s2=3) is none and launch(1, True, first, s2=3) is first
 
 
 def test_the_data_sheet_has_one_owner() -> None:
