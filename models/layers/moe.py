@@ -240,8 +240,8 @@ class MoE:
         if fused is None:
             return norm.add(x, residual), None
         early = real if self._tables is None else None
-        gate = (self._gate, self._bias, self._spec, early, phase in self._int64 and not self._counting)
-        gate += (self.read_first,)
+        int64 = phase in self._int64 and not self._counting
+        gate = (self._gate, self._bias, self._spec, early, int64, self.read_first)
         hidden, weights, ids = norm.add_with(fused, x, residual, *gate)
         return hidden, self._in_slots(weights, ids, real)
 
