@@ -86,8 +86,11 @@ class Hardware:
         return parse_cluster(self.name).gpu
 
     def microseconds(self, kind: str, cost: Cost, graph: bool, announced: Announcement = Announcement.NONE) -> float:
-        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates. announced: by
-        the launch before it, if this one is dependent."""
+        """Time of one launch with its gap. announced: by the launch before it, if this one is dependent."""
+        return self.gap_us(cost, graph, announced) + self.work_us(kind, cost)
+
+    def work_us(self, kind: str, cost: Cost) -> float:
+        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates."""
         rates = self["product_flops"]
         if kind == "attention":
             compute = cost.total_flops / self["attention_flops"]
@@ -97,8 +100,7 @@ class Hardware:
         if cost.programs is not None:
             rate = min(rate, cost.programs * self["program_bytes_per_s"])
         work = max(cost.bytes / rate, compute) * 1e6
-        took = max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
-        return float(self.gap_us(cost, graph, announced) + took)
+        return float(max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us)
 
     def gap_us(self, cost: Cost, graph: bool, announced: Announcement = Announcement.NONE) -> float:
         """Time before the kernels of a launch, of the same arguments."""

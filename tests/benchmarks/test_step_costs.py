@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -307,6 +308,36 @@ def test_a_launch_is_early_behind_one_of_its_stream_that_announces_it() -> None:
     assert launch(1, True, late) is none and launch(1, False, none) is none and launch(1, True, late) is none
     assert launch(1, True, first) is late, "after its last wait"
     assert launch(1, True, first, s2=3) is none and launch(1, True, first, s2=3) is first
+
+
+def test_a_prefetch_uses_idle_memory_and_what_it_delays_is_counted() -> None:
+    """3.9 MB a microsecond; a launch beside it that reads takes up to twice as long."""
+    megabyte, first = 1e6, Announcement.FIRST
+
+    def line(tick: int, read: float, announced: Announcement = Announcement.NONE, **more: Any) -> Line:
+        return Line("", "", "", 1, True, Cost(read=read * megabyte, flops={"bf16": 1}, **more), tick, {}, announced)
+
+    def times(*lines: Line) -> list[float]:
+        return [span.microseconds for span in schedule(lines, H200)]
+
+    gap, early, small = H200["graph_node_us"], H200["dependent_node_us"], H200["kernel_floor_us"]
+    plain = times(line(1, 0), line(2, 39, weights=7))
+    assert plain == pytest.approx([gap + small, gap + 10])
+    found = times(line(1, 0, prefetched={7: 1.95e6}), line(2, 39, weights=7))
+    assert found == pytest.approx([gap + small, gap + 9.5]), "0.5 us of its bytes are there"
+    found = times(line(1, 0, prefetched={7: 39e6}), line(2, 78, weights=7))
+    assert found == pytest.approx([gap + small, gap + 20 - small - gap]), "those of the first launch and of the gap"
+    found = times(line(1, 0, prefetched={7: 39e6}), line(2, 39, weights=7))
+    assert found[1] == pytest.approx(gap + 39 / 4.86), "L2 is not much faster"
+    shared = times(line(1, 0, prefetched={7: 39e6}), line(2, 7.8), line(3, 390, weights=7))
+    assert shared == pytest.approx([gap + small, gap + 4, gap + 100 - small - gap - 2 - gap])
+    others = times(line(1, 0, prefetched={5: 39e6}), line(2, 39, weights=7))
+    assert others[1] == pytest.approx(gap + 20 - small - gap), "of another weight"
+    # its own weights, before it waits: behind a launch that leaves the memory idle, then behind one that does not
+    own = line(2, 39, first, weights=7, requests_own=39e6)
+    assert times(line(1, 0), own)[1] == pytest.approx(early + 10 - small)
+    assert times(line(1, 39), own)[1] == pytest.approx(early + 10 - early)
+    assert times(line(1, 0), replace(own, announced=Announcement.NONE))[1] == pytest.approx(gap + 10)
 
 
 def test_the_data_sheet_has_one_owner() -> None:
