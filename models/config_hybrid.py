@@ -13,6 +13,7 @@ from moe_engine.models.config import DeltaConfig, ModelConfig, MoEConfig, StateG
 from moe_engine.models.config_families import check_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_vision import with_qwen3_tower
+from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -41,7 +42,8 @@ def parse_qwen3_5_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     raw = {"intermediate_size": moe.width} | dict(fields.raw)  # no layer is dense
     config = _qwen3_5(Fields(raw, fields.source), generation, moe, (True,) * layers)
     if config.weight_format.name:
-        return replace(config, raw=fields.raw)
+        blocks = with_fused_experts(config.weight_format, moe.num_experts, transposed=False)
+        return replace(config, weight_format=blocks, raw=fields.raw)
     fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
     return replace(config, weight_format=fused, raw=fields.raw)
 

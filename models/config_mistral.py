@@ -15,6 +15,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
 from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.fused_float8 import FusedFloat8
 from moe_engine.models.formats.module_rules import Modules
@@ -50,9 +51,9 @@ def parse_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
 
 
 def _with_fused_experts(format: WeightFormat, num_experts: int) -> WeightFormat:
-    """FP8 with a scale per matrix, as published: the experts of a layer are in common tensors."""
+    """FP8: the experts of a layer are in common tensors, as published with a scale per matrix."""
     if not isinstance(format, SchemeFormat) or all(not isinstance(scheme, Float8) for _, scheme in format.rules):
-        return format
+        return with_fused_experts(format, num_experts, transposed=False)
     experts = (Modules(parts=("*.experts.*",)), FusedFloat8(num_experts))
     return replace(format, rules=(experts, *format.rules))
 

@@ -12,6 +12,7 @@ from typing import Any
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_gqa, parse_qwen3_moe
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.vision_config import QWEN2, QWEN2_5, QWEN3, VisionConfig
 
@@ -65,8 +66,10 @@ def parse_qwen3_vl_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
     `gate_up_proj` [E, D, 2I], the gate's columns first, and `down_proj` [E, I, D]."""
     raw = {"norm_topk_prob": True, **fields.raw, "model_type": "qwen3_moe"}
     config = parse_qwen3_moe(Fields(raw, fields.source), generation)
-    if not config.weight_format.name and config.moe is not None:
-        config = replace(config, weight_format=FusedExpertsFormat(config.moe.num_experts, alternating=False))
+    if config.moe is not None:
+        format = with_fused_experts(config.weight_format, config.moe.num_experts, transposed=True)
+        plain = FusedExpertsFormat(config.moe.num_experts, alternating=False)
+        config = replace(config, weight_format=format if format.name else plain)
     return with_qwen3_tower(fields, config)
 
 

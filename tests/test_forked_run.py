@@ -27,6 +27,7 @@ attempts = []
 def made():
     yield "made"
 
+@pytest.mark.timeout(2)
 @pytest.mark.flaky(reruns=0)  # pytest-timeout does not limit a second attempt
 def test_hangs(made):
     time.sleep(60)
@@ -45,7 +46,19 @@ def test_at_second_attempt(made):
 def run(folder: Path, *options: str) -> str:
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "--timeout", "2", "--reruns", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-ra",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "120",
+        "--reruns",
+        "1",
+    ]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.run(
         [*command, *options], cwd=folder, env=environ, capture_output=True, text=True, timeout=240

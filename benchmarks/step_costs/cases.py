@@ -20,6 +20,7 @@ HELD = (
     "launches_outside",
     "early_launches",
     "bytes",
+    "prefetched_bytes",
     "nvlink_bytes",
     "network_bytes",
 )

@@ -27,7 +27,9 @@ class Cost:
     time if it was measured. travel_us: time from the end of the launch until its messages have arrived at other ranks.
     awaits: the launch works when the messages sent last have arrived. launches: kernels that a library starts for the
     call. empty_us: time of programs without work, in addition to everything else. programs: number of programs that
-    read, where they may be too few for the device's rate; None: enough.
+    read, where they may be too few for the device's rate; None: enough. weights: address of the memory of
+    the launch's weights (`memory_of`). prefetched: bytes that it requests for the L2 cache, by address. requests_own:
+    bytes of its weights that it requests before it waits for its inputs.
     """
 
     read: float = 0
@@ -41,6 +43,9 @@ class Cost:
     launches: int = 1
     empty_us: float = 0
     programs: int | None = None
+    weights: int = 0
+    prefetched: Mapping[int, float] = field(default_factory=dict)
+    requests_own: float = 0
 
     @property
     def bytes(self) -> float:
@@ -124,6 +129,11 @@ def kernel_cost(name: str, arguments: Any, setting: Setting) -> Cost:
     if name not in KERNELS:
         raise UnknownKernel(f"{name} has no cost function: declare one in benchmarks/step_costs (@cost_of('{name}'))")
     return KERNELS[name](arguments, setting)
+
+
+def memory_of(x: Tensor) -> int:
+    """Address of the memory that a tensor is part of."""
+    return x.untyped_storage().data_ptr()
 
 
 def size(*tensors: Tensor | None) -> int:

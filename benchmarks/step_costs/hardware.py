@@ -3,7 +3,8 @@ launch by them.
 
 time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages) + programs without work
 
-The gap of a dependent launch (`kernels/triton/dependent.py`) behind one that announces it is shorter.
+The gap of a dependent launch (`kernels/triton/dependent.py`) behind one that announces it is shorter, by how early it
+is announced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,16 @@ DATA_SHEET: Mapping[str, Callable[[GpuFacts], Any]] = {
     "host_launch_us": lambda gpu: gpu.eager_launch_us,
 }
 """Constants that the planner has too."""
+
+
+class Announcement(StrEnum):
+    """When a kernel announces the next launch of its stream; the name of the gap of a dependent launch behind it."""
+
+    NONE = "graph_node_us"
+    FIRST = "dependent_node_us"
+    """When its own inputs are complete."""
+    LATE = "late_node_us"
+    """After its last wait for other ranks, or for programs of its launch."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +85,12 @@ class Hardware:
     def facts(self) -> GpuFacts:
         return parse_cluster(self.name).gpu
 
-    def microseconds(self, kind: str, cost: Cost, graph: bool, early: bool = False) -> float:
-        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates. early: it starts
-        while the launch before it ends."""
+    def microseconds(self, kind: str, cost: Cost, graph: bool, announced: Announcement = Announcement.NONE) -> float:
+        """Time of one launch with its gap. announced: by the launch before it, if this one is dependent."""
+        return self.gap_us(cost, graph, announced) + self.work_us(kind, cost)
+
+    def work_us(self, kind: str, cost: Cost) -> float:
+        """Time of one launch. kind: ``product``, ``attention`` or ``stream``, each with its own rates."""
         rates = self["product_flops"]
         if kind == "attention":
             compute = cost.total_flops / self["attention_flops"]
@@ -85,15 +100,13 @@ class Hardware:
         if cost.programs is not None:
             rate = min(rate, cost.programs * self["program_bytes_per_s"])
         work = max(cost.bytes / rate, compute) * 1e6
-        took = max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us
-        return float(self.gap_us(cost, graph, early) + took)
+        return float(max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us)
 
-    def gap_us(self, cost: Cost, graph: bool, early: bool = False) -> float:
+    def gap_us(self, cost: Cost, graph: bool, announced: Announcement = Announcement.NONE) -> float:
         """Time before the kernels of a launch, of the same arguments."""
-        gaps = self["graph_node_us" if graph else "eager_gap_us"] * cost.launches
-        if graph and early:
-            gaps += self["dependent_node_us"] - self["graph_node_us"]
-        return float(gaps)
+        if not graph:
+            return float(self["eager_gap_us"] * cost.launches)
+        return float(self[announced] + self["graph_node_us"] * (cost.launches - 1))
 
     def nccl_us(self, operation: str, num_bytes: int) -> float:
         """Interpolated between measured sizes."""

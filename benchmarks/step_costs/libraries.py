@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.step_costs.blackwell import FlashInfer
 from benchmarks.step_costs.costs import Cost, size
-from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.mega_moe import MegaMoe
 from benchmarks.step_costs.recorder import Recorder
 
@@ -64,11 +64,11 @@ class Libraries:
             found.__dict__.update(vars(module))
             sys.modules[name] = found
 
-    def call(self, name: str, cost: Cost, dependent: bool = False) -> None:
-        """One call, on the current stream; dependent: its kernel is launched so."""
+    def call(self, name: str, cost: Cost, dependent: bool = False, announces: Announcement = Announcement.NONE) -> None:
+        """One call, on the current stream; dependent: its kernel is launched so; announces: it announces the next."""
         from tests.simulated_cuda.operators import Launch
 
-        self._recorder.library(Launch(name), name, cost, dependent)
+        self._recorder.library(Launch(name), name, cost, dependent, announces)
 
     # -- DeepGEMM
 
@@ -131,11 +131,15 @@ class Libraries:
         context = self._recorder.setting.context + max_seqlen_q - 1
         if scheduler_metadata is None:
             self.call("prepare_varlen", Cost(size(cache_seqlens, cu_seqlens_q), 4 * len(cache_seqlens)))
-        self.call("flash_attn_with_kvcache", paged_cost(q, qv, k_cache, v_cache, out, len(page_table), context))
+        # with splits each program announces the combine when it has no further tile, before it stores its last one
+        announces = Announcement.NONE if num_splits == 1 else Announcement.LATE
+        cost = paged_cost(q, qv, k_cache, v_cache, out, len(page_table), context)
+        self.call("flash_attn_with_kvcache", cost, announces=announces)
         blocks = len(page_table) * -(-max_seqlen_q * q.shape[1] // (QUERY_ROWS * k_cache.shape[2]))
         splits = min(splits_of(blocks, self._hardware["multiprocessors"]), num_splits or MOST_SPLITS)
         if num_splits != 1:  # launched with dynamic splits of any number
-            self.call("flash_attn_combine", Cost(splits * out.numel() * 4 * (splits > 1), size(out) * (splits > 1)))
+            cost = Cost(splits * out.numel() * 4 * (splits > 1), size(out) * (splits > 1))
+            self.call("flash_attn_combine", cost, dependent=True)
         elif scheduler_metadata is not None:
             self.call("zero_semaphore", Cost(0, 4))
         return (out, lse, None, None) if return_softmax_lse else out

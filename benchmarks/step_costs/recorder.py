@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_costs.costs import Cost, Setting, kernel_cost, size
+from benchmarks.step_costs.hardware import Announcement
 
 OUTSIDE = "outside"
 """The section of launches outside the decoder's layers."""
@@ -27,8 +28,9 @@ SCATTERS = {
 }  # fmt: skip
 OVERWRITES = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_"}
 """In-place operators that do not read their destination."""
-LATE = {"one_shot_kernel", "two_shot_kernel"}
-"""Dependent kernels that announce the next launch when the rows of all ranks have arrived: counted as neither."""
+LATE = {"one_shot_kernel", "two_shot_kernel", "sum_kernel", "receive_kernel", "route_kernel", "norm_route_kernel"}
+"""Kernels that announce the next launch after their last wait for ranks, or for programs of their launch; beside them
+`place_kernel`, if it waits."""
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32",
     torch.float64: "fp32",
@@ -51,8 +53,13 @@ class Line:
     """Index of the launch in its stream."""
     behind: Mapping[int, int] = field(default_factory=dict)
     """The last launch of each other stream, by its tick, that ends before this launch begins."""
-    early: bool = False
-    """A dependent launch, directly behind one of its stream that announces it."""
+    announced: Announcement = Announcement.NONE
+    """Of a dependent launch: the announcement by the launch directly before it in its stream."""
+
+    @property
+    def early(self) -> bool:
+        """It starts while the launch before it ends."""
+        return self.announced is not Announcement.NONE
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,9 @@ class Recorder:
         self.section = OUTSIDE
         self.waits: list[HostWait] = []
         self._graphs: dict[int, list[Line]] = {}
-        self._announced: dict[tuple[int, int], Mapping[int, int] | None] = {}
-        """By graph and stream: the progress of other streams that the last launch waited for, if it announces the
-        next."""
+        self._announced: dict[tuple[int, int], tuple[Announcement, Mapping[int, int]]] = {}
+        """By graph and stream: the last launch's announcement of the next, and the progress of other streams that it
+        waited for."""
 
     @property
     def setting(self) -> Setting:
@@ -102,15 +109,20 @@ class Recorder:
         from moe_engine.kernels.triton import dependent  # not before the process has chosen Triton's interpreter
 
         given = SimpleNamespace(grid=grid, **arguments)
-        waits = name in dependent.KERNELS and not dependent.COOPERATIVE.items() <= arguments.items()
-        waits = waits and name not in LATE  # how much of the gap a late announcement hides is not known
-        self._add(launch, name, lambda: kernel_cost(name, given, self.setting), waits, waits)
+        declared = name in dependent.KERNELS
+        waits = declared and not dependent.COOPERATIVE.items() <= arguments.items()
+        announces = Announcement.FIRST if declared else Announcement.NONE
+        if name in LATE or arguments.get("WAITS"):
+            announces = Announcement.LATE
+        self._add(launch, name, lambda: kernel_cost(name, given, self.setting), waits, announces)
         if name in ("router_select_kernel", "route_kernel", "norm_route_kernel"):
             choose_evenly(given.ids, given.EXPERTS)
 
-    def library(self, launch: Any, name: str, cost: Cost, dependent: bool = False) -> None:
-        """A call of a library's stand-in; dependent: it is launched so."""
-        self._add(launch, name, cost, dependent)
+    def library(
+        self, launch: Any, name: str, cost: Cost, dependent: bool = False, announces: Announcement = Announcement.NONE
+    ) -> None:
+        """A call of a library's stand-in; dependent: it is launched so; announces: its kernel announces the next."""
+        self._add(launch, name, cost, dependent, announces)
 
     def collective(self, launch: Any, name: str, out: list[Tensor], given: list[Tensor], group: Any) -> None:
         self._add(
@@ -128,17 +140,21 @@ class Recorder:
 
     # --
 
-    def _add(self, launch: Any, name: str, cost: Any, dependent: bool = False, announces: bool = False) -> None:
+    def _add(
+        self, launch: Any, name: str, cost: Any, dependent: bool = False, announces: Announcement = Announcement.NONE
+    ) -> None:
         if launch.graph is None and self.lines is None:
             return
         stream, behind = (id(launch.graph), launch.stream.number), dict(launch.stream.clock)
         others = {number: tick for number, tick in behind.items() if number != launch.stream.number}
-        early = dependent and launch.graph is not None and self._announced.get(stream) == others
+        announced, waited = self._announced.get(stream, (Announcement.NONE, others))
+        if not dependent or launch.graph is None or waited != others:
+            announced = Announcement.NONE
         line = Line(
             name, self.section, place(), launch.stream.number, launch.graph is not None,
-            cost() if callable(cost) else cost, launch.tick, behind, early,
+            cost() if callable(cost) else cost, launch.tick, behind, announced,
         )  # fmt: skip
-        self._announced[stream] = others if announces else None
+        self._announced[stream] = announces, others
         if launch.graph is None:
             assert self.lines is not None
             self.lines.append(line)

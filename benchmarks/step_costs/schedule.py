@@ -1,7 +1,8 @@
 """When the launches of a section begin and end, by a device's constants.
 
 Launches of a stream are sequential, streams overlap between the events that they wait for. Concurrent launches do not
-slow each other down. Graphs and eager launches run one after the other.
+slow each other down, but prefetches share the memory with their stream's launches (`prefetch.py`). Graphs and eager
+launches run one after the other.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.prefetch import Prefetches
 from benchmarks.step_costs.recorder import Line
 
 ATTENTION = {
@@ -47,11 +50,6 @@ def kind_of(line: Line) -> str:
     return "product" if line.cost.total_flops else "stream"
 
 
-def us_of(line: Line, hardware: Hardware) -> float:
-    """Time of a launch whose messages have arrived."""
-    return hardware.microseconds(kind_of(line), line.cost, line.graph, line.early)
-
-
 def message_us(span: Span, hardware: Hardware) -> float:
     """Microseconds of a launch that its messages take: all of its link time, or of a fused exchange what its products
     do not hide."""
@@ -65,16 +63,20 @@ def schedule(lines: Iterable[Line], hardware: Hardware) -> list[Span]:
     them starts before, and works from then on."""
     streams: dict[tuple[bool, int], list[tuple[int, float]]] = defaultdict(list)  # ticks and ends, in order
     arrival = {True: 0.0, False: 0.0}
-    spans = []
+    prefetches: dict[tuple[bool, int], Prefetches] = defaultdict(lambda: Prefetches(hardware))
+    lines, spans = list(lines), []
+    for line in lines:  # layers repeat: before the first launch of a section, its last one has run
+        prefetches[line.graph, line.stream].ended(hardware.work_us(kind_of(line), line.cost), line.cost.bytes)
     for line in lines:
         own, cost = streams[line.graph, line.stream], line.cost
         begin = own[-1][1] if own else 0.0
         for stream, tick in line.behind.items():
             before = (end for number, end in reversed(streams[line.graph, stream]) if number <= tick)
             begin = max(begin, next(before, 0.0))
-        started = begin + hardware.gap_us(cost, line.graph, line.early)
-        waits = max(0.0, arrival[line.graph] - started) if cost.awaits else 0.0
-        end = begin + waits + us_of(line, hardware)
+        gap, requested = hardware.gap_us(cost, line.graph, line.announced), prefetches[line.graph, line.stream]
+        waits = max(0.0, arrival[line.graph] - begin - gap) if cost.awaits else 0.0
+        requested.pause(gap + waits, cost, line.announced)
+        end = begin + gap + waits + requested.run(cost, partial(hardware.work_us, kind_of(line)))
         if cost.travel_us:
             arrival[line.graph] = end + cost.travel_us
         own.append((line.tick, end))

@@ -46,6 +46,11 @@ class Section:
     def launches(self) -> int:
         return sum(line.cost.launches for line in self.lines)
 
+    @property
+    def prefetched_bytes(self) -> float:
+        """Bytes that launches of one run request for the L2 cache."""
+        return sum(sum(line.cost.prefetched.values()) + line.cost.requests_own * line.early for line in self.lines)
+
     def total(self, value: str) -> float:
         """Sum of ``bytes``, ``total_flops``, ``nvlink`` or ``network``, of one run."""
         return float(sum(getattr(line.cost, value) for line in self.lines))
@@ -177,6 +182,7 @@ def values(summary: Summary) -> dict[str, Any]:
         "launches_a_dense_layer": summary.launches_of("dense layer"),
         "launches_a_moe_layer": summary.launches_of("MoE layer"), "launches_a_layer": summary.launches_a_layer,
         "bytes": round(sum(part.total("bytes") * part.repeats for part in summary.sections)),
+        "prefetched_bytes": round(sum(part.prefetched_bytes * part.repeats for part in summary.sections)),
         "nvlink_bytes": round(sum(part.total("nvlink") * part.repeats for part in summary.sections)),
         "network_bytes": round(sum(part.total("network") * part.repeats for part in summary.sections)),
         "dearest_us": [[round(us, 1), name] for us, name in summary.dearest()],

@@ -8,12 +8,13 @@ Legend: a argument namespace, s setting.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.costs import Cost, Setting, cost_of, memory_of, size
 
 FP32 = 4
 BF16 = 2
@@ -211,7 +212,9 @@ def gather(a: Any, s: Setting) -> Cost:
 @cost_of("block_gemm_kernel")
 def block_gemm(a: Any, s: Setting) -> Cost:
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
-    return Cost(size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K, size(a.out), flops)
+    read = size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K
+    own = memory_of(matrix_of(a.weight))
+    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0)
 
 
 @cost_of("four_bits_gemm_kernel")
@@ -223,7 +226,10 @@ def four_bits_gemm(a: Any, s: Setting) -> Cost:
 @cost_of("fixed_gemm_kernel")
 def fixed_gemm(a: Any, s: Setting) -> Cost:
     heads = len(a.weight) if a.weight.dim() == 3 else 1
-    return Cost(size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K))
+    return Cost(
+        size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K),
+        weights=memory_of(a.weight), requests_own=size(a.weight) if a.AHEAD else 0,
+    )  # fmt: skip
 
 
 @cost_of("heads_quantize_kernel")
@@ -260,7 +266,8 @@ def norm_route(a: Any, s: Setting) -> Cost:
     quantized = size(a.out, a.scales) if a.QUANTIZE else 0
     first = Cost(logits.read + size(a.residual, a.norm), logits.written, logits.flops)
     written = choice.written + size(a.residual, a.normed) + quantized
-    return _around_a_barrier(first, Cost(choice.read + size(a.x, a.residual, a.norm), written), s)
+    both = _around_a_barrier(first, Cost(choice.read + size(a.x, a.residual, a.norm), written), s)
+    return replace(both, prefetched={memory_of(a.ahead): float(a.AHEAD)} if a.AHEAD else {})
 
 
 def _around_a_barrier(first: Cost, then: Cost, s: Setting) -> Cost:
@@ -319,6 +326,7 @@ def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     return Cost(
         s.routing.touched * (matrix + scales) + read, rows * a.WIDTH * a.out.element_size(),
         product(a.x, rows, n, a.K), empty_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
+        weights=memory_of(weight),
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,26 @@ def openmp_runtime() -> Path:
     raise LibraryError("torch was built without an OpenMP runtime (no libgomp or libomp among its libraries)")
 
 
-def _run(command: list[str], folder: str) -> subprocess.Popen[str]:
-    """Starts the compiler, with a process group of its own, temporary files in `folder` and errors in English."""
+@contextmanager
+def _compilers(folder: str) -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
+    """A function that starts a compiler, with temporary files in `folder` and errors in English. None is left after the
+    `with` block, nor when this process is killed: a shell in their process group then reads the end of a pipe, and
+    kills the group."""
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     environ = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}
-    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environ, start_new_session=True, **pipes)
+    with ExitStack() as processes:
+        guard = processes.enter_context(
+            subprocess.Popen(["sh", "-c", "read end; kill -s KILL 0"], stdin=pipe, process_group=0)
+        )
+
+        def start(command: list[str]) -> subprocess.Popen[str]:
+            options: Any = {"stdin": null, "stdout": null, "stderr": pipe, "text": True, "process_group": guard.pid}
+            return processes.enter_context(subprocess.Popen(command, env=environ, **options))
+
+        try:
+            yield start
+        finally:
+            os.killpg(guard.pid, signal.SIGKILL)
 
 
 def _finish(process: subprocess.Popen[str], command: list[str], folder: str) -> None:
@@ -225,7 +240,7 @@ def _finish(process: subprocess.Popen[str], command: list[str], folder: str) -> 
 
 
 def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder, _compilers(folder) as start:
         objects = [f"{folder}/{unit}.o" for unit in UNITS]
         commands = [
             [compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", file] for unit, file in zip(UNITS, objects)
@@ -236,23 +251,16 @@ def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> No
         while waiting or running:
             while waiting and len(running) < jobs:
                 command = waiting.pop(0)
-                running.append((_run(command, folder), command))
+                running.append((start(command), command))
             done = next((item for item in running if item[0].poll() is not None), None)
             if done is None:
                 time.sleep(0.01)
                 continue
             running.remove(done)
-            try:
-                _finish(*done, folder)
-            except LibraryError:
-                for process, _ in running:  # each has children, which write into the folder
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
-                raise
+            _finish(*done, folder)
         made = f"{folder}/library.so"
         command = [compiler, "-shared", "-o", made, *objects, str(runtime)]
-        _finish(_run(command, folder), command, folder)
+        _finish(start(command), command, folder)
         os.replace(made, target)
 
 

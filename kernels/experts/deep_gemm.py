@@ -107,6 +107,7 @@ class DeepGemmExperts:
             column_scales=not gemm.exponents,
             routed_rows=self.routed_rows,
             takes_shared=True,
+            read_first=lambda weights, slot: weights.data.gate_up.data[slot:],
             warm_up=self.warm_up,
         )
 

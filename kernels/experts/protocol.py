@@ -60,6 +60,9 @@ class ExpertsCapabilities:
     takes_shared: bool = False
     """Whether shared experts should take slots after the routed ones, where they cost no launch."""
 
+    read_first: Callable[[ExpertWeights, int], Tensor] | None = None
+    """(weights, slot): memory of the slots from there on that the first product reads, contiguous."""
+
     biases: bool = False
     """Products with `ExpertWeights.bias`. The row in `kernels.tables` has the same field."""
 

@@ -99,6 +99,7 @@ class TritonExperts:
             {BlockFP8: blocks, GroupCodes: codes},
             routed_rows=self.routed_rows,
             takes_shared=True,
+            read_first=lambda weights, slot: weights.data.gate_up[slot:],
             biases=True,
             warm_up=self.warm_up,
         )

@@ -22,6 +22,7 @@ from moe_engine.kernels.linear.tiles import FEW_PLAIN, FIXED_PLAIN, FIXED_WIDE, 
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+from moe_engine.kernels.triton.prefetch import UNIT, can_request, prefetch_own
 
 _STRIDES = ("x_stride", "x_head_stride", "out_stride", "out_head_stride")
 
@@ -30,13 +31,17 @@ _STRIDES = ("x_stride", "x_head_stride", "out_stride", "out_head_stride")
 def fixed_gemm_kernel(
     x, weight, bias, out, num_rows, x_stride, x_head_stride, out_stride, out_head_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head; weight [H, N, K] is contiguous."""
+    """One tile of one head; weight [H, N, K] is contiguous. AHEAD: bytes of a tile of the weight that its program
+    requests before it waits; more than 0 only with one tile of rows."""
+    prefetch_own(
+        weight + tl.program_id(1).to(tl.int64) * (N * K), tl.program_id(0) * AHEAD, AHEAD, AHEAD // BLOCK_N * N
+    )
     wait_for_inputs()
+    head = tl.program_id(1).to(tl.int64)
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    head = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = grouped_order(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), NUM_N, GROUP)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,7 +85,7 @@ def fixed_gemm(
         grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), heads)
         fixed_gemm_kernel[grid](
             x, weight.contiguous(), bias, out, m, stride_of(x, 0), per_head[0], stride_of(out, 0), per_head[1],
-            **_constants(n, k, cut, bias is not None), num_warps=cut.num_warps, num_stages=cut.num_stages,
+            **_constants(n, k, cut, bias is not None, weight), num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     return out
 
@@ -90,10 +95,12 @@ def fixed_tiles(dtype: torch.dtype) -> PlainTiles:
     return FIXED_WIDE if dtype == torch.float32 else FIXED_PLAIN
 
 
-def _constants(n: int, k: int, cut: PlainTiles, has_bias: bool) -> dict[str, Any]:
+def _constants(n: int, k: int, cut: PlainTiles, has_bias: bool, weight: Tensor) -> dict[str, Any]:
+    requests = cut == FEW_PLAIN and k * weight.element_size() % UNIT == 0 and can_request(weight)
     return {
         "N": n, "K": k, "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": cut.group,
         "HAS_BIAS": has_bias,
+        "AHEAD": cut.block_n * k * weight.element_size() if requests else 0,
     }  # fmt: skip
 
 
@@ -101,7 +108,8 @@ def fixed_case(label: str, n: int, k: int, dtype: torch.dtype, tiles: PlainTiles
     """AOT case of a weight without a bias, for any number of rows."""
     cut, kind = tiles or fixed_tiles(dtype), f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "weight", "out"), kind) | {"num_rows": "i32"} | dict.fromkeys(_STRIDES, "i32:16")
-    constants = _constants(n, k, cut, False) | {"bias": None}
+    weight = torch.empty(n, k, dtype=dtype, device="meta")
+    constants = _constants(n, k, cut, False, weight) | {"bias": None}
     name = f"fixed_gemm_{label}_{n}x{k}_{element(dtype)}"
     return AotCase(name, fixed_gemm_kernel, signature, constants, cut.num_warps, cut.num_stages, cut.block_k >= 64)
 

@@ -91,9 +91,10 @@ class AddNormRoute(Protocol):
     def __call__(
         self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,
         bias: Tensor | None, spec: RouterSpec, real: Tensor | None, ids_int64: bool,
+        ahead: Tensor | None = None,
     ) -> tuple[Activation, Tensor, Tensor]:  # fmt: skip
         """residual [T, D] += x in place, contiguous; its norm in `format`, which includes unquantized values; weights
-        and ids of `Ops.route` for it, ids int64 or int32."""
+        and ids of `Ops.route` for it, ids int64 or int32. ahead: as in `Absorb`."""
 
 
 class Absorb(Protocol):
@@ -102,10 +103,12 @@ class Absorb(Protocol):
     def __call__(
         self, q: Tensor, keys: Tensor, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable,
         slots: Tensor, cache: Tensor, query_dtype: torch.dtype | None = None, scale: float = 1.0,
+        ahead: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """[T, H, C+R]: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated last R.
 
         query_dtype: float8_e4m3fn for unscaled, saturated queries; None: that of q. scale: as in `Ops.write_latent`.
+        ahead: a contiguous weight that is read soon; the launch may bring it to a cache.
         """
 
 

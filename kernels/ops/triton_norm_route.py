@@ -44,13 +44,14 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, bytes_ahead, prefetch_shared
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 @dependent_jit(do_not_specialize=["num_tokens", "scale_stride"], do_not_specialize_on_alignment=["real"])
 def norm_route_kernel(
-    x, residual, norm, normed, out, scales, gate, logits, bias, real, weights, ids, barrier,
+    x, residual, norm, normed, out, scales, gate, logits, bias, real, weights, ids, barrier, ahead,
     x_stride, scale_stride, num_tokens, eps, scale,
     BLOCKS: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
@@ -59,10 +60,13 @@ def norm_route_kernel(
     SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """residual += x; normed = rms_norm(residual), with QUANTIZE also as e4m3 in `out`, with scales; weights and ids as
-    of `route_kernel` for it. residual and normed are contiguous. Cooperative; any one-dimensional grid."""
+    of `route_kernel` for it. residual and normed are contiguous. AHEAD bytes of `ahead` are prefetched. Cooperative;
+    any one-dimensional grid."""
     wait_for_inputs(announce=False)
+    prefetch_shared(ahead, AHEAD)
     all_logits(
         x, residual, norm, gate, logits, barrier, x_stride, num_tokens,
         EXPERTS, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,
@@ -92,6 +96,7 @@ def norm_route_kernel(
 def add_norm_route(
     format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,
     bias: Tensor | None, spec: RouterSpec, barrier: Tensor, real: Tensor | None, ids_dtype: torch.dtype,
+    ahead: Tensor | None = None,
 ) -> tuple[Activation, Tensor, Tensor]:  # fmt: skip
     """`AddNormRoute`; up to `ONE_LAUNCH_TOKENS` tokens in one launch. `barrier`: that of the router's launches.
 
@@ -111,12 +116,13 @@ def add_norm_route(
     rows = QuantizedRows.empty(count, hidden, device, exponents=format.exponents) if format.rows else None
     weights, ids = empty_choice(count, spec, ids_dtype, device)
     logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=device)
+    num_ahead = bytes_ahead(ahead, BESIDE_ROUTER)
     programs = min(resident_programs(device), max(grid[0] * grid[1] * grid[2], count))
     norm_route_kernel[(programs,)](
         x, residual, weight, normed, None if rows is None else rows.data, None if rows is None else rows.scales, gate,
         logits, bias if spec.has_bias and bias is not None else logits, real, weights, ids, barrier,
-        stride_of(x, 0), 0 if rows is None else rows.scale_stride, count, eps, spec.scale,
-        **constants, num_warps=warps, num_stages=stages, **OPTIONS,
+        ahead if num_ahead else None, stride_of(x, 0), 0 if rows is None else rows.scale_stride, count, eps, spec.scale,
+        **constants, AHEAD=num_ahead, num_warps=warps, num_stages=stages, **OPTIONS,
     )  # fmt: skip
     return normed if rows is None else QuantizedActivation(rows, normed, x.dtype), weights, ids
 
@@ -142,9 +148,10 @@ def _plan(
 def norm_route_case(
     label: str, hidden: int, spec: RouterSpec, count: int, format: ActivationFormat = UNQUANTIZED,
     dtype: torch.dtype = torch.bfloat16, exact: bool = True, has_real: bool = False,
-    ids_dtype: torch.dtype = torch.int32,
+    ids_dtype: torch.dtype = torch.int32, num_ahead: int = 0,
 ) -> AotCase:  # fmt: skip
-    """The specialization launched by `add_norm_route` for `count` tokens."""
+    """The specialization launched by `add_norm_route` for `count` tokens. num_ahead: bytes of a weight that it
+    prefetches."""
     real = torch.empty(0) if has_real else None
     constants, _, warps, stages = _plan(format, spec, spec.has_bias, count, hidden, dtype, exact, real)
     kind = f"*{element(dtype)}"
@@ -155,10 +162,13 @@ def norm_route_case(
     }  # fmt: skip
     signature |= {"out": "*fp8e4nv", "scales": "*fp32"} if format.rows else {}
     constants |= {} if format.rows else {"out": None, "scales": None}
+    signature |= {"ahead": kind} if num_ahead else {}
+    constants |= {"AHEAD": num_ahead} | ({} if num_ahead else {"ahead": None})
     signature |= {"real": "*i32:1"} if has_real else {}
     constants |= {} if has_real else {"real": None}
     name = f"norm_route_{label}_{count}_{element(dtype)}{'_masked' * has_real}"
     name += f"{'_fp8' * format.rows}{'_split_gate' * (not exact)}{'_int64' * (ids_dtype == torch.int64)}"
+    name += "_ahead" * bool(num_ahead)
     return AotCase(name, norm_route_kernel, signature, constants, warps, stages, dtype == torch.bfloat16, OPTIONS)
 
 
@@ -169,5 +179,6 @@ def aot_cases() -> list[AotCase]:
         cases.append(norm_route_case("v3", 7168, V3, count, both, has_real=True, ids_dtype=torch.int64))
         cases.append(norm_route_case("v2", 5120, V2, count))
         cases.append(norm_route_case("v2_lite", 2048, V2_LITE, count, has_real=True))
+        cases.append(norm_route_case("v2_lite", 2048, V2_LITE, count, has_real=True, num_ahead=BESIDE_ROUTER))
     cases.append(norm_route_case("v3", 7168, V3, 128, both, exact=False))
     return [*cases, norm_route_case("v3", 7168, V3, 128, both, torch.float32, exact=False)]

@@ -134,10 +134,11 @@ class TritonOps:
     def add_norm_route(
         self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,
         bias: Tensor | None, spec: RouterSpec, real: Tensor | None, ids_int64: bool,
+        ahead: Tensor | None = None,
     ) -> tuple[Activation, Tensor, Tensor]:  # fmt: skip
         ids_dtype = torch.int64 if ids_int64 else torch.int32
         barrier = self._barrier(x.device)
-        return add_norm_route(format, x, residual, weight, eps, gate, bias, spec, barrier, real, ids_dtype)
+        return add_norm_route(format, x, residual, weight, eps, gate, bias, spec, barrier, real, ids_dtype, ahead)
 
     def _barrier(self, device: torch.device) -> Tensor:
         """The barrier state of the router's launches, which follow each other on the worker's stream."""

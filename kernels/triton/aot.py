@@ -41,8 +41,11 @@ _INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 _WAIT, _ANNOUNCEMENT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-_ACCESS = re.compile(r"^\s+(?:@%p\d+ )?((?:ld|st|atom|red|cp|prefetch|tensormap)\.(?!param|shared)\S+)", re.MULTILINE)
-"""An access to global memory; "cp.async" also copies to shared memory, from there."""
+_ACCESS = re.compile(
+    r"^\s+(?:@%p\d+ )?((?:ld|st|atom|red|cp|prefetch|tensormap)\.(?!param|shared|async\.bulk\.prefetch)\S+)",
+    re.MULTILINE,
+)
+"""An access to global memory; "cp.async" also copies to shared memory, from there. Prefetches read no value."""
 
 
 @dataclass(frozen=True)

@@ -116,13 +116,14 @@ class BlockFP8Format:
         if not scales:
             PLAIN.load(source, prefix, shape, cut, out)
             return
-        grid = _read_scales(source, scales[0])
+        with source.open(scales[0]) as raw:
+            grid = scale_values(raw)
         if isinstance(out, BlockWeight):
             out.scales.copy_(cut.in_blocks(self.block).of(grid))
             source.read_into(weight, cut, out.data)
             return
         with source.open(weight, cut) as part:
-            _dequantize_into(out, part, grid, self.block, cut)  # type: ignore[arg-type]  # a Tensor
+            dequantize_into(out, part, grid, self.block, cut)  # type: ignore[arg-type]  # a Tensor
 
 
 def has_scales(names: Collection[str]) -> bool:
@@ -135,15 +136,14 @@ def _scale_of(prefix: str, names: Collection[str]) -> str | None:
     return next((prefix + end for end in SCALE_ENDS if prefix + end in names), None)
 
 
-def _read_scales(source: StoredTensors, stored: StoredTensor) -> Tensor:
-    """The scale grid in float32. uint8 is e8m0: value 2^(byte - 127)."""
+def scale_values(raw: Tensor) -> Tensor:
+    """A copy in float32. uint8 is e8m0: value 2^(byte - 127)."""
     import torch
 
-    with source.open(stored) as raw:
-        return (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
+    return (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
 
 
-def _dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
+def dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
     """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
 
     `weight` is the slice `cut` of a tensor with full scale grid `scale`; blocks at the edges are smaller.

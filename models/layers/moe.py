@@ -122,6 +122,7 @@ class MoE:
         held = held_experts(moe, layer_index, parallel)
         self.weights = self.stored.load(reader, [*held, *range(moe.num_experts, moe.num_experts + num_shared)])
         """Weights of the experts in this rank's slots."""
+        self._read_first = backends.experts.capabilities.read_first if num_shared else None
         self._routed = make_routed_experts(backends.experts, self.weights, parallel)
         self._shared: MLP | None = None
         if moe.shared_width and not num_shared:
@@ -220,6 +221,11 @@ class MoE:
         return self._shared
 
     @property
+    def read_first(self) -> Tensor | None:
+        """Memory that the first product reads whatever the router chooses; None without shared experts in slots."""
+        return self._read_first(self.weights, self._spec.num_experts) if self._read_first is not None else None
+
+    @property
     def input_format(self) -> ActivationFormat:
         """Common activation format of the router, the shared expert and the routed experts."""
         shared = () if self._shared is None else (self._shared.input_format,)
@@ -234,7 +240,8 @@ class MoE:
         if fused is None:
             return norm.add(x, residual), None
         early = real if self._tables is None else None
-        gate = (self._gate, self._bias, self._spec, early, phase in self._int64 and not self._counting)
+        int64 = phase in self._int64 and not self._counting
+        gate = (self._gate, self._bias, self._spec, early, int64, self.read_first)
         hidden, weights, ids = norm.add_with(fused, x, residual, *gate)
         return hidden, self._in_slots(weights, ids, real)
 

@@ -14,7 +14,7 @@ from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
 from moe_engine.planning.checkpoint import locate
 
-FORMATS = ("fp8", "int8", "int4")
+FORMATS = ("fp8", "int8", "int4", "mxfp4")
 WINDOW = 512
 """Tokens of a piece of text whose perplexity is measured at once."""
 
@@ -25,16 +25,23 @@ def main(argv: Sequence[str], prog: str) -> int:
     text = _read(own.text)
     from tqdm import tqdm
 
-    from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
+    from moe_engine.models.quantization_target import Target
+    from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 
     files = [file for ending in ("safetensors", "bin", "pt") for file in source.glob(f"*.{ending}")]
     total = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)
     scale: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
     progress = tqdm(**scale, desc="Quantizing", file=sys.stderr, delay=0.5)  # refusals come before the bar
     with progress as bar, writing("--output", output):
-        quantize_checkpoint(source, output, Target(own.format, own.group_size), bar.update)
+        target = Target(own.format, own.group_size)
+        left_out = quantize_checkpoint(source, output, target, bar.update)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     print(f"{output}: {size / 2**20:.1f} MiB, {size / max(total, 1):.1%} of {source}")
+    if left_out:
+        hint = "; a smaller --group-size takes more" if own.format == "int4" else ""
+        print(
+            f"not quantized, without {target.needs} or joined with such by other engines{hint}: {', '.join(left_out)}"
+        )
     if text is not None:
         before, after = perplexity(source, text), perplexity(output, text)
         print(f"perplexity of {own.text}: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")
@@ -63,7 +70,7 @@ def _arguments(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = Parser(
         prog=prog,
         description="Writes a quantized copy of a checkpoint: fp8 in DeepSeek's blocks, int8 and int4 as "
-        "compressed-tensors. A call that was interrupted continues when it is repeated.",
+        "compressed-tensors, gpt-oss in mxfp4. A call that was interrupted continues when it is repeated.",
     )
     parser.add_argument("--model-path", required=True, metavar="IN", help="folder or hub id of the checkpoint")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")

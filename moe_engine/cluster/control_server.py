@@ -18,7 +18,7 @@ from moe_engine.executor import messages
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.watched_thread import start_watched
-from moe_engine.processes.zmq_sockets import SECRET_HINT, HandshakeMonitor, bind
+from moe_engine.processes.zmq_sockets import SECRET_HINT, ConnectionMonitor, bind
 
 logger = logging.getLogger("moe_engine")
 
@@ -57,13 +57,14 @@ class ControlServer:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._monitor = HandshakeMonitor(self._socket)
+        self._monitor = ConnectionMonitor(self._socket)
         self.address = bind(self._socket, address, options.keys, options.leader_flag)
         self._reader = FrameReader("control channel of the ranks", self.decode)
         self._peers = Peers(options, first_rank)
         self._pinged = 0.0
         self._welcome: messages.Welcome | None = None
         self._uninvited: set[int] = set()  # ranks that wait for `Welcome`
+        self._dismissed = False
         self._closing = threading.Event()
         self._thread = start_watched("rank control", self._run, detector.give_up)
 
@@ -82,7 +83,7 @@ class ControlServer:
 
     def _run(self) -> None:
         began = last = time.monotonic()
-        logged_at, released, dismissed = began, False, False
+        logged_at, released = began, False
         while not self._closing.is_set():
             if self._socket.poll(int(TICK_SECONDS * 1000)):
                 self._receive()
@@ -97,13 +98,18 @@ class ControlServer:
             if self._detector.all_loaded and not released:
                 released = True
                 self._send_all(messages.Go(self._detector.step_addresses))
-            if self._detector.failure is not None and not dismissed:
-                dismissed = True
-                self._send_all(messages.Leave(str(self._detector.failure)))
+            self._dismiss()
             if not self._detector.all_loaded and self._detector.failure is None:
                 logged_at = self._check_start(now, began, logged_at)
+        self._dismiss()  # a failure that was found meanwhile
         self._monitor.close()
         self._socket.close()
+
+    def _dismiss(self) -> None:
+        """Sends `Leave` to all ranks and nodes, once, after a failure."""
+        if self._detector.failure is not None and not self._dismissed:
+            self._dismissed = True
+            self._send_all(messages.Leave(str(self._detector.failure)))
 
     def _check_start(self, now: float, began: float, logged_at: float) -> float:
         """Periodically logs the ranks that are not ready; fails at the time limit. Returns the time of the last log."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 import zmq
 
 from moe_engine import logs
-from moe_engine.cluster.core_spec import CoreSpec
+from moe_engine.cluster.core_spec import REPORTED_FAILURE, CoreSpec
 from moe_engine.cluster.multiproc_executor import Serving
 from moe_engine.cluster.rank_loss import RankParent, policy_of
 from moe_engine.core import messages
@@ -56,7 +56,7 @@ def main() -> NoReturn:
         text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
         ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
         ready.close(5000)
-        _leave(ranks, 1)
+        _leave(ranks, REPORTED_FAILURE)
     ready.send(messages.encode(serving.ready))
     ready.close(5000)
     # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
@@ -91,7 +91,7 @@ def _serve(run: Callable[[], None], transport: ZmqTransport) -> int:
         named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
         transport.send(messages.CoreFailed(named))
         transport.close()
-        return 1
+        return REPORTED_FAILURE
     transport.close()
     return 0
 

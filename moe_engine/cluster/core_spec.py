@@ -9,6 +9,9 @@ from typing import Any
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.processes.zmq_sockets import JobKeys
 
+REPORTED_FAILURE = 3
+"""Exit code of a core whose last message is its failure."""
+
 
 @dataclass(frozen=True)
 class CoreSpec:

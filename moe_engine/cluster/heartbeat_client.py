@@ -22,13 +22,16 @@ from moe_engine.executor.leader_worker import Failure
 from moe_engine.executor.options import DetectorLimits
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.watched_thread import start_watched
-from moe_engine.processes.zmq_sockets import HandshakeMonitor, JobKeys, connect
+from moe_engine.processes.zmq_sockets import ConnectionMonitor, JobKeys, connect
 
 BEAT_SECONDS = 0.2
 MAX_RECEIVED = 1024
 """Max messages read in one iteration, so that a flood of them cannot delay beats."""
 LEAVE_SECONDS = 10.0
 """Time for the leader to stop this process after a reported failure."""
+ACK_POLL_MS = 50
+ACK_SECONDS = 5.0
+"""Time for the leader to acknowledge the last report of a process that exits."""
 
 logger = logging.getLogger("moe_engine")
 
@@ -70,6 +73,10 @@ class HeartbeatClient:
         self._keys = keys
         self._leader = f"the leader at {address}"
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
+        self._num_sent = self._num_answered = 0
+        """The leader answers each message once, in order."""
+        self._last_report = 0
+        """Number of the last message that `send` was given."""
         self._wake = threading.Event()
         self.met = threading.Event()
         """Set once the leader has replied."""
@@ -96,17 +103,18 @@ class HeartbeatClient:
         """Sends the next beat now."""
         self._wake.set()
 
-    def close(self, timeout: float = 1.0) -> None:
-        """Stops after sending queued messages."""
+    def close(self) -> None:
+        """Stops once the leader has acknowledged all reports or is gone, after `ACK_SECONDS` at most. A process that
+        exits earlier loses what its socket has not sent, and the leader may take its exit for a failure."""
         self._closing = True
         self._wake.set()
-        self._thread.join(timeout)
+        self._thread.join(ACK_SECONDS + BEAT_SECONDS)
 
     def _run(self) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self._identity.encode())
         socket.setsockopt(zmq.LINGER, 500)
-        monitor = HandshakeMonitor(socket)
+        monitor = ConnectionMonitor(socket)
         connect(socket, self.address, self._keys)
         self._send(socket, self._hello)
         silence, last = Silence(BEAT_SECONDS), time.monotonic()
@@ -131,20 +139,28 @@ class HeartbeatClient:
                 why = "stopped, or its machine or link is down"
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return
-        self._end(socket)
+        self._end(socket, monitor)
         monitor.close()
         socket.close()
 
-    def _end(self, socket: zmq.Socket[bytes]) -> None:
-        """Sends the last messages."""
+    def _end(self, socket: zmq.Socket[bytes], monitor: ConnectionMonitor) -> None:
+        """See `close`."""
         self._flush(socket)
+        deadline = time.monotonic() + ACK_SECONDS
+        while self._num_answered < self._last_report and time.monotonic() < deadline:
+            if socket.poll(ACK_POLL_MS):
+                self._receive(socket)
+            elif not monitor.num_failed() and not monitor.connected:
+                return
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outbox.empty():
             self._send(socket, self._outbox.get())
+            self._last_report = self._num_sent
 
     def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
         socket.send(messages.encode(message))
+        self._num_sent += 1
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
         """Handles one frame; whether it was a valid message."""
@@ -155,6 +171,7 @@ class HeartbeatClient:
         return True
 
     def _take(self, message: messages.ToRank) -> None:
+        self._num_answered += isinstance(message, messages.Alive | messages.Leave)
         if isinstance(message, messages.Welcome) and not self.welcome.done():
             self._leader = message.leader
             self.welcome.set_result(message)

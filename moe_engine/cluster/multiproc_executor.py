@@ -38,7 +38,7 @@ logger = logging.getLogger("moe_engine")
 
 STOP_SECONDS = 5.0
 """Time for followers to finish the steps sent to them."""
-LEAVE_SECONDS = 0.6
+LEAVE_SECONDS = 3.0
 """Time for followers to receive the reason and log it."""
 
 

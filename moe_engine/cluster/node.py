@@ -31,7 +31,6 @@ logger = logging.getLogger("moe_engine")
 POLL_SECONDS = 0.1
 LAST_RANK_SECONDS = 5.0
 """Time for the other ranks of a node to exit after the first one."""
-LEAVE_SECONDS = 1.0
 REPORT_SECONDS = 60.0
 """Time for node 0 to start and to receive this node's refusal."""
 
@@ -71,6 +70,8 @@ class _NodeRanks:
         self._ranks.kill()
 
     def close(self) -> None:
+        """Waits until the leader has received the exits of this node's ranks: it replies to a failure with the reason,
+        and `lost` is called."""
         self._ranks.kill()
         self.heartbeat.close()
 
@@ -94,24 +95,21 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
         with _first_sigterm_ignored():
             wait_for_leader(ranks.heartbeat, options.node_rank, options.limits)
             _wait_for_ranks(ranks)
-        if any(ranks.returncodes):
-            time.sleep(LEAVE_SECONDS)  # the leader sends the reason and `leave` logs it
     finally:
         ranks.close()
     return int(any(ranks.returncodes))
 
 
-def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
-    """Aborts the startup on node 0 for a reason found on this node alone; whether node 0 replied in time."""
+def report_refusal(address: str, keys: JobKeys | None, message: str) -> None:
+    """Aborts the startup on node 0 for a reason found on this node alone; waits for its reply."""
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
     heartbeat: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     heartbeat.setsockopt(zmq.LINGER, 0)
     connect(heartbeat, RendezvousAddress(address).tcp(), keys)
     heartbeat.send(messages.encode(report))
     logger.info("Reporting this to node 0 at %s, for up to %.0f s; Ctrl-C ends it", address, REPORT_SECONDS)
-    answered = bool(heartbeat.poll(int(REPORT_SECONDS * 1000)))
+    heartbeat.poll(int(REPORT_SECONDS * 1000))
     heartbeat.close()
-    return answered
 
 
 def wait_for_leader(heartbeat: HeartbeatClient, node_rank: int, limits: DetectorLimits) -> None:

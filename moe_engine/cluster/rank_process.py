@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_engine.executor.options import RankGroupOptions, RankPlace
 from moe_engine.models import registry
 from moe_engine.processes.child import ChildProcess
-from moe_engine.processes.stopped import StoppedProcessDetector
+from moe_engine.processes.stopped import StoppedProcessDetector, is_stopped
 
 if TYPE_CHECKING:
     from moe_engine.cluster.core_spec import CoreSpec
@@ -54,13 +54,13 @@ class LocalRanks:
         front: CoreSpec | None = None,
         first_rank: int = 1,
     ) -> None:
-        self._silent = options.limits.silent
+        self._silent, self._on_exit = options.limits.silent, on_exit
         self._children: dict[int, ChildProcess] = {}
         for place in options.local_places:
             if place.rank < first_rank:
                 continue
             spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
-            self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
+            self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(self._exited, place.rank))
         self._held = {rank: StoppedProcessDetector(child.pid) for rank, child in self._children.items()}
 
     @property
@@ -69,7 +69,7 @@ class LocalRanks:
 
     @property
     def returncodes(self) -> list[int | None]:
-        """None for a running process."""
+        """None for a process that runs, or whose exit was not yet reported to `on_exit`."""
         return [child.returncode for child in self._children.values()]
 
     def find_held(self, lost: Callable[[int, str], None]) -> None:
@@ -80,7 +80,11 @@ class LocalRanks:
                 lost(rank, f"{child.name} (pid {child.pid}) has been stopped by a signal for {seconds:.1f} s")
 
     def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for processes that should exit; kills the others."""
+        """Waits up to `grace` seconds for processes that should exit; kills the others, and at once those that a signal
+        has stopped."""
+        for child in self._children.values():
+            if is_stopped(child.pid):
+                child.kill()
         deadline = time.monotonic() + grace
         for child in self._children.values():
             child.stop(max(0.0, deadline - time.monotonic()))
@@ -90,6 +94,9 @@ class LocalRanks:
         for rank in ranks:
             if rank in self._children:
                 self._children[rank].kill()
+
+    def _exited(self, rank: int, how: str, code: int) -> None:
+        self._on_exit(rank, how)
 
     def kill(self) -> None:
         for child in self._children.values():

@@ -296,6 +296,9 @@ class EngineCore:
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.AddRequest):
             self._requests.add(message)
+        elif isinstance(message, messages.AddRequests):
+            for request in message.requests:
+                self._requests.add(request)
         elif isinstance(message, messages.AbortRequest):
             self._requests.abort(message.rids, FinishReason("abort", message=message.reason))
         elif isinstance(message, messages.Call):

@@ -1,4 +1,4 @@
-"""Messages between the frontend process and an engine core process: one per request, one per step.
+"""Messages between the frontend process and an engine core process: one per request or batch, one per step.
 
 Encoded with msgpack; the tag `kind` identifies the message type.
 """
@@ -52,6 +52,12 @@ class AddRequest(Message, tag="add"):
     """Images of the prompt, as `types.Request.images`."""
     num_migrations: int = 0
     """Number of schedulers that the request has lost."""
+
+
+class AddRequests(Message, tag="adds"):
+    """Requests that began together: an idle scheduler plans its first step for all of them."""
+
+    requests: list[AddRequest]
 
 
 class AbortRequest(Message, tag="abort"):
@@ -143,7 +149,7 @@ class CoreFailed(Message, tag="failed"):
     traceback: str = ""
 
 
-ToCore = AddRequest | AbortRequest | Call | Shutdown
+ToCore = AddRequest | AddRequests | AbortRequest | Call | Shutdown
 FromCore = StepOutput | GroupsLost | Reply | CoreReady | CoreFailed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -6,8 +6,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from moe_engine.cluster.dp_rank import SchedulingRank
 from moe_engine.cluster.heartbeat_client import HeartbeatClient
 from moe_engine.cluster.rank_process import RankSpec
@@ -28,37 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moe_engine")
 
-ACK_SECONDS = 5.0
-"""Time for the supervisor to acknowledge the last message of a rank that shuts down."""
-
 
 class RankHeartbeat(HeartbeatClient):
-    """Forwards announcements of survivors. `close` waits for acknowledgements: the supervisor
-    outlives its ranks and must not take their exits for failures."""
+    """Forwards announcements of survivors."""
 
     decode = staticmethod(decode_to_rank)
 
     def __init__(self, members: Membership, *args: Any, **named: Any) -> None:
         self._members = members
-        self._unacknowledged = 0  # messages without an acknowledgement
         super().__init__(*args, **named)
 
-    def close(self, timeout: float = ACK_SECONDS) -> None:
-        super().close(timeout)
-
-    def _end(self, socket: zmq.Socket[bytes]) -> None:
-        super()._end(socket)
-        while self._unacknowledged and socket.poll(int(ACK_SECONDS * 1000)):
-            self._receive(socket)
-
-    def _send(self, socket: zmq.Socket[bytes], message: Any) -> None:
-        super()._send(socket, message)
-        self._unacknowledged += 1
-
     def _take(self, message: Any) -> None:
-        if isinstance(message, messages.Alive):  # acknowledges one message
-            self._unacknowledged -= 1
-        elif isinstance(message, Regroup):
+        if isinstance(message, Regroup):
             self._members.announce(message.survivors)
         else:
             super()._take(message)

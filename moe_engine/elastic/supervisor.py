@@ -37,7 +37,7 @@ logger = logging.getLogger("moe_engine")
 
 STOP_SECONDS = 5.0
 """Time for ranks to exit after an orderly shutdown."""
-LEAVE_SECONDS = 0.6
+LEAVE_SECONDS = 3.0
 """Time for ranks to receive the reason and log it."""
 LOOK_SECONDS = 0.01
 

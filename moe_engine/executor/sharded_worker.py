@@ -64,7 +64,6 @@ def fingerprint(config: ResolvedConfig) -> dict[str, str]:
         "json_model_override_args": config.args.model.json_model_override_args,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "context_length": config.context_len,
         "page_size": config.page_size,
         "host_tier_tokens": config.host_tier_tokens,
         "host_snapshots": config.host_snapshots,

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -69,13 +69,31 @@ class _SchedulerEndpoint:
     status: SharedStatus
     lost: str | None = None
     """Cause of the group's loss, if its core continues without it."""
+    unsent: list[AddRequest] = field(default_factory=list)
+    """Requests that began in this turn of the event loop."""
 
     @property
     def dead(self) -> str | None:
         """Why it cannot receive requests, or None."""
         return self.core.dead or self.lost
 
+    def add(self, request: AddRequest) -> None:
+        """Sends a request, in one message with all others that begin in this turn of the event loop: else an idle
+        scheduler would compute the first one of a batch alone, and read the weights once more for the others."""
+        if not self.unsent:
+            asyncio.get_running_loop().call_soon(self._send_requests)
+        self.unsent.append(request)
+
     def send(self, message: messages.Message) -> None:
+        self._send_requests()
+        self._send(message)
+
+    def _send_requests(self) -> None:
+        requests, self.unsent = self.unsent, []
+        if requests:
+            self._send(requests[0] if len(requests) == 1 else messages.AddRequests(requests))
+
+    def _send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
             # A PUSH socket without a high-water mark never blocks. asyncio's sockets create a future for each message.
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
@@ -139,7 +157,7 @@ class CoreClient:
         self._inboxes[request.rid] = inbox
         finished = False
         try:
-            self._endpoints[number].send(request)
+            self._endpoints[number].add(request)
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish is not None
@@ -430,7 +448,7 @@ class CoreClient:
         request.num_migrations += 1
         inbox.leave()
         inbox.enter(number, self._router.loads[number], self._router.sent(number, inbox.prompt))
-        self._endpoints[number].send(request)
+        self._endpoints[number].add(request)
 
     def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in list(self._inboxes.values()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from moe_engine.cluster.core_spec import CoreSpec
+from moe_engine.cluster.core_spec import REPORTED_FAILURE, CoreSpec
 from moe_engine.core import messages
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.shared_status import SharedStatus
@@ -29,6 +29,8 @@ from moe_engine.processes.zmq_sockets import bind
 logger = logging.getLogger("moe_engine")
 
 CORE_MODULE = "moe_engine.cluster.core_main"
+REPORT_SECONDS = 30.0
+"""Time for the frontend to read the last message of a core that has exited."""
 
 
 class CoreProcess:
@@ -55,6 +57,8 @@ class CoreProcess:
         self.name = name
         self.dead: str | None = None
         self._expected = False
+        self._reported = threading.Event()
+        """Whether the core's own report of its failure has been read."""
         self._lock = threading.Lock()
         self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
         self._folder = RuntimeDir()
@@ -129,6 +133,7 @@ class CoreProcess:
             self.to_core_addresses = message.core_addresses
             return message.info
         assert isinstance(message, messages.CoreFailed)
+        self._reported.set()
         self.expect_exit()
         self.stop(5.0)
         if message.error == "ConfigError":
@@ -173,9 +178,13 @@ class CoreProcess:
         """Records the cause that the core reported."""
         with self._lock:
             self.dead = self.dead or f"{self.name} (pid {self.pid}) failed: {message}"
+        self._reported.set()
 
-    def _exited(self, how: str) -> None:
-        time.sleep(0.1)  # lets a last CoreFailed message arrive
+    def _exited(self, how: str, code: int) -> None:
+        if code == REPORTED_FAILURE and not self._expected:
+            self._reported.wait(REPORT_SECONDS)
+        else:
+            time.sleep(0.1)  # lets the report of a rank arrive
         ended = f"{how}: {self._killed_for}" if self._killed_for else how
         if not self._expected:
             logger.error("%s", ended)

@@ -80,6 +80,11 @@ def check_dimensions(info: EngineInfo, dimensions: int | None) -> None:
         raise InputError(f"dimensions: {problem}", field="dimensions")
 
 
+def aborted(generation: Generation) -> InputError:
+    """The error of a request for vectors or scores that ended without them: it may be sent again."""
+    return InputError(f"the request was aborted: {(generation.finish or {}).get('message') or 'no result'}", status=503)
+
+
 class Encoding(Generation):
     """The vector of one prompt. `dimensions`: its first numbers, normalized again if `normalizes`; None: all."""
 
@@ -96,10 +101,10 @@ class Encoding(Generation):
         """The numbers (float32).
 
         Raises:
-            InputError: the request was aborted. GenerationError: the numbers are not finite.
+            InputError: 503, the request was aborted. GenerationError: the numbers are not finite.
         """
         if self._vector is None:
-            raise InputError(f"the request was aborted: {(self.finish or {}).get('message') or 'no vector'}")
+            raise aborted(self)
         values = array("f", self._vector)
         if self.dimensions is not None and self.dimensions < len(values):
             values = values[: self.dimensions]

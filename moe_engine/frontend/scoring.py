@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.frontend.encoding import Encoding, encode_input
+from moe_engine.frontend.encoding import Encoding, aborted, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, Text, check_token_ids
 from moe_engine.frontend.generation import Generation
@@ -110,11 +110,11 @@ def _of_labels(generation: Generation, apply_softmax: bool) -> list[float]:
     """Probabilities of the label tokens after the prompt: among all tokens, or among the labels.
 
     Raises:
-        InputError: the request was aborted.
+        InputError: 503, the request was aborted.
     """
     positions = (generation.logprob_fields(generation.output_logprobs) or {}).get("token_ids_logprobs")
     if not positions:
-        raise InputError(f"the request was aborted: {(generation.finish or {}).get('message') or 'no scores'}")
+        raise aborted(generation)
     logprobs = [entry[0] for entry in positions[0]]
     return softmax(logprobs) if apply_softmax and max(logprobs) > -math.inf else [math.exp(value) for value in logprobs]
 

@@ -28,11 +28,13 @@ class ChildProcess:
     Args:
         name: of the process, for logs and errors.
         module: the module to run; its `main` reads the specification with `read_spec`.
-        on_exit: called once, from a watcher thread, with a sentence: the process and how it ended.
+        on_exit: called once, from a watcher thread, with a sentence (the process and how it ended) and its return code.
     """
 
-    def __init__(self, name: str, module: str, spec: Any, on_exit: Callable[[str], None]) -> None:
+    def __init__(self, name: str, module: str, spec: Any, on_exit: Callable[[str, int], None]) -> None:
         self.name = name
+        self.returncode: int | None = None
+        """None while it runs and until `on_exit` has returned; negative: killed by that signal."""
         self._on_exit = on_exit
         self._popen = start_interpreter(module)
         assert self._popen.stdin is not None
@@ -48,13 +50,10 @@ class ChildProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs; negative: killed by that signal."""
-        return self._popen.poll()
-
     def _watch(self) -> None:
-        self._on_exit(f"{self.name} (pid {self.pid}) {describe_exit(self._popen.wait())}")
+        code = self._popen.wait()
+        self._on_exit(f"{self.name} (pid {self.pid}) {describe_exit(code)}", code)
+        self.returncode = code
 
     def kill(self) -> None:
         self._popen.kill()

@@ -26,11 +26,13 @@ class StoppedProcessDetector:
         elapsed = now - self._looked
         if elapsed >= LOOK_SECONDS:
             self._looked = now
-            self._seconds = self._seconds + min(elapsed, 2 * LOOK_SECONDS) if self._is_held() else 0.0
+            self._seconds = self._seconds + min(elapsed, 2 * LOOK_SECONDS) if is_stopped(self._pid) else 0.0
         return self._seconds
 
-    def _is_held(self) -> bool:
-        try:
-            return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
-        except (psutil.Error, OSError):  # it has ended, or no file can be opened
-            return False
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except (psutil.Error, OSError):  # it has ended, or no file can be opened
+        return False

@@ -105,7 +105,7 @@ def _why_not_bound(address: str, error: zmq.ZMQError, flag: str) -> str:
     return f"{head}: {reason}"
 
 
-class HandshakeMonitor:
+class ConnectionMonitor:
     """Counts failed handshakes of peers, so that a wrong secret can be reported. Belongs to its socket's thread.
 
     Must be read often: libzmq blocks when a thousand events are unread.
@@ -113,14 +113,19 @@ class HandshakeMonitor:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._events = socket.get_monitor_socket(HANDSHAKE_FAILED)
+        self._events = socket.get_monitor_socket(
+            HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self.connected = False
+        """Whether the socket's only peer was connected at the last call of `num_failed`."""
 
     def num_failed(self) -> int:
         """Handshakes that failed since the last call."""
         count = 0
         while self._events.poll(0):
-            recv_monitor_message(self._events)
-            count += 1
+            event = recv_monitor_message(self._events)["event"]
+            count += bool(event & HANDSHAKE_FAILED)
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return count
 
     def close(self) -> None:

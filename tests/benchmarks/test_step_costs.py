@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from benchmarks.step_costs import blackwell, libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
-from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
 from benchmarks.step_costs.recorder import Line, Recorder, operator_cost
@@ -276,29 +277,67 @@ def test_time_of_a_launch() -> None:
 
 
 def test_a_dependent_launch_has_a_shorter_gap() -> None:
-    plain, early = (H200.microseconds("stream", Cost(), True, early) for early in (False, True))
-    assert plain - early == pytest.approx(H200["graph_node_us"] - H200["dependent_node_us"]) and early > 1
-    assert H200.microseconds("stream", Cost(), False, True) == H200.microseconds("stream", Cost(), False)
-    lines = [Line("", "", "", 1, True, Cost(), tick, {}, early=tick > 1) for tick in (1, 2, 3)]
-    assert time_of(lines, H200) == pytest.approx(plain + 2 * early)
+    """The shorter, the earlier the launch before announced it."""
+    plain, first, late = (
+        H200.microseconds("stream", Cost(), True, announced)
+        for announced in (Announcement.NONE, Announcement.FIRST, Announcement.LATE)
+    )
+    assert plain - first == pytest.approx(H200["graph_node_us"] - H200["dependent_node_us"]) and first > 1
+    assert first < late < plain
+    assert H200.microseconds("stream", Cost(), False, Announcement.FIRST) == H200.microseconds("stream", Cost(), False)
+    gaps = [Announcement.NONE, Announcement.FIRST, Announcement.LATE]
+    lines = [Line("", "", "", 1, True, Cost(), tick, {}, announced) for tick, announced in enumerate(gaps, 1)]
+    assert time_of(lines, H200) == pytest.approx(plain + first + late)
 
 
 def test_a_launch_is_early_behind_one_of_its_stream_that_announces_it() -> None:
     """A kernel that waits for another stream in between, or follows a library, is not."""
     recorder, graph = Recorder({}), object()
+    none, first, late = Announcement.NONE, Announcement.FIRST, Announcement.LATE
 
-    def launch(stream: int, dependent: bool, announces: bool, **others: int) -> bool:
+    def launch(stream: int, dependent: bool, announces: Announcement, **others: int) -> Announcement:
         clock = {int(name.removeprefix("s")): tick for name, tick in others.items()} | {stream: launch.ticks}
         launch.ticks += 1
         given = SimpleNamespace(graph=graph, tick=1, stream=SimpleNamespace(number=stream, clock=clock))
         recorder._add(given, "", Cost(), dependent, announces)
-        return recorder._graphs[id(graph)][-1].early
+        return recorder._graphs[id(graph)][-1].announced
 
     launch.ticks = 1
-    assert not launch(1, True, True)
-    assert launch(1, True, True) and not launch(2, True, True) and launch(1, True, False)
-    assert not launch(1, True, True) and not launch(1, False, False) and not launch(1, True, True)
-    assert not launch(1, True, True, s2=3) and launch(1, True, True, s2=3)
+    assert launch(1, True, first) is none
+    assert launch(1, True, first) is first and launch(2, True, first) is none and launch(1, True, none) is first
+    assert launch(1, True, late) is none and launch(1, False, none) is none and launch(1, True, late) is none
+    assert launch(1, True, first) is late, "after its last wait"
+    assert launch(1, True, first, s2=3) is none and launch(1, True, first, s2=3) is first
+
+
+def test_a_prefetch_uses_idle_memory_and_what_it_delays_is_counted() -> None:
+    """3.9 MB a microsecond; a launch beside it that reads takes up to twice as long."""
+    megabyte, first = 1e6, Announcement.FIRST
+
+    def line(tick: int, read: float, announced: Announcement = Announcement.NONE, **more: Any) -> Line:
+        return Line("", "", "", 1, True, Cost(read=read * megabyte, flops={"bf16": 1}, **more), tick, {}, announced)
+
+    def times(*lines: Line) -> list[float]:
+        return [span.microseconds for span in schedule(lines, H200)]
+
+    gap, early, small = H200["graph_node_us"], H200["dependent_node_us"], H200["kernel_floor_us"]
+    plain = times(line(1, 0), line(2, 39, weights=7))
+    assert plain == pytest.approx([gap + small, gap + 10])
+    found = times(line(1, 0, prefetched={7: 1.95e6}), line(2, 39, weights=7))
+    assert found == pytest.approx([gap + small, gap + 9.5]), "0.5 us of its bytes are there"
+    found = times(line(1, 0, prefetched={7: 39e6}), line(2, 78, weights=7))
+    assert found == pytest.approx([gap + small, gap + 20 - small - gap]), "those of the first launch and of the gap"
+    found = times(line(1, 0, prefetched={7: 39e6}), line(2, 39, weights=7))
+    assert found[1] == pytest.approx(gap + 39 / 4.86), "L2 is not much faster"
+    shared = times(line(1, 0, prefetched={7: 39e6}), line(2, 7.8), line(3, 390, weights=7))
+    assert shared == pytest.approx([gap + small, gap + 4, gap + 100 - small - gap - 2 - gap])
+    others = times(line(1, 0, prefetched={5: 39e6}), line(2, 39, weights=7))
+    assert others[1] == pytest.approx(gap + 20 - small - gap), "of another weight"
+    # its own weights, before it waits: behind a launch that leaves the memory idle, then behind one that does not
+    own = line(2, 39, first, weights=7, requests_own=39e6)
+    assert times(line(1, 0), own)[1] == pytest.approx(early + 10 - small)
+    assert times(line(1, 39), own)[1] == pytest.approx(early + 10 - early)
+    assert times(line(1, 0), replace(own, announced=Announcement.NONE))[1] == pytest.approx(gap + 10)
 
 
 def test_the_data_sheet_has_one_owner() -> None:

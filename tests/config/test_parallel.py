@@ -473,6 +473,11 @@ def test_nodes_with_other_flags_have_other_fingerprints(resolved) -> None:
     assert fingerprint(resolved(tp=4)) == fingerprint(resolved(tp=4, port=1, log_level="debug"))
 
 
+def test_a_flag_that_differs_is_named_once(resolved) -> None:
+    one, other = (fingerprint(resolved(tp=4, context_length=length)) for length in (512, 1024))
+    assert [name for name in one if one[name] != other[name] and "context" in name] == ["limits.context_len"]
+
+
 def test_nodes_with_other_files_have_other_checkpoints(tmp_path: Path) -> None:
     """Copies in other folders are the same; a changed weight, or number of config.json, is not."""
     copies = [tmp_path / name for name in ("a", "b", "c", "d")]

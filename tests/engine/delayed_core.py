@@ -75,6 +75,9 @@ class DelayedCore:
                 return
             self.live[message.rid] = message, group
             self.sent[message.rid] = len(message.generated_ids)
+        elif isinstance(message, messages.AddRequests):
+            for request in message.requests:
+                self._take(request, group)
         elif isinstance(message, messages.AbortRequest):
             self.aborted += message.rids
             self.aborting.update({rid: message.reason for rid in message.rids if rid in self.live})

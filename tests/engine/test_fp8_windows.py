@@ -79,5 +79,6 @@ def test_answers_are_those_of_rounded_rows(
             if item.logprob:
                 found.append((got - wanted[len(item.prompt_ids) - 1 :]).abs())
         errors[rounds] = torch.cat(found)
-    assert errors[True].median() < errors[False].median() / 10
-    assert errors[True].max() < 0.02, errors[True]
+    # a number between two of the format may be rounded to either, and moves its request's log-probabilities a little
+    assert errors[True].quantile(0.75) < errors[False].median() / 100
+    assert errors[True].max() < 0.1, errors[True]

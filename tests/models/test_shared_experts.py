@@ -67,6 +67,16 @@ def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     assert (padded[~live] == 0).all(), "padding reads no expert, including shared experts"
 
 
+def test_what_is_read_for_every_token(folder: Path) -> None:
+    """The slots of the shared experts, if the experts' kernel names their memory."""
+    fused, apart = make_layer(folder), make_layer(folder, fused=False)
+    assert fused.read_first is None and apart.read_first is None
+    fused._read_first = lambda weights, slot: weights.data[slot:]  # type: ignore[assignment]
+    fused.weights = replace(fused.weights, data=torch.arange(fused.weights.num_experts))
+    assert fused._spec.num_shared and fused.read_first is not None
+    assert fused.read_first.tolist() == [*range(fused._spec.num_experts, fused.weights.num_experts)]
+
+
 def test_ranks_that_split_widths_add_up(folder: Path) -> None:
     config = load_model_config(folder)
     x = torch.randn(5, config.hidden_size)

@@ -87,6 +87,8 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 
 
     transformers.utils.logging.disable_progress_bar()
     family, more, vision = _FAMILY[kind]
+    if "hidden_size" in text:
+        vision = vision | {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": text["hidden_size"]}
     path.mkdir(parents=True, exist_ok=True)
     config = getattr(transformers, f"{family}Config")(
         text_config=_TEXT | more | text, vision_config=_VISION | vision, image_token_id=IMAGE, video_token_id=VIDEO,

@@ -135,7 +135,7 @@ def test_requests_without_a_vector():
     fake = FakeClient(pooling=POOLING)
     fake.refuse = {"type": "abort", "message": "Aborted"}
     refused = post(fake, "/encode", {"text": "a"})
-    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "the request was aborted: Aborted")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the request was aborted: Aborted")
     fake = FakeClient(pooling=POOLING)
     fake.vector = lambda request: array("f", [math.nan, 1.0])
     failed = post(fake, "/v1/embeddings", {"input": "a"})

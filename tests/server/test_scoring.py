@@ -44,6 +44,16 @@ def test_score_of_a_classifier():
     assert "label_token_ids" in message(post(classifier(), "/v1/score", body | {"label_token_ids": [5]}))
 
 
+@pytest.mark.parametrize("fake", [FakeClient(), classifier()], ids=["text", "classes"])
+def test_a_score_that_was_aborted(fake: FakeClient):
+    """By an update of weights, for instance: the client may send the request again."""
+    fake.refuse = {"type": "abort", "message": "Aborted by a weight update"}
+    labels = {} if fake.info.pooling else {"label_token_ids": [9]}
+    answer = post(fake, "/v1/score", {"query": "a", "items": ["b"], **labels})
+    found = answer.json()["error"]["message"]
+    assert (answer.status_code, found) == (503, "the request was aborted: Aborted by a weight update")
+
+
 @pytest.mark.parametrize("item_first", [False, True])
 def test_prompts_of_a_score(item_first: bool):
     fake = classifier()

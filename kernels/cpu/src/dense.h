@@ -10,7 +10,7 @@ namespace moe {
 constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the L2 cache
 constexpr int64_t ROW_BLOCK = 96;  // max rows of one task: A's block fits the L2 cache too
 constexpr int64_t GROUP = 4;       // panels processed together
-constexpr int64_t FEW_ROWS = 6;    // up to this many: one pass over the weights, no blocking
+constexpr int64_t FEW_ROWS = 12;   // up to this many: one pass over the weights, no blocking
 
 // A packed matrix: `panels` panels of `steps` steps each, contiguous; with a form, coded panels.
 struct Packed {

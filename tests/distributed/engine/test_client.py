@@ -41,6 +41,8 @@ class FakeCore:
         self._inboxes = [zmq.Context.instance().socket(zmq.PULL) for _ in range(groups)]
         for inbox, address in zip(self._inboxes, self.to_core_addresses):
             inbox.bind(address)
+        self._got: list[list[messages.ToCore]] = [[] for _ in range(groups)]
+        """Received and not yet taken by the test."""
         self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._outbox.connect(f"ipc://{folder}/{name}-from")
 
@@ -70,15 +72,18 @@ class FakeCore:
     # -- used by the test
 
     async def got(self, group: int) -> messages.ToCore:
-        while not self._inboxes[group].poll(0):
-            await asyncio.sleep(0.002)
-        message = messages.decode_to_core(self._inboxes[group].recv())
-        if isinstance(message, AddRequest):
-            self._groups[message.rid] = group
-        return message
+        while not self._got[group]:
+            while not self._inboxes[group].poll(0):
+                await asyncio.sleep(0.002)
+            message = messages.decode_to_core(self._inboxes[group].recv())
+            self._got[group] += message.requests if isinstance(message, messages.AddRequests) else [message]
+        first = self._got[group].pop(0)
+        if isinstance(first, AddRequest):
+            self._groups[first.rid] = group
+        return first
 
     def nothing_for(self, group: int) -> bool:
-        return not self._inboxes[group].poll(20)
+        return not self._got[group] and not self._inboxes[group].poll(20)
 
     def send(self, message: messages.Message) -> None:
         if isinstance(message, messages.GroupsLost):
@@ -140,6 +145,26 @@ async def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path)
         assert await long == [7] * 5 + [8]
         await asyncio.sleep(0)
         assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
+
+
+async def test_requests_of_one_turn_of_the_event_loop_arrive_in_one_message(tmp_path: Path) -> None:
+    """An idle scheduler else begins a step with the first one alone. An abort of one of them follows them."""
+    async with client_of(tmp_path, 1) as (client, (core,)):
+        tasks = [ask(client, f"r{i}") for i in range(5)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        while not core._inboxes[0].poll(0):
+            await asyncio.sleep(0.002)
+        together = messages.decode_to_core(core._inboxes[0].recv())
+        assert isinstance(together, messages.AddRequests)
+        assert [request.rid for request in together.requests] == [f"r{i}" for i in range(5)]
+        aborted = await core.got(0)
+        assert isinstance(aborted, messages.AbortRequest) and aborted.rids == ["r3"]
+        later = ask(client, "later")
+        assert (await core.got(0)).rid == "later"
+        for rid in ("r0", "r1", "r2", "r3", "r4", "later"):
+            core.bring(rid, [7], end=True)
+        assert await asyncio.gather(*tasks[:3], tasks[4], later) == [[7]] * 5
 
 
 async def test_requests_follow_their_prefix(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_node_0_exits_with_the_other_nodes_error(
         for name, value in STEP.items():
             monkeypatch.setenv(name, value)
         assert cli.main(["serve", *flags]) == cli.USAGE_ERROR
+        assert f"Reporting this to node 0 at {flags[-1]}, for up to 60 s" in capfd.readouterr().err
         _, error = node_0.communicate(timeout=PATIENCE)
     finally:
         node_0.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,35 @@ def test_a_full_disk_is_named_with_the_fix(library: Library, tmp_path: Path, mon
     started = pids.read_text().split()
     assert len(started) == 2
     until(lambda: not any(is_running(int(pid)) for pid in started), "processes of the compiler are left")
+
+
+SLOW = """#!/bin/sh
+case "$*" in *--version*) exit 0 ;; esac
+sleep 3600 > /dev/null 2>&1 &
+echo $! $$ >> {pids}
+wait
+"""
+COMPILE = """
+import sys
+from moe_engine.kernels.cpu import library
+from moe_engine.kernels.device import Device
+library.cpu_device = lambda: Device("cpu", "a machine", compiler=sys.argv[1])
+library._built([])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_compiler_outlives_the_process(tmp_path: Path, how: signal.Signals) -> None:
+    compiler, pids = tmp_path / "c++", tmp_path / "pids"
+    compiler.write_text(SLOW.format(pids=pids))
+    compiler.chmod(0o755)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    compiling = subprocess.Popen([sys.executable, "-c", COMPILE, str(compiler)], env=environ)
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2 * (os.cpu_count() or 1))
+    compiling.send_signal(how)
+    compiling.wait()
+    started = [int(pid) for pid in pids.read_text().split()]
+    until(lambda: not any(map(is_running, started)), "processes of the compiler are left")
 
 
 def test_amx_can_be_refused(library: Library) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.step_costs.recorder import LATE
+
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3] / "kernels"
 WAITS_FOR_OTHERS = {
@@ -43,10 +45,13 @@ def test_dependent_kernels_wait_first() -> None:
     declared = {name for name, is_dependent, _ in all_kernels if is_dependent}
     assert len(declared) > 40 and declared >= WAITS_FOR_OTHERS and not declared & BEHIND_ANOTHER_STREAM
     assert {name for name, _, _ in all_kernels} >= BEHIND_ANOTHER_STREAM
+    assert LATE == WAITS_FOR_OTHERS, "step_costs counts their announcement as late"
     for name, is_dependent, body in all_kernels:
         first = "wait_for_inputs(announce=False)" if name in WAITS_FOR_OTHERS else "wait_for_inputs()"
-        assert (first in body[:1]) == is_dependent, name
-        assert not any("wait_for_inputs" in line for line in body[1:]), name
+        statements = [line for line in body if not line.startswith("prefetch_own(")]
+        assert body[-len(statements) :] == statements, f"{name} requests its own weights after the wait"
+        assert (first in statements[:1]) == is_dependent, name
+        assert not any("wait_for_inputs" in line for line in statements[1:]), name
 
 
 def test_the_compiled_code_waits_before_its_first_access(compiling, tmp_path) -> None:

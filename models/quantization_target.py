@@ -1,0 +1,105 @@
+"""The matrices that a quantized copy of a checkpoint has in 8 or 4 bits.
+
+Other engines join some projections of a layer to one matrix, and all experts of a layer to two tensors; each is
+quantized as a whole or not at all, so that they load a copy. FP8 has whole blocks of 128 x 128 only: transformers
+divides a matrix into equal parts instead of blocks, and vLLM refuses most matrices with other blocks at the edges.
+Sources: transformers, integrations/finegrained_fp8; vLLM, layers/quantization (fp8, compressed_tensors).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.quantization.codes import GroupCodes
+from moe_engine.kernels.quantization.protocol import BLOCK
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.fused_experts import GROUP
+from moe_engine.models.tensors import Kind, TensorSpec, model_tensors
+
+_KEPT = (".eh_proj.weight",)
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+"""Projections that other engines join to one matrix."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """
+    Attributes:
+        format: `fp8`, `int8`, `int4`, or `mxfp4`, of experts only.
+        group: columns with a common scale; int4 only.
+    """
+
+    format: str
+    group: int = 128
+
+    @property
+    def codes(self) -> GroupCodes | None:
+        """Of integers; None: another format."""
+        if self.format == "int8":
+            return GroupCodes(8, 0, scales="bfloat16")
+        return GroupCodes(4, self.group) if self.format == "int4" else None
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a projection of the decoder layers can be quantized."""
+        if self.format == "mxfp4":
+            return ".experts." in name and shape[1] % GROUP == 0
+        if self.codes is None:
+            return all(size % BLOCK == 0 for size in shape)
+        return ".kv_b_proj." not in name and self.codes.takes(shape[1])
+
+    @property
+    def needs(self) -> str:
+        """What a projection that is left out does not have."""
+        if self.codes is None and self.format == "fp8":
+            return f"whole blocks of {BLOCK} x {BLOCK}"
+        return f"whole groups of {self.group if self.codes else GROUP} columns"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """
+    Attributes:
+        quantized: names of the tensors that are quantized, in the model; those of single experts too.
+        left_out: names of the projections that cannot be quantized, without the numbers of layers.
+    """
+
+    quantized: frozenset[str]
+    left_out: tuple[str, ...]
+
+
+def select(config: ModelConfig, target: Target) -> Selection:
+    """Raises ConfigError: nothing can be quantized."""
+    specs = [
+        spec
+        for spec in model_tensors(config, include_mtp=config.num_nextn_predict_layers > 0)
+        if spec.kind is Kind.LINEAR and spec.name.startswith("model.layers.") and not spec.name.endswith(_KEPT)
+    ]
+    refused = {spec.name for spec in specs if not target.takes(spec.name, spec.shape)}
+    taken = [spec for spec in specs if not refused.intersection(_joined(spec))]
+    if not taken:
+        other = {"int4": "a smaller --group-size", "fp8": "--format int8"}.get(target.format, "another format")
+        raise ConfigError(f"no projection has {target.needs}; use {other}")
+    wanted = {spec.name for spec in specs if ".kv_b_proj." not in spec.name or target.codes is None}
+    if target.format == "mxfp4":
+        wanted = {name for name in wanted if ".experts." in name}
+    without = sorted(wanted - {spec.name for spec in taken})
+    short = dict.fromkeys(re.sub(r"^model\.layers\.\d+\.|\.weight$", "", name) for name in without)
+    return Selection(frozenset(name for spec in taken for name in spec.names()), tuple(short))
+
+
+def _joined(spec: TensorSpec) -> list[str]:
+    """Names of the projections that other engines join with one, itself included."""
+    block, projection = spec.name.removesuffix(".weight").rsplit(".", 1)
+    if block.endswith(".experts.*"):
+        every: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    else:
+        every = next((group for group in _JOINED if projection in group), (projection,))
+    return [f"{block}.{name}.weight" for name in every]
