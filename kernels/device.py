@@ -18,6 +18,11 @@ class Device:
     cpu_flags: frozenset[str] = frozenset()
     compiler: str | None = None
 
+    @property
+    def no_cuda(self) -> str | None:
+        """The refusal reason of rows for CUDA devices; None on one."""
+        return None if self.kind == "cuda" else f"needs a CUDA device, this one is {self.kind}"
+
 
 @dataclass(frozen=True)
 class HeadWidths:

@@ -212,7 +212,9 @@ def gather(a: Any, s: Setting) -> Cost:
 @cost_of("block_gemm_kernel")
 def block_gemm(a: Any, s: Setting) -> Cost:
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
-    return Cost(size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K, size(a.out), flops)
+    read = size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K
+    own = memory_of(matrix_of(a.weight))
+    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0)
 
 
 @cost_of("four_bits_gemm_kernel")

@@ -17,8 +17,8 @@ from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
 
-MAX_FEW_ELEMENTS = 1 << 24
-"""Elements of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
+MAX_FEW_BYTES = 1 << 25
+"""Of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
 
 
 class CublasLinear(TorchLinear):
@@ -45,5 +45,9 @@ class CublasLinear(TorchLinear):
 
 def _is_few(x: Tensor, weight: Tensor) -> bool:
     """Whether the product is a dependent launch."""
-    small = 0 < len(x) <= FEW_ROWS and weight.numel() <= MAX_FEW_ELEMENTS
-    return small and weight.dtype == x.dtype and x.element_size() == 2 and starts_early(x.device.type)
+    return is_few(len(x), weight) and weight.dtype == x.dtype and x.element_size() == 2
+
+
+def is_few(count: int, weight: Tensor) -> bool:
+    """Whether a gap is worth more than a library's tiles, for `count` rows."""
+    return 0 < count <= FEW_ROWS and weight.nbytes <= MAX_FEW_BYTES and starts_early(weight.device.type)

@@ -1,5 +1,8 @@
 """Linear layers whose weights stay in block FP8, by DeepGEMM; bf16 weights and MLA's absorbed ones by torch (cuBLAS).
 
+On Hopper small products of few rows run in Triton, as in `CublasLinear`: DeepGEMM's kernels start early, but announce
+nothing.
+
 Legend: T tokens, K in-features, N out-features.
 """
 
@@ -13,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.cublas import CublasLinear
+from moe_engine.kernels.linear.cublas import CublasLinear, is_few
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Operand
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -23,6 +27,7 @@ from moe_engine.kernels.quantization.protocol import (
     BlockFP8,
     BlockWeight,
     QuantizedActivation,
+    QuantizedRows,
     unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
@@ -99,7 +104,12 @@ class DeepGemmLinear(CublasLinear):
 
     def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
         """The product of `count` tokens with an FP8 weight: [T, N]."""
-        data, _ = weight.data.operand
+        data, scales = weight.data.operand
+        if not self._gemm.exponents and is_few(count, data):
+            from moe_engine.kernels.linear.triton_block_gemm import block_gemm
+
+            blocks = BlockWeight(data, scales, weight.data.power_of_two)
+            return block_gemm(QuantizedRows(*rows()), blocks, torch.bfloat16, weight.bias, FEW_BLOCK_FP8)
         out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=data.device)
         if count:
             self._gemm.dense(rows(), weight.data.operand, out)

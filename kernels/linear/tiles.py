@@ -100,6 +100,10 @@ is not split, and the smallest tile that fills tensor cores leaves few SMs idle 
 FIXED_FOUR_BITS = Tiles(64, 128, 8, 4, swap_ab=True, group=8)
 
 
+FEW_BLOCK_FP8 = Tiles(16, 16, 4, 8)
+"""Up to `FEW_ROWS` rows: a program for each 16 rows of a weight, so that K needs no split and no sum of parts."""
+
+
 @dataclass(frozen=True)
 class PlainTiles:
     """Tiling of a product with unquantized weights, for any number of rows."""

@@ -18,11 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_engine.kernels.linear.products import add_product, empty_tile, grouped_order, load_step, weight_tile
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, LinearShape
-from moe_engine.kernels.linear.tiles import Tiles, block_fp8_tiles
-from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, QuantizedRows
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_ROWS, Tiles, block_fp8_tiles
+from moe_engine.kernels.quantization.protocol import BLOCK, FP8, BlockWeight, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
+from moe_engine.kernels.triton.prefetch import UNIT, can_request, prefetch_own
 
 _SUM_TILE = 1024  # elements per program when summing a split product
 
@@ -32,11 +33,14 @@ def block_gemm_kernel(
     x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
 
-    With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles.
+    With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles. AHEAD: as in
+    `fixed_gemm_kernel`.
     """
+    prefetch_own(weight, tl.program_id(0) * AHEAD, AHEAD, N * K)
     wait_for_inputs()
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -116,7 +120,7 @@ def block_gemm(
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
         x, rows.scales, matrix, weight.scales, None if split else bias, target, m, rows.scale_stride,
-        **_constants(n, k, tiles, tma, bias is not None and not split), num_warps=tiles.num_warps,
+        **_constants(n, k, tiles, tma, bias is not None and not split, weight.data), num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
@@ -137,16 +141,18 @@ def fits_tma(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
-def _constants(n: int, k: int, tiles: Tiles, tma: bool, has_bias: bool) -> dict[str, Any]:
+def _constants(n: int, k: int, tiles: Tiles, tma: bool, has_bias: bool, weight: Tensor) -> dict[str, Any]:
+    requests = tiles == FEW_BLOCK_FP8 and k % UNIT == 0 and can_request(weight)
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
         "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
+        "AHEAD": tiles.block_n * k if requests else 0,
     }  # fmt: skip
 
 
-def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
+def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None) -> list[AotCase]:
     """The kernels launched by one product, without a bias."""
-    tiles, n, k = block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
+    tiles, n, k = tiles or block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
     result = element(torch.float32 if tiles.split > 1 else dtype)
     signature = {
         "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "*fp8e4nv", "weight_scales": "*fp32", "out": f"*{result}",
@@ -155,7 +161,8 @@ def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[Ao
     if tiles.tma:
         signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
-    constants = _constants(n, k, tiles, tiles.tma, False) | {"bias": None}
+    weight = torch.empty(n, k, dtype=FP8, device="meta")
+    constants = _constants(n, k, tiles, tiles.tma, False, weight) | {"bias": None}
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
     return [*cases, sum_parts_case(n, tiles.split, dtype)] if tiles.split > 1 else cases
@@ -174,4 +181,6 @@ def aot_cases() -> list[AotCase]:
     for rows in (16, 32, 64, 256, 4096):
         for shape in DEEPSEEK_V3.at(rows):
             found |= {case.name: case for case in cases_of(shape)}
+    for shape in DEEPSEEK_V3.at(FEW_ROWS):
+        found |= {case.name: case for case in cases_of(shape, tiles=FEW_BLOCK_FP8)}
     return list(found.values())

@@ -24,8 +24,8 @@ def installed() -> bool:
 
 def why_not(device: Device, dtype: str) -> str | None:
     """The reason Triton rows are unavailable, or None."""
-    if device.kind != "cuda":
-        return f"needs a CUDA device, this one is {device.kind}"
+    if device.no_cuda is not None:
+        return device.no_cuda
     if not installed():
         return "needs triton, which is not installed (pip install triton)"
     if device.capability is not None and device.capability < OLDEST:

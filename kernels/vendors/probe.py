@@ -41,8 +41,8 @@ class Library:
 
     def why_not(self, device: Device, need: Need) -> str | None:
         """The refusal reason, or None."""
-        if device.kind != "cuda":
-            return f"{self.name} needs a CUDA device, this one is {device.kind}"
+        if device.no_cuda is not None:
+            return f"{self.name} {device.no_cuda}"
         major = device.capability[0] if device.capability else 0
         if major not in self.majors:
             known = ", ".join(f"sm_{major}0" for major in self.majors)

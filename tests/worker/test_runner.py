@@ -203,10 +203,11 @@ def test_auto_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_refused_rows_are_logged_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A machine without a compiler uses torch rows, with one log line."""
+    """A machine without a compiler uses torch rows, with one log line. Rows for GPUs are not named on a CPU."""
     _use(monkeypatch)
     rows = tables.FAMILIES["ops"]  # shared by all families
     rows[1] = dataclasses.replace(rows[1], why_not=lambda device, need: "needs a compiler")
+    rows.append(Row("gpu", f"{__name__}:Broken", 20, lambda device, need: f"the library {device.no_cuda}"))
     kernel_choice.build_backends(plan_kernels(Device("cpu", "test"), Need("float32"), {"ops": "torch"}))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "linear, experts, attention, sampling: using torch kernels, because cpu needs a compiler"

@@ -30,10 +30,10 @@ def build_backends(plan: KernelPlan) -> Backends:
     Raises:
         ConfigError: a named backend fails to load, or no other row can replace a failed one.
     """
-    _log_reasons(choice for choice in plan.choices if _is_fallback(plan, choice))
+    _log_reasons((choice for choice in plan.choices if _is_fallback(plan, choice)), plan.device.no_cuda)
     built = [_build(choice, plan) for choice in plan.choices]
     choices = tuple(choice for _, choice in built)
-    _log_reasons(choices, FAILED)
+    _log_reasons(choices, None, FAILED)
     ops, linear, experts, attention, sampling, *_ = (kernel for kernel, _ in built)
     more = {choice.family: kernel for kernel, choice in built[len(FAMILIES) :]}
     return Backends(ops, linear, experts, attention, sampling, choices, **more)
@@ -45,12 +45,13 @@ def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:
     return choice.row.name == FALLBACK and plan.asked.get(choice.family, "auto") == "auto"
 
 
-def _log_reasons(choices: Iterable[Choice], beginning: str = "") -> None:
-    """Logs one line per reason against better rows, with all families that it concerns."""
+def _log_reasons(choices: Iterable[Choice], no_cuda: str | None, beginning: str = "") -> None:
+    """Logs one line per reason against better rows, with all families that it concerns. `no_cuda`: the reason against
+    rows for another kind of device, which is no news."""
     families: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         for name, why in choice.refused.items():
-            if why.startswith(beginning):
+            if why.startswith(beginning) and not (no_cuda and why.endswith(no_cuda)):
                 families.setdefault((choice.row.name, f"{name} {why}"), []).append(choice.family)
     for (row, reason), found in families.items():
         logger.warning("%s: using %s kernels, because %s", ", ".join(found), row, reason)

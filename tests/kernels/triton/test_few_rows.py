@@ -10,10 +10,14 @@ import torch
 from moe_engine.kernels import device
 from moe_engine.kernels.linear import cublas
 from moe_engine.kernels.linear.cublas import CublasLinear
+from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
-from tests.kernels.cpu.formulas import close, normal
+from moe_engine.kernels.quantization import reference
+from tests.kernels.cpu.formulas import block_product, close, normal
+from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
 
 BF16 = torch.bfloat16
 
@@ -57,7 +61,7 @@ def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) 
         (FEW_ROWS, 64, torch.float16, "meta", True),
         (0, 64, BF16, "meta", False),
         (FEW_ROWS + 1, 64, BF16, "meta", False),
-        (1, cublas.MAX_FEW_ELEMENTS // 64 + 1, BF16, "meta", False),
+        (1, cublas.MAX_FEW_BYTES // 128 + 1, BF16, "meta", False),
         (1, 64, torch.float32, "meta", False),
         (1, 64, BF16, "cpu", False),
     ],
@@ -65,6 +69,27 @@ def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) 
 def test_conditions(rows, n, dtype, kind, expected) -> None:
     x, weight = (torch.empty(*shape, dtype=dtype, device=kind) for shape in ((rows, 64), (n, 64)))
     assert cublas._is_few(x, weight) == expected
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_in_fp8_are_dependent_launches(arch: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, few rows of a small weight; on Blackwell, whose scales are packed, all are the library's."""
+    monkeypatch.setattr(cublas, "starts_early", lambda kind: True)
+    gemm, calls = DeepGemm(DeepGemmEmulator(arch).module, (arch, 0), reference), []
+    library = gemm.dense
+    monkeypatch.setattr(gemm, "dense", lambda a, b, out: calls.append(len(out)) or library(a, b, out))
+    kernel = DeepGemmLinear(gemm)
+    n, k = random.randint(1, 4) * 64, random.randint(1, 4) * 128
+    weight = reference.quantize_weight(normal(n, k, dtype=torch.float32, scale=k**-0.5), arch == 10)
+    bias = normal(n, dtype=BF16) if biased else None
+    prepared = kernel.prepare_blocks(weight, bias)
+    counts = [random.randint(1, FEW_ROWS), FEW_ROWS, FEW_ROWS + 1]
+    for rows in counts:
+        x = normal(rows, k, dtype=BF16)
+        want = block_product(reference.quantize_rows(x, arch == 10), weight)
+        close(kernel.run(x, prepared), want + (0 if bias is None else bias.double()), scale=2)
+    assert calls == (counts if arch == 10 else counts[2:])
 
 
 @pytest.mark.parametrize(("capability", "early"), [((8, 0), False), ((9, 0), True), ((10, 0), True), (None, False)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, named_shapes
-from moe_engine.kernels.linear.tiles import BLOCK_FP8, NUM_SMS, block_fp8_tiles
+from moe_engine.kernels.linear.tiles import BLOCK_FP8, FEW_BLOCK_FP8, FEW_ROWS, NUM_SMS, block_fp8_tiles
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
@@ -55,6 +57,14 @@ def test_block_gemm(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     rows, weight = operands(m, n, k)
     bias = torch.randn(n).to(dtype) if m % 2 else None
     check(block_gemm(rows, weight, dtype, bias), rows, weight, bias)
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_tiles_of_few_rows(trial: int) -> None:
+    m, n, k = random.randint(1, FEW_ROWS), random.randint(1, 300), 16 * random.randint(1, 60)
+    rows, weight = operands(m, n, k)
+    bias = torch.randn(n) if trial else None
+    check(block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8), rows, weight, bias)
 
 
 def test_products_are_split_where_tiles_are_few() -> None:

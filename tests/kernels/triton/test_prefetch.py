@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_engine.kernels.linear import triton_fixed_gemm
-from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, FIXED_PLAIN
+from moe_engine.kernels.linear import triton_block_gemm, triton_fixed_gemm
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_PLAIN, FEW_ROWS, FIXED_PLAIN
 from moe_engine.kernels.ops import triton_norm_route
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.ops.triton_router import V2_LITE
+from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED
 from moe_engine.kernels.triton import prefetch
 from tests.kernels.cpu.formulas import normal
@@ -43,6 +44,21 @@ def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def requests(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[tuple[int, int]]:
+    """Addresses that a module's product requests from here on, as on a GPU that has the instruction."""
+    asked: list[tuple[int, int]] = []
+
+    def request(start: Any, begin: Any, num_bytes: Any, of: Any) -> None:
+        count, limit = (int(getattr(value, "value", value)) for value in (num_bytes, of))
+        if count:
+            first, place = int(start.handle.data.item()), int(begin.handle.data.item())
+            asked.append((first + place, first + min(place + count, limit)))
+
+    monkeypatch.setattr(module, "prefetch_own", request)
+    monkeypatch.setattr(prefetch, "starts_early", lambda kind: True)
+    return asked
+
+
 @pytest.mark.parametrize("trial", range(8))
 def test_shares_are_whole_lines_of_all_bytes(trial: int) -> None:
     size = 2 ** random.randint(0, 8)
@@ -59,23 +75,24 @@ def test_a_product_of_few_rows_requests_its_weight_once(heads: int, monkeypatch:
     """Also with an incomplete last tile; a product of more rows, whose programs share tiles, requests nothing."""
     rows, n, k = random.randint(1, FEW_ROWS), random.randint(1, 90), 8 * random.randint(1, 60)
     shape = (n, k) if heads == 1 else (heads, n, k)
-    weight, asked = normal(*shape, dtype=BF16), []
-
-    def request(start: Any, begin: Any, num_bytes: Any, of: Any) -> None:
-        count, limit = (int(getattr(value, "value", value)) for value in (num_bytes, of))
-        if count:
-            first = int(start.handle.data.item()) - weight.data_ptr()
-            place = int(begin.handle.data.item())
-            asked.append((first + place, first + min(place + count, limit)))
-
-    monkeypatch.setattr(triton_fixed_gemm, "prefetch_own", request)
-    monkeypatch.setattr(prefetch, "starts_early", lambda kind: True)
+    weight, asked = normal(*shape, dtype=BF16), requests(monkeypatch, triton_fixed_gemm)
     x = normal(rows, *shape[:-2], k, dtype=BF16)
     plain = triton_fixed_gemm.fixed_gemm(x, weight, tiles=FIXED_PLAIN)
     assert not asked
     few = triton_fixed_gemm.fixed_gemm(x, weight, tiles=FEW_PLAIN)
-    assert joined(asked) == [(0, weight.nbytes)]
+    assert joined(asked) == [(weight.data_ptr(), weight.data_ptr() + weight.nbytes)]
     torch.testing.assert_close(few, plain, atol=0.5, rtol=0.05)
+
+
+def test_a_product_in_fp8_requests_its_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above."""
+    rows, n, k = random.randint(1, FEW_ROWS), random.randint(1, 90), 16 * random.randint(1, 40)
+    weight = reference.quantize_weight(normal(n, k, dtype=torch.float32))
+    x, asked = reference.quantize_rows(normal(rows, k, dtype=torch.float32)), requests(monkeypatch, triton_block_gemm)
+    triton_block_gemm.block_gemm(x, weight, BF16)
+    assert not asked
+    triton_block_gemm.block_gemm(x, weight, BF16, tiles=FEW_BLOCK_FP8)
+    assert joined(asked) == [(weight.data.data_ptr(), weight.data.data_ptr() + n * k)]
 
 
 def test_the_router_requests_the_given_weight(monkeypatch: pytest.MonkeyPatch) -> None:
