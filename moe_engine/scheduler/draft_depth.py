@@ -1,9 +1,10 @@
 """Adaptive draft depth: chooses the number of draft tokens of each step by the expected tokens a second.
 
 Two estimates are learned while serving. The acceptance rate of each draft position gives the expected tokens of a
-request in a step of depth d, 1 + a1 + a1 a2 + ..., less the share of steps in vain behind ended requests; `step_cost_model` gives the cost of such a step. Both extrapolate to
-depths that were never tried: the best estimate is used, but at most twice the depth tried so far. Periodically a step
-uses the second-best depth, to keep its cost estimate current.
+request in a step of depth d, 1 + a1 + a1 a2 + ..., less the share of steps in vain behind ended requests;
+`step_cost_model` gives the cost of such a step. Both extrapolate to depths that were never tried: the best estimate is
+used, but at most twice the depth tried so far. Periodically a step uses the second-best depth, to keep its cost
+estimate current.
 
 If no depth beats a plain step, drafting is disabled: the drafter runs no draft extend and costs nothing. Drafting is
 enabled again after a backoff (doubled after each failed attempt), or when fewer requests run than when it was disabled;
