@@ -85,8 +85,8 @@ def select(config: ModelConfig, target: Target) -> Selection:
     refused = {spec.name for spec in specs if not target.takes(spec.name, spec.shape)}
     taken = [spec for spec in specs if not refused.intersection(_joined(spec))]
     if not taken:
-        smaller = "; use a smaller --group-size" if target.format == "int4" else ""
-        raise ConfigError(f"no projection has {target.needs}{smaller}")
+        other = {"int4": "a smaller --group-size", "fp8": "--format int8"}.get(target.format, "another format")
+        raise ConfigError(f"no projection has {target.needs}; use {other}")
     wanted = {spec.name for spec in specs if ".kv_b_proj." not in spec.name or target.codes is None}
     if target.format == "mxfp4":
         wanted = {name for name in wanted if ".experts." in name}

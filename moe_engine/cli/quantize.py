@@ -38,7 +38,10 @@ def main(argv: Sequence[str], prog: str) -> int:
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     print(f"{output}: {size / 2**20:.1f} MiB, {size / max(total, 1):.1%} of {source}")
     if left_out:
-        print(f"not quantized, without {target.needs} or joined with such by other engines: {', '.join(left_out)}")
+        hint = "; a smaller --group-size takes more" if own.format == "int4" else ""
+        print(
+            f"not quantized, without {target.needs} or joined with such by other engines{hint}: {', '.join(left_out)}"
+        )
     if text is not None:
         before, after = perplexity(source, text), perplexity(output, text)
         print(f"perplexity of {own.text}: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")

@@ -120,6 +120,8 @@ def test_sources_that_cannot_be_quantized(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "in", seed=3, hidden_size=48, intermediate_size=80)
     with pytest.raises(ConfigError, match="no projection has whole groups of 128 columns; use a smaller --group-size"):
         quantize_checkpoint(source, tmp_path / "out", Target("int4"), quiet)
+    with pytest.raises(ConfigError, match="no projection has whole blocks of 128 x 128; use --format int8"):
+        quantize_checkpoint(source, tmp_path / "out", Target("fp8"), quiet)
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     for change, message in (
