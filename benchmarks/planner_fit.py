@@ -7,7 +7,9 @@
 
 An evaluation is printed, and written with --json FILE only.
 
-Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss.
+A mixed model in logarithms with a robust loss, by Levenberg-Marquardt: the constants of an engine, with a prior on
+each, and factors of models, GPUs and forms around 1. Without the factors a slow model would look like slow hardware or
+a slow host.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import datetime
 import math
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from moe_engine.tuning.planner.steady import Load, steady_state
 
 PRIOR = {
     "hbm": (0.7, 0.2), "experts_hbm": (0.6, 0.3), "flops": (0.5, 0.3), "attention_hbm": (0.6, 0.3),
-    "kernel_us": (2.3, 0.7), "prefill_kernel_us": (3.6, 0.8), "step_us": (500, 1.0), "row_us": (5, 1.0),
+    "kernel_us": (2.3, 0.7), "prefill_kernel_us": (3.6, 0.8), "step_us": (500, 0.5), "row_us": (5, 1.0),
     "message": (1.5, 0.5), "token_ns": (3, 0.7), "prompt_weight": (1, 0.4), "queue": (0.3, 1.0),
     "request_ms": (15, 0.8),
 }  # fmt: skip
@@ -46,8 +48,8 @@ SPREAD = 0.15
 """Relative error beyond which a point counts linearly."""
 
 TTFT_WEIGHT = 0.25
-SHRINK = (4.0, 3.0, 2.0)
-"""Number of points at which a deviation is shrunk by half, coarse to fine."""
+DEVIATION = 0.15
+"""Standard deviation of the logarithm of a factor of each level of `deviation_keys`."""
 
 Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTFT
 
@@ -82,7 +84,8 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
 
 def fit(points: Sequence[Point], engine: str) -> Efficiency:
     """Constants, then deviations of models, GPUs and forms from them."""
-    x = _minimize(lambda x: residuals(points, share_of(engine, x)))
+    members = np.stack(list(_members(points).values()))
+    x = _minimize(lambda x: residuals(points, share_of(engine, x)), members)
     share = share_of(engine, x)
     tpot = _deviations(points, residuals(points, share)[:, 0])
     share = _with(share, tpot, {})
@@ -93,34 +96,55 @@ def _with(share: Efficiency, tpot: dict[str, float], ttft: dict[str, float]) -> 
     return Efficiency(**{**vars(share), "deviations": tpot, "prompt_deviations": ttft})
 
 
+def _members(points: Sequence[Point]) -> dict[str, np.ndarray]:
+    """The points of each key: 1 for a point that has it, else 0."""
+    keys = [keys_of(point) for point in points]
+    return {
+        key: np.array([float(key in own) for own in keys]) for key in dict.fromkeys(key for own in keys for key in own)
+    }
+
+
 def _deviations(points: Sequence[Point], errors: np.ndarray) -> dict[str, float]:
-    """Factors by key, each from the residuals of the coarser ones: the median, shrunk by the number of points."""
-    left, found = errors.copy(), {}
-    for level, shrink in enumerate(SHRINK):
-        members = defaultdict(list)
-        for i, point in enumerate(points):
-            members[keys_of(point)[level]].append(i)
-        for key, chosen in members.items():
-            settings = len({points[i].setting for i in chosen})  # repeated runs of a setting count once
-            factor = -float(np.median(left[chosen])) * settings / (settings + shrink)
-            left[chosen] += factor
-            if abs(factor) > 0.005:
-                found[key] = round(math.exp(factor), 4)
-    return found
+    """The most probable factor of each key for residuals of one kind (iteratively reweighted least squares). Repeated
+    runs of a setting count once."""
+    members = _members(points)
+    design, runs = np.stack(list(members.values())), Counter(point.setting for point in points)
+    once = np.array([1 / runs[point.setting] for point in points])
+    prior = np.eye(len(members)) * (SPREAD / DEVIATION) ** 2 * 2
+    found = np.zeros(len(members))
+    for _ in range(50):
+        weights = once / np.sqrt(1 + ((errors + found @ design) / SPREAD) ** 2)
+        before, found = found, -np.linalg.solve((design * weights) @ design.T + prior, (design * weights) @ errors)
+        if np.abs(found - before).max() < 1e-4:
+            break
+    return {key: round(math.exp(value), 4) for key, value in zip(members, found) if abs(value) > 0.005}
 
 
-def _minimize(errors: Callable[[np.ndarray], Residuals], rounds: int = 15) -> np.ndarray:
-    x, damping = np.zeros(len(PRIOR)), 1.0
-    prior = 2 * SPREAD**2 / np.array([sd for _, sd in PRIOR.values()]) ** 2
+def _minimize(errors: Callable[[np.ndarray], Residuals], members: np.ndarray, rounds: int = 15) -> np.ndarray:
+    """Constants with the least loss, beside the best factors of TPOT and TTFT.
+
+    Args:
+        members: [keys, points], of `_members`.
+    """
+    kinds = np.eye(2)[:, None, None, :] * members[:, :, None]  # [kind, keys, points, kind]
+    factors = kinds.reshape(-1, members.shape[1], 2)
+    count, damping = len(PRIOR), 1.0
+    x = np.zeros(count + len(factors))
+    spreads = np.array([sd for _, sd in PRIOR.values()] + [DEVIATION] * len(factors))
+    prior = 2 * SPREAD**2 / spreads**2
     scale = np.array([1.0, TTFT_WEIGHT])
 
-    def loss(r: Residuals, x: np.ndarray) -> float:
-        return float((2 * SPREAD**2 * (np.sqrt(1 + (r / SPREAD) ** 2) - 1) * scale).sum() + (prior * x * x).sum())
+    def parts(x: np.ndarray) -> tuple[Residuals, Residuals, float]:
+        """Residuals of the constants alone, with the factors, and the loss."""
+        alone = errors(x[:count])
+        r = alone + np.tensordot(x[count:], factors, 1)
+        robust = 2 * SPREAD**2 * (np.sqrt(1 + (r / SPREAD) ** 2) - 1)
+        return alone, r, float((robust * scale).sum() + (prior * x * x).sum())
 
-    found = errors(x)
-    best = loss(found, x)
+    alone, found, best = parts(x)
     for _ in range(rounds):
-        slopes = np.array([((errors(x + 0.02 * row) - found) / 0.02).ravel() for row in np.eye(len(x))])
+        constants = [((errors(x[:count] + 0.02 * row) - alone) / 0.02) for row in np.eye(count)]
+        slopes = np.concatenate([constants, factors]).reshape(len(x), -1)
         weights = (scale / np.sqrt(1 + (found / SPREAD) ** 2)).ravel()
         normal = (slopes * weights) @ slopes.T + np.diag(prior)
         gradient = (slopes * weights) @ found.ravel() + prior * x
@@ -128,14 +152,14 @@ def _minimize(errors: Callable[[np.ndarray], Residuals], rounds: int = 15) -> np
         for _ in range(5):
             step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
             trial = x + np.clip(step, -0.7, 0.7)
-            tried = errors(trial)
-            if (value := loss(tried, trial)) < best:
-                x, found, best, damping = trial, tried, value, max(damping / 4, 1e-3)
+            tried = parts(trial)
+            if tried[2] < best:
+                x, (alone, found, best), damping = trial, tried, max(damping / 4, 1e-3)
                 break
             damping *= 4
         if before - best < 1e-4 * before:
-            return x
-    return x
+            break
+    return x[:count]
 
 
 def summary(name: str, errors: Residuals) -> str:

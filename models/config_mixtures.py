@@ -62,9 +62,7 @@ def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         limit=fields.number("swiglu_limit", 7.0, above=0),
     )
     check_moe(fields, moe)
-    layers = fields.integer("num_hidden_layers")
-    kinds = ["sliding_attention", "full_attention"] * layers
-    raw = {"layer_types": kinds[:layers], "attention_bias": True, "use_sliding_window": True} | dict(fields.raw)
+    raw = {"attention_bias": True, "use_sliding_window": True} | dict(gpt_oss_fields(fields).raw)
     quantization = fields.section("quantization_config")
     method = "" if quantization is None else quantization.text("quant_method")
     if method == MXFP4:
@@ -75,10 +73,17 @@ def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
             f"{method!r} is not served for gpt-oss; use its MXFP4 or bfloat16 checkpoint, or a GGUF file",
         )
     read = Fields(raw, fields.source)
-    config = parse_gqa(read, generation, moe, (True,) * layers, sinks=True)
+    layers = (True,) * fields.integer("num_hidden_layers")
+    config = parse_gqa(read, generation, moe, layers, sinks=True)
     if method == GGUF:
         return config
     return replace(config, weight_format=FusedExpertsFormat(moe.num_experts, method), raw=fields.raw)
+
+
+def gpt_oss_fields(fields: Fields) -> Fields:
+    """The fields with the default of transformers for `layer_types`."""
+    kinds = ["sliding_attention", "full_attention"] * (layers := fields.integer("num_hidden_layers"))
+    return Fields({"layer_types": kinds[:layers], **fields.raw}, fields.source)
 
 
 def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

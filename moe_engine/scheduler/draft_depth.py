@@ -1,9 +1,10 @@
 """Adaptive draft depth: chooses the number of draft tokens of each step by the expected tokens a second.
 
 Two estimates are learned while serving. The acceptance rate of each draft position gives the expected tokens of a
-request in a step of depth d, 1 + a1 + a1 a2 + ...; `step_cost_model` gives the cost of such a step. Both extrapolate to
-depths that were never tried: the best estimate is used, but at most twice the depth tried so far. Periodically a step
-uses the second-best depth, to keep its cost estimate current.
+request in a step of depth d, 1 + a1 + a1 a2 + ..., less the share of steps in vain behind ended requests;
+`step_cost_model` gives the cost of such a step. Both extrapolate to depths that were never tried: the best estimate is
+used, but at most twice the depth tried so far. Periodically a step uses the second-best depth, to keep its cost
+estimate current.
 
 If no depth beats a plain step, drafting is disabled: the drafter runs no draft extend and costs nothing. Drafting is
 enabled again after a backoff (doubled after each failed attempt), or when fewer requests run than when it was disabled;
@@ -22,6 +23,8 @@ DraftOutcome = tuple[int, int, int]
 """Drafts of one request in a step: verified (without those behind its end), accepted, and used, which is the number of
 tokens that the request got beyond that of a plain step. The last step of an answer may accept a draft that it does not
 use: a plain step has one token too."""
+IN_VAIN: DraftOutcome = (0, 0, -1)
+"""Of a request that had ended when the step was computed, which was planned before."""
 
 
 class DepthPolicy(Protocol):
@@ -96,6 +99,7 @@ class Acceptance:
     def __init__(self, max_depth: int) -> None:
         self._hits = [0.0] * max_depth
         self._tries = [0.0] * max_depth
+        self._tokens = self._in_vain = 0.0
         self.num_seen = 0
 
     def add(self, outcomes: list[DraftOutcome]) -> None:
@@ -111,10 +115,18 @@ class Acceptance:
             if tries:
                 self._tries[i] = self._tries[i] * _DECAY + tries
                 self._hits[i] = self._hits[i] * _DECAY + right[i]
+        self._tokens = self._tokens * _DECAY + sum([used + 1 for _, _, used in outcomes])
+        self._in_vain = self._in_vain * _DECAY + outcomes.count(IN_VAIN)
         self.num_seen += len(outcomes)
 
     def expected(self, depth: int) -> float:
-        """Expected tokens of a request in a step of this depth, the target model's own included."""
+        """Expected tokens of a request in a step of this depth, in those of a plain step. The step in vain at the end
+        of an answer counts: it is one of few steps if they have drafts."""
+        tokens, ends = self._accepted(depth), self._in_vain / max(self._tokens, 1.0)
+        return tokens * (1.0 + ends) / (1.0 + ends * tokens)
+
+    def _accepted(self, depth: int) -> float:
+        """Expected tokens of a running request, the target model's own included."""
         tokens, chance, rate = 1.0, 1.0, _PRIOR
         for hits, tries in zip(self._hits[:depth], self._tries):
             rate = (hits + _PRIOR_TRIES * rate) / (tries + _PRIOR_TRIES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.draft_depth import DraftOutcome
+from moe_engine.scheduler.draft_depth import IN_VAIN, DraftOutcome
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import take_tokens
 from moe_engine.scheduler.hidden_states import keep_hidden, take_hidden
@@ -21,8 +21,8 @@ def read_result(
     """Appends tokens, ends finished requests, and returns an event for each request with new output.
 
     Tokens of requests that ended while the step was in flight are dropped. With speculation a step may return several
-    tokens for a request; its plan must have reserved slots for them. `outcomes` gets that of each running
-    request with drafts.
+    tokens for a request; its plan must have reserved slots for them. `outcomes` gets that of each request with
+    drafts.
 
     Raises:
         MoeEngineError: the result does not belong to the plan.
@@ -42,10 +42,12 @@ def read_result(
     waiting_logprobs = table.prompt_logprobs
     depths = record.depths
     for i, (request, tokens) in enumerate(zip(record.sampled, with_jumps(record, result.tokens))):
+        depth = depths[i] if i < len(depths) else 0
         if request.row < 0:
+            if depth and outcomes is not None:
+                outcomes.append(IN_VAIN)
             continue
         request.num_in_flight -= 1
-        depth = depths[i] if i < len(depths) else 0
         request.num_maybe -= depth
         if request.to_abort is not None:
             continue

@@ -77,7 +77,9 @@ class Speculator:
         Args:
             draft_outcomes: of its requests with drafts, as in `DepthPolicy.observe`.
         """
-        for judged, good, _ in draft_outcomes:
+        for judged, good, used in draft_outcomes:
+            if used < 0:
+                continue  # in vain
             self._verified += 1
             self.decode_steps += 1
             self.accepted_tokens += good + 1

@@ -136,3 +136,24 @@ def test_rows_with_drafts_are_predicted_with_them():
     drafted = residuals(own, share)[:, 0]
     plain = residuals([replace(point, drafts=0) for point in own], share)[:, 0]
     assert np.median(np.abs(drafted)) < 0.5 * np.median(np.abs(plain))
+
+
+def test_points_of_a_slow_model_do_not_change_the_constants():
+    """Twice the time on one GPU is a factor of these points: it does not count as host time of all others."""
+    points = invented(share_of("any", np.zeros(len(PRIOR))), 80)
+    slow = [
+        replace(p, tpot_ms=2 * p.tpot_ms) if p.gpu == "h200" and p.model.startswith("MiniMax") else p for p in points
+    ]
+    share = fit(slow, "any")
+    assert 250 < share.step_us < 1000
+    errors = residuals(slow, share)[:, 0]
+    assert error(errors, 0.5) < 0.1
+
+
+def test_two_wild_points_are_no_factor_of_a_model():
+    """A residual of a factor of 4 in two of 42 points is an error of these points."""
+    point = invented(share_of("any", np.zeros(len(PRIOR))), 1)[0]
+    points = [replace(point, model="deepseek-ai/DeepSeek-V3", gpu="h200", setting=(str(i),)) for i in range(40)]
+    points += [replace(point, model="deepseek-ai/DeepSeek-V3", gpu="gb200", setting=(str(i),)) for i in range(40, 42)]
+    found = planner_fit._deviations(points, np.array([0.0] * 40 + [math.log(4)] * 2))
+    assert all(abs(math.log(factor)) < 0.15 for factor in found.values()), found

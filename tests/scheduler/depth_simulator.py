@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from moe_engine.scheduler.draft_depth import DepthPolicy, DraftOutcome
+from moe_engine.scheduler.draft_depth import IN_VAIN, DepthPolicy, DraftOutcome
 from moe_engine.scheduler.step_cost_model import StepCost
 
 
@@ -181,6 +181,7 @@ class DepthSimulation:
         draft_outcomes = []
         for request, depth in zip(step.requests, step.depths):
             if request.left <= 0:  # it ended while this step was in flight
+                draft_outcomes += [IN_VAIN] if depth else []
                 continue
             good = 0
             while good < depth and self.rng.random() < self.machine.rates[good]:

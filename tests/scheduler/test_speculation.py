@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.scheduler.draft_depth import IN_VAIN
 from moe_engine.types import SpeculationConfig, StepPlan, StepResult
 from tests.examples import examples
 from tests.scheduler.drafting_worker import DraftingWorker
@@ -137,3 +138,22 @@ def test_drafts_behind_the_end_are_not_counted(
         assert event.speculation.histogram == [
             sum(right == count for _, right in outcomes) for count in range(max(right for _, right in outcomes) + 1)
         ]
+
+
+def test_drafts_of_a_request_that_has_ended_are_in_vain() -> None:
+    """A step that was planned before the request ended counts for the policy, and in no statistic."""
+    s = Scheduler(SchedulerConfig(num_slots=1000, context_len=500, speculation=SpeculationConfig("ngram", 3)))
+    s.add(make_request("a", [5, 6, 7], 100))
+    assert s.speculator is not None
+    observe = Mock(wraps=s.speculator.observe)
+    s.speculator.observe = observe  # type: ignore[method-assign]
+    prompt = s.schedule()
+    assert isinstance(prompt, StepPlan)
+    s.update(StepResult(prompt.number, prompt.rows, [[9]]))
+    plans = [s.schedule(), s.schedule()]
+    for plan, tokens in zip(plans, ([9, EOS], [9, 9, 9])):
+        assert isinstance(plan, StepPlan) and plan.counts == [4]
+        s.update(StepResult(plan.number, plan.rows, [tokens]))
+    assert [call.args[2] for call in observe.call_args_list] == [[], [(2, 1, 1)], [IN_VAIN]]
+    stats = s.stats().speculation
+    assert stats is not None and (stats.verify_total, sum(stats.proposed), sum(stats.accepted)) == (1, 2, 1)

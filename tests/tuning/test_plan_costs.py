@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import GptOssConfig
 
-from benchmarks.planner_points import facts_of
+from benchmarks.planner_points import FOLDER, facts_of
 from benchmarks.step_costs.cases import expected
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.models import MODELS
@@ -247,3 +249,14 @@ def test_linear_layers_follow_the_interval_of_a_file_without_layer_types():
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     assert model_facts(raw) == model_facts(raw | {"layer_types": kinds * 12})
     assert sorted(group.layers for group in model_facts(raw).attention) == [12, 36]
+
+
+def test_windows_of_gpt_oss_without_layer_types():
+    """transformers' defaults: windows of 128 tokens in every second layer, beginning with the first one."""
+    raw = json.loads((FOLDER / "models.json").read_text())["openai/gpt-oss-120b"]
+    kinds = GptOssConfig(num_hidden_layers=(layers := random.randint(2, 9))).layer_types
+    short = {name: value for name, value in raw.items() if name not in ("layer_types", "sliding_window")}
+    short |= {"model_type": "gpt_oss", "num_hidden_layers": layers}
+    full = short | {"layer_types": kinds, "sliding_window": GptOssConfig().sliding_window}
+    assert model_facts(short) == model_facts(full)
+    assert {group.limit for group in model_facts(short).attention} == {0, 128}

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_mimo import mimo_fields
+from moe_engine.models.config_mixtures import gpt_oss_fields
 from moe_engine.tuning.costs.form import KV_BYTES
+
+_COMPLETED = {"mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields}
+"""Families whose files may leave out the kinds of their layers, by `model_type`."""
 
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
@@ -115,9 +120,9 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
     Raises:
         ConfigError: a field is missing or has another type.
     """
-    fields = Fields(text_fields(raw), source)
-    if fields.raw.get("model_type") == "mimo_v2_flash":
-        fields = mimo_fields(fields)
+    fields = Fields(with_defaults(text_fields(raw)), source)
+    if complete := _COMPLETED.get(str(fields.raw.get("model_type"))):
+        fields = complete(fields)
     hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     experts = _first(fields, "n_routed_experts", "num_experts", "num_local_experts")
     top_k = _first(fields, "num_experts_per_tok", "experts_per_token", "top_k_experts") if experts else 0
