@@ -50,7 +50,8 @@ class Prefetches:
         us = microseconds(left)
         if left.read < cost.read:
             us = max(us, cost.bytes / self.hardware["l2_bytes_per_s"] * 1e6)
-        us = max(us, (left.bytes + min(left.bytes, sum(self._waiting.values()))) / self._rate)
+        if shared := min(left.bytes, sum(self._waiting.values())):
+            us = max(us, (left.bytes + shared) / self._rate)
         self._advance(us - left.bytes / self._rate)
         self.ended(us, left.bytes)
         return us

@@ -321,6 +321,8 @@ def test_a_prefetch_uses_idle_memory_and_what_it_delays_is_counted() -> None:
         return [span.microseconds for span in schedule(lines, H200)]
 
     gap, early, small = H200["graph_node_us"], H200["dependent_node_us"], H200["kernel_floor_us"]
+    stream = replace(line(1, 0), cost=Cost(read=432e6))
+    assert times(stream) == pytest.approx([gap + 100]), "at its own rate, without prefetches"
     plain = times(line(1, 0), line(2, 39, weights=7))
     assert plain == pytest.approx([gap + small, gap + 10])
     found = times(line(1, 0, prefetched={7: 1.95e6}), line(2, 39, weights=7))
