@@ -43,9 +43,9 @@ TIMEOUT.connect = TIMEOUT.read = TIMEOUT.write = TIMEOUT.pool = 120.0
 http_transport.create_ssl_context = lru_cache(http_transport.create_ssl_context)  # type: ignore[attr-defined]
 """Each client and each call of `httpx.get` loads all certificates anew: 30 ms of processor time."""
 
-# test processes share the cores: times of examples say nothing
-settings.register_profile("without times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("without times")
+# test processes share the cores: times of examples say nothing; a second attempt has new examples, not the stored ones
+settings.register_profile("of all tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+settings.load_profile("of all tests")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 TESTS = Path(__file__).parent
 WITHOUT_ARGUMENTS = {"Random", "default_rng", "RandomState"}
@@ -84,3 +85,8 @@ def test_no_test_draws_what_no_seed_repeats() -> None:
         for line, name in hidden_draws(ast.parse(text))
     ]
     assert not found, "draw from the module `random`, or seed the generator with a number drawn there"
+
+
+def test_a_second_attempt_has_new_examples() -> None:
+    """Hypothesis would repeat a stored example, so that a rare one fails twice."""
+    assert settings.default is not None and settings.default.database is None

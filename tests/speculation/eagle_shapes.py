@@ -22,7 +22,10 @@ from tests.speculation.agreeing import agreeing_checkpoint
 from tests.speculation.eagle_heads import Form, ReferenceHead, Target, offline_counts
 
 TARGETS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v3", "glm4_moe")
-MORE_TARGETS = ("gpt_oss", "minimax_m2", "mimo_v2_flash", "glm4_moe_lite", "hunyuan_v1_dense", "ernie4_5", "ministral3")
+MORE_TARGETS = (
+    "gpt_oss", "minimax_m2", "mimo_v2_flash", "glm4_moe_lite", "hunyuan_v1_dense", "ernie4_5", "ministral3",
+    "qwen3_next",
+)  # fmt: skip
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 20}
 FORMS: dict[str, dict[str, Any]] = {
     "one rank": {}, "tp 2": {"tp_size": 2}, "dp 2": {"tp_size": 2, "attn_dp_size": 2},
@@ -58,7 +61,8 @@ def draw(kind: str, rng: random.Random) -> Drawn:
 
 def _divide(fields: dict[str, Any]) -> None:
     """Makes sizes of a target even, which two ranks share."""
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+    heads = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+    for name in (*heads, "intermediate_size", "moe_intermediate_size"):
         if name in fields:
             fields[name] *= 2
     if not {"head_dim", "kv_lora_rank"} & fields.keys():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import replace
 
 import pytest
 
-from moe_engine.tuning.costs.efficiency import Efficiency
+from moe_engine.tuning.costs.efficiency import Efficiency, load_efficiency
 from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.roofline import RooflineCost
@@ -102,3 +103,13 @@ def test_turns_of_a_conversation_are_cached():
     prompts = [512 + turn * 1200 + 1000 for turn in range(4)]
     assert later.computed == 1000 and later.prompt == sum(prompts) / 4
     assert Workload(1000, 200, 512, 4).longest == prompts[-1] + 200
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_decode_engine_loses_no_step_to_prompts(equal: bool):
+    """Another engine computes the prompts (`Load.computed` 0): answers take as long as their decode steps."""
+    share, requests = load_efficiency("moe-engine"), random.choice([16, 64, 256])
+    for groups in (1, 2, 8):
+        load = Load(0.0, random.uniform(200, 4000), random.uniform(50, 2000), equal)
+        state = steady_state(COST, Form(8, groups), load, requests, share)
+        assert math.isclose(state.tpot_s, state.step_s), groups

@@ -170,8 +170,8 @@ def _of_groups(steps: PromptSteps, others: Others) -> Waiting:
     planned = others.decode_s + added / (held + 1 + 1 / arrivals)
     held_s = others.decode_s * (held + arrivals * held**2 / 2) / batch
     first = steps.first_tokens(each, together) + batch * others.beside_s
-    # a group with a prompt does not decode in its step
-    paused = others.count / others.groups * others.decode_s
+    # a group with a prompt does not decode in its step; decode engines compute no prompts
+    paused = others.count / others.groups * others.decode_s if steps.computed else 0.0
     return Waiting(others.until_planned(planned) + held_s + first, others.count * added / batch + paused)
 
 
