@@ -2,7 +2,7 @@
 
 The launches of a small decode step wait for each other, and the memory is idle meanwhile. Weights do not depend on the
 launches before, so they are requested early: a product requests its own before it waits for its inputs, and the router
-those of the shared experts, which every token uses. A request takes no register, nobody waits for it, and it changes no
+those of the shared experts, which every token uses. A request takes no register, delays no instruction and changes no
 value: one that comes too late, or for a weight that is being written, only costs bandwidth.
 Sources: PTX ISA, "cp.async.bulk.prefetch"; CUTLASS, example 63 (products of few rows that prefetch weights to L2 before
 they wait for the launch before).

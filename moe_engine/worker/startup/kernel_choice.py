@@ -47,7 +47,7 @@ def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:
 
 def _log_reasons(choices: Iterable[Choice], no_cuda: str | None, beginning: str = "") -> None:
     """Logs one line per reason against better rows, with all families that it concerns. `no_cuda`: the reason against
-    rows for another kind of device, which is no news."""
+    rows for another kind of device, which is not logged."""
     families: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         for name, why in choice.refused.items():
