@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.quantization.codes import GroupCodes
@@ -75,8 +76,8 @@ class Selection:
     left_out: tuple[str, ...]
 
 
-def select(config: ModelConfig, target: Target) -> Selection:
-    """Raises ConfigError: nothing can be quantized."""
+def select(source: Path, config: ModelConfig, target: Target) -> Selection:
+    """Raises ConfigError: nothing of `source` can be quantized."""
     specs = [
         spec
         for spec in model_tensors(config, include_mtp=config.num_nextn_predict_layers > 0)
@@ -86,7 +87,7 @@ def select(config: ModelConfig, target: Target) -> Selection:
     taken = [spec for spec in specs if not refused.intersection(_joined(spec))]
     if not taken:
         other = {"int4": "a smaller --group-size", "fp8": "--format int8"}.get(target.format, "another format")
-        raise ConfigError(f"no projection has {target.needs}; use {other}")
+        raise ConfigError(f"{source}: no projection has {target.needs}; use {other}")
     wanted = {spec.name for spec in specs if ".kv_b_proj." not in spec.name or target.codes is None}
     if target.format == "mxfp4":
         wanted = {name for name in wanted if ".experts." in name}

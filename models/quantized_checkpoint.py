@@ -61,10 +61,7 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     if not files:
         raise CheckpointError(f"{source}: holds no *.safetensors file")
     check_headers(source, files, config)
-    try:
-        selection = select(config, target)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+    selection = select(source, config, target)
     experts = config.weight_format if isinstance(config.weight_format, FusedExpertsFormat) else None
     common = target.format == "mxfp4" or (target.format == "fp8" and config.architecture not in QWEN3_5_MOE)
     conversion = Conversion(target, selection.quantized, experts, common)

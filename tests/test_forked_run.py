@@ -46,19 +46,8 @@ def test_at_second_attempt(made):
 def run(folder: Path, *options: str) -> str:
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-ra",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        "120",
-        "--reruns",
-        "1",
-    ]
+    settings = ["-q", "-ra", "-p", "no:cacheprovider", "--timeout", "120", "--reruns", "1"]
+    command = [sys.executable, "-m", "pytest", *settings]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.run(
         [*command, *options], cwd=folder, env=environ, capture_output=True, text=True, timeout=240

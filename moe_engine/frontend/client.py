@@ -69,8 +69,9 @@ class _SchedulerEndpoint:
     status: SharedStatus
     lost: str | None = None
     """Cause of the group's loss, if its core continues without it."""
-    unsent: list[AddRequest] = field(default_factory=list)
-    """Requests that began in this turn of the event loop."""
+    begun: list[AddRequest] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Requests that began in this turn of the event loop, and ids of those whose readers left: not yet sent."""
 
     @property
     def dead(self) -> str | None:
@@ -80,18 +81,34 @@ class _SchedulerEndpoint:
     def add(self, request: AddRequest) -> None:
         """Sends a request, in one message with all others that begin in this turn of the event loop: else an idle
         scheduler would compute the first one of a batch alone, and read the weights once more for the others."""
-        if not self.unsent:
-            asyncio.get_running_loop().call_soon(self._send_requests)
-        self.unsent.append(request)
+        self._end_turn_later()
+        self.begun.append(request)
+
+    def leave(self, rid: str) -> None:
+        """Aborts a request without a reader, in one message with all others that lose theirs in this turn of the event
+        loop: the scheduler ends them together, and admits none of them to the row of another."""
+        self._end_turn_later()
+        self.left.append(rid)
 
     def send(self, message: messages.Message) -> None:
-        self._send_requests()
+        self._send_begun()
         self._send(message)
 
-    def _send_requests(self) -> None:
-        requests, self.unsent = self.unsent, []
-        if requests:
-            self._send(requests[0] if len(requests) == 1 else messages.AddRequests(requests))
+    def end_turn(self) -> None:
+        """Sends what this turn of the event loop has collected."""
+        self._send_begun()
+        left, self.left = self.left, []
+        if left:
+            self._send(messages.AbortRequest(left, reason="client disconnected"))
+
+    def _end_turn_later(self) -> None:
+        if not self.begun and not self.left:
+            asyncio.get_running_loop().call_soon(self.end_turn)
+
+    def _send_begun(self) -> None:
+        begun, self.begun = self.begun, []
+        if begun:
+            self._send(begun[0] if len(begun) == 1 else messages.AddRequests(begun))
 
     def _send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
@@ -128,8 +145,6 @@ class CoreClient:
         room = Room(info.max_total_num_tokens, info.max_running_requests, info.host_tier_tokens)
         self._router = Router(len(self._endpoints), method, room)
         self._inboxes: dict[str, Inbox] = {}
-        self._leaving: dict[int, list[str]] = {}
-        """Requests whose readers have left in this turn of the event loop, by scheduler."""
         self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self.closing = False
@@ -168,19 +183,7 @@ class CoreClient:
             if inbox.ended or endpoint.dead:
                 self._forget(inbox)
             else:
-                self._leave(inbox)
-
-    def _leave(self, inbox: Inbox) -> None:
-        """Aborts a request without a reader, in one message with all others that lose theirs in this turn of the event
-        loop: the scheduler ends them together, and admits none of them to the row of another."""
-        if not self._leaving:
-            asyncio.get_running_loop().call_soon(self._send_left)
-        self._leaving.setdefault(inbox.endpoint, []).append(inbox.request.rid)
-
-    def _send_left(self) -> None:
-        leaving, self._leaving = self._leaving, {}
-        for number, rids in leaving.items():
-            self._endpoints[number].send(messages.AbortRequest(rids, reason="client disconnected"))
+                endpoint.leave(request.rid)
 
     def _forget(self, inbox: Inbox) -> None:
         """Drops a request that has no reader and whose scheduler has ended it or is lost."""
@@ -328,8 +331,8 @@ class CoreClient:
         self.closing = True
         for core in self._cores:
             core.expect_exit()
-        self._send_left()
         for endpoint in self._endpoints:
+            endpoint.end_turn()
             endpoint.send(messages.Shutdown(drain=drain))
         loop, seconds = asyncio.get_running_loop(), DRAIN_SECONDS if drain else 5.0
         await asyncio.gather(*(loop.run_in_executor(None, core.end, seconds) for core in self._cores))

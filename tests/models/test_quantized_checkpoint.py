@@ -208,9 +208,8 @@ def _on_meta(source: Path) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(source)
     image_text = hasattr(config, "vision_config")
     with torch.device("meta"):
-        model: torch.nn.Module = (AutoModelForImageTextToText if image_text else AutoModelForCausalLM).from_config(
-            config
-        )
+        auto = AutoModelForImageTextToText if image_text else AutoModelForCausalLM
+        model: torch.nn.Module = auto.from_config(config)
     return model
 
 
