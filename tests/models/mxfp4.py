@@ -13,13 +13,16 @@ from torch import Tensor
 from tests.models.checkpoints import write_tensors
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+EVEN_FIRST = torch.tensor([*range(0, 16, 2), *range(1, 16, 2)])
+"""Codes in the order of preference between two equally near numbers (OCP Microscaling: the even one)."""
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[E, K, N] -> blocks uint8 [E, N, K / 32, 16], the first number of a byte in its low bits, and scales."""
     groups = weight.transpose(1, 2).unflatten(2, (-1, 32))  # [E, N, G, 32]
     exponent = groups.abs().amax(-1).clamp(min=1e-20).log2().floor() - 2  # the largest becomes at most 8, clipped to 6
-    codes = (groups / exponent.exp2().unsqueeze(-1)).unsqueeze(-1).sub(VALUES).abs().argmin(-1)
+    scaled = groups / exponent.exp2().unsqueeze(-1)
+    codes = EVEN_FIRST[scaled.unsqueeze(-1).sub(VALUES[EVEN_FIRST]).abs().argmin(-1)]
     pairs = codes.unflatten(-1, (16, 2))
     return (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8), (exponent + 127).to(torch.uint8)
 
