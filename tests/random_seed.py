@@ -20,8 +20,8 @@ SEED = os.environ.setdefault(NAME, str(random.SystemRandom().randrange(1 << 32))
 """The workers of pytest-xdist inherit it."""
 
 
-# Hypothesis would also draw constants of the modules that are imported at the time, which differ between the whole suite
-# and a single test
+# Hypothesis would also draw constants of the modules that are imported at the time: others in the whole suite than in
+# the run of a single test
 providers.is_local_module_file = lambda path: False
 
 
