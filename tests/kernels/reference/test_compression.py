@@ -35,10 +35,10 @@ class Case:
         rope = {"rope_theta": 10000.0, "partial_rotary_factor": rotary / width}
         yarn = rope | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
         config = DeepseekV4Config(
-            hidden_size=24, head_dim=width, num_attention_heads=2, q_lora_rank=8, num_hidden_layers=1, layer_types=[kind],
-            compress_rates={name: rate for name in KINDS}, index_n_heads=2, index_head_dim=width, index_topk=2,
-            rope_parameters={"main": rope | {"rope_type": "default"}, "compress": yarn}, mlp_layer_types=["moe"],
-            max_position_embeddings=256,
+            hidden_size=24, head_dim=width, num_attention_heads=2, q_lora_rank=8, num_hidden_layers=1,
+            layer_types=[kind], compress_rates=dict.fromkeys(KINDS, rate), index_n_heads=2, index_head_dim=width,
+            index_topk=2, rope_parameters={"main": rope | {"rope_type": "default"}, "compress": yarn},
+            mlp_layer_types=["moe"], max_position_embeddings=256,
         )  # fmt: skip
         module = KINDS[kind](config)
         for parameter in module.parameters():
