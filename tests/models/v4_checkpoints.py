@@ -1,7 +1,7 @@
 """Tiny random DeepSeek V4 checkpoints by transformers' class, under the published names.
 
-Layers of all kinds: window alone, heavily compressed (HCA), sparse (CSA); two choose experts by token id. Within 64 tokens
-the window ends, entries of all layers become visible and the indexer selects some of them.
+Layers of all kinds: window alone, heavily compressed (HCA), sparse (CSA); two choose experts by token id. Within 64
+tokens the window ends, entries of all layers become visible and the indexer selects some of them.
 """
 
 from __future__ import annotations
