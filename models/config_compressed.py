@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import CompressedConfig, ModelConfig, MoEConfig, OtherLayers, StreamsConfig
+from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
+from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
 from moe_engine.models.config_families import build_config, check_moe
 from moe_engine.models.config_fields import Fields, parse_rope
 from moe_engine.models.rope_config import RopeConfig

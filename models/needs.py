@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
-from moe_engine.models.config import CompressedConfig, MLAConfig, ModelConfig
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from moe_engine.models.config import CompressedConfig, DeltaConfig, GQAConfig, MLAConfig, ModelConfig, StreamsConfig
+from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
+from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 

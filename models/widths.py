@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-from moe_engine.models.config import CompressedConfig, GQAConfig, MLAConfig, ModelConfig, StateGroup
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, StateGroup
 from moe_engine.parallel.topology import ModelWidths
 
 Attention = TypeVar("Attention", MLAConfig, GQAConfig, CompressedConfig)
@@ -29,7 +30,7 @@ def cut_heads(attention: Attention, attn_tp_size: int) -> Attention:
     """The attention of one rank: its heads, and for GQA its cached KV heads (each on at least one rank)."""
     if attn_tp_size == 1:
         return attention
-    changed: dict[str, int] = {"num_heads": attention.num_heads // attn_tp_size}
+    changed: dict[str, Any] = {"num_heads": attention.num_heads // attn_tp_size}
     if isinstance(attention, GQAConfig):
         changed["num_kv_heads"] = max(1, attention.num_kv_heads // attn_tp_size)
     if isinstance(attention, CompressedConfig):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.models.config import CompressedConfig, GQAConfig, MLAConfig
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import GQAConfig, MLAConfig
 
 
 @dataclass(frozen=True)
