@@ -72,6 +72,10 @@ def _uncaptured_delta(device: Device, need: Need) -> str | None:
     return "the torch row of the delta rule reads the lengths of runs on the host"
 
 
+def _uncaptured_compression(device: Device, need: Need) -> str | None:
+    return "the torch row of compression reads on the host which windows are complete"
+
+
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
@@ -100,6 +104,15 @@ SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _alwa
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
+COMPRESSION = [
+    Row(
+        "torch",
+        "moe_engine.kernels.compression.reference:TorchCompression",
+        0,
+        _torch,
+        why_not_captured=_uncaptured_compression,
+    )
+]
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
@@ -276,6 +289,7 @@ FAMILIES: dict[str, list[Row]] = {
     "lora": LORA,
     "indexer": INDEXER,
     "delta": DELTA,
+    "compression": COMPRESSION,
     "varlen": VARLEN,
 }
 """The rows of every family; attention has one family per kind."""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
@@ -133,6 +134,8 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
+    if config.streams is not None:
+        yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
             yield TensorSpec(name, shape, Kind.WIDE if wide else Kind.PLAIN)
@@ -156,6 +159,9 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield from attention_tensors(config, layer)
     yield _norm("post_attention_layernorm", config.hidden_size)
     yield from feed_forward_tensors(config, is_moe)
+    if (streams := config.streams) is not None:
+        for name in ("hc_attn", "hc_ffn"):
+            yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -173,6 +179,9 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         yield from (spec.within("linear_attn") for spec in _delta(config.delta, hidden))
         return
     attention = config.attention if layer is None else config.attention_of(layer)
+    if isinstance(attention, CompressedConfig):
+        yield from (spec.within("self_attn") for spec in _compressed(attention, hidden, layer))
+        return
     found = _mla(attention, hidden) if isinstance(attention, MLAConfig) else _gqa(attention, hidden, sinks_name(config))
     yield from (spec.within("self_attn") for spec in found)
     if isinstance(attention, MLAConfig) and attention.indexer is not None and layer not in attention.shared_layers:
@@ -213,6 +222,37 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("kv_a_layernorm", a.kv_lora_rank)
     yield from _linear("kv_b_proj", a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
+
+
+def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+    query = a.num_heads * a.head_dim
+    yield from _linear("q_a_proj", a.q_lora_rank, hidden)
+    yield _norm("q_a_layernorm", a.q_lora_rank)
+    yield from _linear("q_b_proj", query, a.q_lora_rank)
+    yield from _linear("kv_proj", a.head_dim, hidden)
+    yield _norm("kv_layernorm", a.head_dim)
+    yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
+    yield from _linear("o_a_proj", a.output_groups * a.output_rank, query // a.output_groups)
+    yield from _linear("o_b_proj", hidden, a.output_groups * a.output_rank)
+    if layer is None or not a.rate(layer):
+        return
+    prefixes = ("compressor", "indexer.compressor")
+    for prefix, width in zip(prefixes, a.entry_widths(layer)):
+        series = 2 * width if a.selects(layer) else width
+        yield from _linear(f"{prefix}.kv_proj", series, hidden)
+        yield from _linear(f"{prefix}.gate_proj", series, hidden)
+        yield TensorSpec(f"{prefix}.position_bias", (a.rate(layer), series), Kind.WIDE)
+        yield _norm(f"{prefix}.norm", width)
+    if a.selects(layer):
+        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
+        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
+
+
+def _streams(streams: StreamsConfig, hidden: int, name: str, outputs: int) -> Iterator[TensorSpec]:
+    """The weights of a part's mixing of the residual streams. outputs: numbers by token."""
+    yield TensorSpec(f"{name}.fn", (outputs, streams.count * hidden), Kind.WIDE)
+    yield TensorSpec(f"{name}.base", (outputs,), Kind.WIDE)
+    yield TensorSpec(f"{name}.scale", (1 if outputs == streams.count else 3,), Kind.WIDE)
 
 
 def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:

@@ -11,12 +11,13 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
+LOCK, BUILD = ".lock", ".build"
+"""Suffixes beside a library: held while it is compiled; the compilation's temporary files."""
 PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vectors"}
 
 P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -239,8 +242,28 @@ def _finish(process: subprocess.Popen[str], command: list[str], folder: str) -> 
         raise LibraryError(f"{command[0]} failed ({process.returncode}): " + " | ".join(lines[:3]))
 
 
+@contextmanager
+def _build_folder(target: Path) -> Iterator[str]:
+    """A folder for the temporary files of a compilation that holds the lock of `target`."""
+    folder = target.with_suffix(BUILD)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Removes the build folders of killed processes: their locks are free."""
+    for folder in cache.glob(f"*{BUILD}"):
+        with suppress(OSError), open(folder.with_suffix(LOCK), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder, _compilers(folder) as start:
+    with _build_folder(target) as folder, _compilers(folder) as start:
         objects = [f"{folder}/{unit}.o" for unit in UNITS]
         commands = [
             [compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", file] for unit, file in zip(UNITS, objects)
@@ -296,9 +319,10 @@ def _built(flags: list[str]) -> Path:
     if target.exists():
         return target
     # Processes that start together wait for the first to compile; the rename keeps races safe.
-    with open(target.with_suffix(".lock"), "w") as lock:
+    with open(target.with_suffix(LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            _remove_abandoned(folder)
             start = time.perf_counter()
             # a warning, which commands without log lines show too: it takes a minute
             logger.warning("compiling CPU kernels with %s (once for this machine; kept in %s)", compiler, folder)

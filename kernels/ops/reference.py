@@ -34,10 +34,10 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        _rotate_(x[..., x.shape[-1] - table.width :], positions, table)
+        rotate_(x[..., x.shape[-1] - table.width :], positions, table)
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        _rotate_(x[..., : table.width], positions, table)
+        rotate_(x[..., : table.width], positions, table)
 
     def write_latent(
         self,
@@ -55,7 +55,7 @@ class TorchOps:
         rows = torch.empty(kv_a.shape, dtype=cache.dtype if form == PLAIN else kv_a.dtype, device=cache.device)
         rows[:, :latent] = self.rms_norm(kv_a[:, :latent], weight, eps)
         rows[:, latent:] = kv_a[:, latent:]
-        _rotate_(rows[:, latent:].unsqueeze(1), positions, table)
+        rotate_(rows[:, latent:].unsqueeze(1), positions, table)
         _write(cache, slots, rows if form == PLAIN else latent_records.pack(rows, latent, form, scale))
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -105,7 +105,7 @@ def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).view_as(choice)
 
 
-def _rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+def rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
     """Rotates all channels of x [T, H, R] in place, in float32."""
     half = table.width // 2
     cos, sin = table.cos_sin.index_select(0, positions.reshape(-1)).unsqueeze(1).split(half, dim=-1)  # [T, 1, R/2]
