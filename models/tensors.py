@@ -324,8 +324,9 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     """Checkpoint tensors that no layer of the model needs.
 
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
-    have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's count); the
-    layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of the KV cache.
+    have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
+    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
+    the KV cache.
     """
     mtp = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
