@@ -236,7 +236,7 @@ class MoE:
     ) -> tuple[Activation, Choice | None]:
         """residual [T, D] += x in place; the norm of it, as input of `forward`, and the router's choice if one call
         computes both: `chosen` of the methods below."""
-        fused = self._norm_route if len(residual) and not norm.sums_ranks else None
+        fused = self._norm_route if len(residual) and norm.fuses_router else None
         if fused is None:
             return norm.add(x, residual), None
         early = real if self._tables is None else None
