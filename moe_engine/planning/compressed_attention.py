@@ -34,11 +34,9 @@ def _not_yet(args: EngineArgs, has_head: bool) -> Iterator[str]:
     if is_fp8(dtype) or dtype == RECORDS:
         yield f"--kv-cache-dtype {dtype}: not available yet: entries are kept as activations; use auto"
     if args.backends.enable_torch_compile:
-        yield "--enable-torch-compile: not available yet: only layers with one residual stream are compiled; leave it out"
+        yield "--enable-torch-compile: not available yet: layers with several residual streams; leave it out"
     if has_head:
-        yield (
-            f"--speculative-algorithm {args.speculation.speculative_algorithm}: not available yet: EAGLE heads read one "
-            "residual stream; use NGRAM or STANDALONE"
-        )
+        algorithm = args.speculative.speculative_algorithm
+        yield f"--speculative-algorithm {algorithm}: not available yet: EAGLE heads; use NGRAM or STANDALONE"
     if args.lora.enable_lora or args.lora.lora_paths:
         yield "--enable-lora, --lora-paths: not available yet; merge the adapter into the checkpoint"
