@@ -10,7 +10,14 @@ from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, routed_weights, silu
-from tests.kernels.row_checks import check_no_tokens, check_rotate, check_silu_of_extreme_values, check_write_latent
+from tests.kernels.row_checks import (
+    check_clamped_silu,
+    check_given_experts,
+    check_no_tokens,
+    check_rotate,
+    check_silu_of_extreme_values,
+    check_write_latent,
+)
 
 EPS = 1e-5
 
@@ -50,6 +57,14 @@ def test_silu_of_extreme_values(library: Library) -> None:
     check_silu_of_extreme_values(CpuOps(library))
 
 
+def test_clamped_silu(any_library: Library, dtype: torch.dtype) -> None:
+    check_clamped_silu(CpuOps(any_library), dtype)
+
+
+def test_given_experts(any_library: Library) -> None:
+    check_given_experts(CpuOps(any_library))
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("width", [64, 32, 12, 80])
 def test_rotate(any_library: Library, dtype: torch.dtype, width: int, interleaved: bool) -> None:
@@ -78,6 +93,7 @@ ROUTERS = {
     "v2 lite": RouterSpec(64, 6, "softmax"),
     "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
     "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
+    "v4": RouterSpec(32, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
     "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
+from tests.kernels.row_checks import check_clamped_silu, check_given_experts
 
 OPS = TorchOps()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,6 +56,11 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
     gate, up = x.double().chunk(2, -1)
     want = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(OPS.silu_and_mul(x).double(), want, rtol=tolerance(dtype), atol=tolerance(dtype))
+
+
+def test_clamped_silu_and_given_experts() -> None:
+    check_clamped_silu(OPS, torch.float32)
+    check_given_experts(OPS)
 
 
 def table(width: int, interleaved: bool, positions: int = 50) -> RotaryTable:
@@ -115,6 +121,8 @@ def naive_route(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) 
     logits = (gate.double() @ x.double()).tolist()
     if spec.score == "sigmoid":
         scores = [1 / (1 + math.exp(-v)) for v in logits]
+    elif spec.score == "sqrtsoftplus":
+        scores = [math.sqrt(math.log1p(math.exp(v))) for v in logits]
     else:
         total = sum(math.exp(v) for v in logits)
         scores = [math.exp(v) / total for v in logits]
@@ -138,6 +146,7 @@ SPECS = [
     RouterSpec(16, 6, "softmax", False, 1, 1, None, False, 1.0),
     RouterSpec(8, 2, "softmax", False, 1, 1, None, True, 1.0),
     RouterSpec(8, 8, "sigmoid", True, 1, 1, None, True, 1.0),
+    RouterSpec(16, 3, "sqrtsoftplus", True, 1, 1, None, True, 1.5),
 ]
 
 

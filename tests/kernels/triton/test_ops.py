@@ -26,7 +26,14 @@ from tests.kernels.cpu.formulas import (
     routed_weights,
     silu,
 )
-from tests.kernels.row_checks import check_no_tokens, check_rotate, check_silu_of_extreme_values, check_write_latent
+from tests.kernels.row_checks import (
+    check_clamped_silu,
+    check_given_experts,
+    check_no_tokens,
+    check_rotate,
+    check_silu_of_extreme_values,
+    check_write_latent,
+)
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
 TritonPermutation = pytest.importorskip(
@@ -136,6 +143,16 @@ def test_silu_and_mul(ops, dtype, width):
 
 def test_silu_of_extreme_values(ops):
     check_silu_of_extreme_values(ops)
+
+
+def test_clamped_silu(ops, dtype):
+    check_clamped_silu(ops, dtype)
+
+
+@pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])
+def test_given_experts(ops, monkeypatch, most):
+    monkeypatch.setattr(triton_router, "ONE_LAUNCH_TOKENS", most)
+    check_given_experts(ops)
 
 
 @pytest.mark.each_value
@@ -273,6 +290,7 @@ ROUTERS = {
     "v2 lite": RouterSpec(64, 6, "softmax"),
     "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
     "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
+    "v4": RouterSpec(32, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
     "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
 }
 
