@@ -40,6 +40,8 @@ _MTP_ON_GQA = (
 renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
 UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",)}
 """By architecture: begins of the names of MTP layers that are not served."""
+MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
+"""Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
@@ -328,10 +330,11 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     """Checkpoint tensors that no layer of the model needs.
 
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
-    have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); the
-    layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of the KV cache.
+    have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
+    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
+    the KV cache.
     """
-    mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
+    mtp = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
