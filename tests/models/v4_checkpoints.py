@@ -59,20 +59,25 @@ _FLOAT32 = ("hc_", ".ape", ".attn_sink", ".gate.bias")
 
 
 def make_v4(
-    path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, tokenizer: bool = True, **fields: Any
-) -> Path:
+    path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, num_mtp_layers: int = 0, tokenizer: bool = True,
+    **fields: Any,
+) -> Path:  # fmt: skip
     """Writes a checkpoint directory.
 
     Args:
         dtype: of projections and norms; other tensors are float32, as published.
+        num_mtp_layers: MTP layers, which transformers does not read.
         fields: changes to `FIELDS`; None removes one.
     """
     import transformers
 
     raw = {key: value for key, value in (FIELDS | fields).items() if value is not None}
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(dtype_of(name, tensor, dtype)) for name, tensor in random_tensors(raw, seed).items()}
-    write_tensors(path, tensors)
+    tensors = random_tensors(raw, seed)
+    for index in range(num_mtp_layers):
+        tensors |= mtp_tensors(raw, seed, index)
+    write_tensors(path, {name: tensor.to(dtype_of(name, tensor, dtype)) for name, tensor in tensors.items()})
+    raw["num_nextn_predict_layers"] = num_mtp_layers
     raw |= {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
     raw |= {"torch_dtype": str(dtype).removeprefix("torch."), "transformers_version": transformers.__version__}
     (path / "config.json").write_text(json.dumps(raw, indent=1))
@@ -127,6 +132,21 @@ def random_values(name: str, like: Tensor, num_experts: int) -> Tensor:
 def random_tensors(raw: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """The model's tensors by published names, in float32; tid2eid in int64."""
     return dict(published_tensors(v4_model(raw, seed).state_dict()))
+
+
+def mtp_tensors(raw: dict[str, Any], seed: int, index: int) -> dict[str, Tensor]:
+    """Tensors of an MTP layer: of a model of one layer without entries, and of the projections of its input."""
+    layer = {"num_hidden_layers": 1, "layer_types": [SLIDING], "compress_ratios": None, "num_hash_layers": 0}
+    own = {key: value for key, value in (raw | layer).items() if value is not None}
+    found = random_tensors(own, seed + 1 + index)
+    noise = torch.randn((4, raw["hidden_size"], raw["hidden_size"]), generator=torch.Generator().manual_seed(seed))
+    found |= {"e_proj.weight": STD * noise[0], "h_proj.weight": STD * noise[1]}
+    found |= {"enorm.weight": 1 + 0.2 * noise[2, 0], "hnorm.weight": 1 + 0.2 * noise[3, 0]}
+    return {
+        f"mtp.{index}.{name.removeprefix('layers.0.')}": tensor
+        for name, tensor in found.items()
+        if name not in ("embed.weight", "head.weight")
+    }
 
 
 def published_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
