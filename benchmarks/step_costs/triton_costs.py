@@ -92,7 +92,7 @@ def _all_reduce(a: Any, s: Setting, sent: float, received: float) -> Cost:
     results = size(given(a.out), given(a.quantized), given(a.scales))
     return Cost(
         (1 + received) * rows + residual + size(given(a.weight)), residual + results, nvlink=sent * rows,
-        link_us=s.hardware.custom_all_reduce_us(rows),
+        link_us=s.hardware.custom_all_reduce_us(rows, a.RANKS),
     )  # fmt: skip
 
 
