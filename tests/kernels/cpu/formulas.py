@@ -85,13 +85,20 @@ def rotated(x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if table.interleaved else torch.cat((a, b), -1)
 
 
+def router_scores(logits: Tensor, score: str) -> Tensor:
+    """logits [T, E] float64."""
+    if score == "sqrtsoftplus":
+        return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+
+
 def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
     """[T, E]: the weight of every expert, 0 where it is not chosen."""
     logits = x.double() @ gate.double().T
     if spec.bias_on_logits and bias is not None:  # gpt-oss: a softmax over the chosen experts
         best = (logits + bias.double()).topk(spec.top_k, -1)
         return torch.zeros_like(logits).scatter_(-1, best.indices, best.values.softmax(-1))
-    scores = torch.sigmoid(logits) if spec.score == "sigmoid" else torch.softmax(logits, -1)
+    scores = router_scores(logits, spec.score)
     choice = scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
     if spec.group_score is not None:
         groups = choice.unflatten(-1, (spec.num_groups, -1))
@@ -105,15 +112,21 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
     return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to earlier ones; among
-    each other as in seen [t, t]."""
+    each other as in seen [t, t]. sinks [H]: logits without a value."""
     scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
     if seen is not None:
         hidden = torch.cat((torch.zeros(t, s - t, dtype=torch.bool), ~seen), 1)
-    return torch.einsum("hts,shv->thv", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v.double())
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        with_sink = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
+        return torch.einsum("hts,shv->thv", torch.softmax(with_sink, -1)[..., :s], v.double())
+    return torch.einsum("hts,shv->thv", torch.softmax(scores, -1), v.double())
 
 
 def absorbed_attention(
