@@ -98,8 +98,8 @@ def _check_entries(model: ModelConfig, dtype: str) -> None:
     for rate, widths in map(model.entry_parts, range(model.num_layers)):
         if any(DTYPE_BYTES[dtype] * width % rate for width in widths):
             raise ConfigError(
-                f"--dtype {dtype}: entries of {rate} tokens with {min(widths)} channels ({model.source}) have less than "
-                "one byte for each token; use float32"
+                f"--dtype {dtype}: entries of {rate} tokens with {min(widths)} channels ({model.source}) have less "
+                "than one byte for each token; use float32"
             )
 
 

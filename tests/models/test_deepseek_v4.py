@@ -142,7 +142,7 @@ def test_pages_have_whole_entries(made: Made, tmp_path: Path) -> None:
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
-        ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "q_proj"}, "--enable-lora"),
+        ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "q_b_proj"}, "--enable-lora"),
     ],
 )
 def test_flags_that_are_not_available_are_refused(made: Made, flags: dict[str, Any], named: str) -> None:
