@@ -72,6 +72,10 @@ def _uncaptured_delta(device: Device, need: Need) -> str | None:
     return "the torch row of the delta rule reads the lengths of runs on the host"
 
 
+def _uncaptured_compression(device: Device, need: Need) -> str | None:
+    return "the torch row of compression reads on the host which windows are complete"
+
+
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
@@ -93,13 +97,22 @@ def _rows(
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
 EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
+COMPRESSION = [
+    Row(
+        "torch",
+        "moe_engine.kernels.compression.reference:TorchCompression",
+        0,
+        _torch,
+        why_not_captured=_uncaptured_compression,
+    )
+]
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
@@ -189,6 +202,7 @@ MLA.append(
         workspaces.triton,
         _uncaptured_triton,
         sparse=True,
+        sinks=True,
     )
 )
 GQA.append(
@@ -276,6 +290,7 @@ FAMILIES: dict[str, list[Row]] = {
     "lora": LORA,
     "indexer": INDEXER,
     "delta": DELTA,
+    "compression": COMPRESSION,
     "varlen": VARLEN,
 }
 """The rows of every family; attention has one family per kind."""

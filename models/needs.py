@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
@@ -19,12 +20,17 @@ def head_widths(model: ModelConfig) -> HeadWidths:
             attention.num_heads, 1, attention.qk_head_dim, attention.v_head_dim, attention.kv_lora_rank,
             attention.qk_rope_head_dim,
         )  # fmt: skip
+    if isinstance(attention, CompressedConfig):
+        width = attention.head_dim
+        return HeadWidths(attention.num_heads, 1, width, width, width, 0)
     return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_width)
 
 
 def index_widths(model: ModelConfig) -> IndexWidths | None:
     """Widths of its indexer, the same on every rank."""
     attention = model.attention
+    if isinstance(attention, CompressedConfig):
+        return IndexWidths(attention.index_heads, attention.index_width, attention.top_k)
     if not isinstance(attention, MLAConfig) or attention.indexer is None:
         return None
     return IndexWidths(attention.indexer.num_heads, attention.index_width, attention.indexer.top_k)
@@ -73,8 +79,9 @@ def need_of_model(
         moe=model.moe is not None,
         windows=bool(model.windows),
         index=index_widths(model),
-        sinks=any(isinstance(kind, GQAConfig) and kind.sinks for kind in model.attentions),
+        sinks=any(isinstance(kind, CompressedConfig) or getattr(kind, "sinks", False) for kind in model.attentions),
         biases=model.moe is not None and model.moe.biased,
+        clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
         varlen=model.vision is not None,
         experts=expert_widths(model),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightReader
@@ -77,8 +78,9 @@ def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     assert fused.weights.num_experts == apart.weights.num_experts + count == config.moe.num_experts + count
     torch.testing.assert_close(fused.forward(x), apart.forward(x), rtol=1e-5, atol=1e-6)
     live = real.bool()
-    padded = fused.forward(x, real=real)
-    torch.testing.assert_close(padded[live], apart.forward(x, real=real)[live], rtol=1e-5, atol=1e-6)
+    tokens = RoutedTokens(torch.zeros(7, dtype=torch.int64), real)
+    padded = fused.forward(x, tokens=tokens)
+    torch.testing.assert_close(padded[live], apart.forward(x, tokens=tokens)[live], rtol=1e-5, atol=1e-6)
     assert (padded[~live] == 0).all(), "padding reads no expert, including shared experts"
 
 
@@ -110,16 +112,16 @@ def test_ranks_with_different_experts_add_up(many: Path, ep: int, tp: int) -> No
     apart = make_layer(many, fused=False)
     assert config.moe is not None
     count = config.moe.shared_width // config.moe.width
-    for padding in (None, real):
+    for padding in (None, RoutedTokens(torch.zeros(5, dtype=torch.int64), real)):
         found = torch.zeros_like(x)
         for rank in range(ep):
             for part in range(tp):
                 layer = make_layer(many, part=Share(part, tp), ep=Share(rank, ep))
                 assert layer.shared is None
                 assert layer.weights.num_experts == config.moe.num_experts // ep + count
-                found += layer.forward(x, real=padding)
-        live = slice(None) if padding is None else padding.bool()
-        torch.testing.assert_close(found[live], apart.forward(x, real=padding)[live], rtol=1e-5, atol=1e-5)
+                found += layer.forward(x, tokens=padding)
+        live = slice(None) if padding is None else real.bool()
+        torch.testing.assert_close(found[live], apart.forward(x, tokens=padding)[live], rtol=1e-5, atol=1e-5)
 
 
 def test_recorders_see_routed_choices_only(many: Path) -> None:
