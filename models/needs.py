@@ -81,6 +81,7 @@ def need_of_model(
         index=index_widths(model),
         sinks=any(isinstance(kind, CompressedConfig) or getattr(kind, "sinks", False) for kind in model.attentions),
         biases=model.moe is not None and model.moe.biased,
+        clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
         varlen=model.vision is not None,
         experts=expert_widths(model),
