@@ -96,7 +96,9 @@ def _rows(
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
+EXPERTS = _rows(
+    "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, clamps=True, codes=True
+)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
@@ -104,15 +106,7 @@ SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _alwa
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
-COMPRESSION = [
-    Row(
-        "torch",
-        "moe_engine.kernels.compression.reference:TorchCompression",
-        0,
-        _torch,
-        why_not_captured=_uncaptured_compression,
-    )
-]
+COMPRESSION = _rows("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression)
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
@@ -173,6 +167,7 @@ EXPERTS.append(
         _FIXED,
         prefers=_triton_experts_preference,
         biases=True,
+        clamps=True,
         blocks=True,
         reads_fp8=_multiplies_fp8,
         four_bits=True,
