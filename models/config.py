@@ -214,6 +214,13 @@ class MoEConfig:
         """True if the layer chooses experts by token id."""
         return layer < self.hash_layers
 
+    def num_shared_slots(self, ep_size: int) -> int:
+        """Shared experts, if they have the routed ones' width and may be slots of all ranks of an expert-parallel axis;
+        0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
+        the routed experts'."""
+        count, rest = divmod(self.shared_width, self.width)
+        return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
+
 
 @dataclass(frozen=True)
 class DeltaConfig:
