@@ -36,6 +36,11 @@ class RotaryTable:
     def width(self) -> int:
         return self.cos_sin.shape[1]
 
+    def reversed(self) -> RotaryTable:
+        """A table of its own that rotates back, by the negative angles (DeepSeek V4's attention results)."""
+        cos, sin = self.cos_sin.chunk(2, -1)
+        return RotaryTable(torch.cat((cos, -sin), -1), self.interleaved)
+
 
 @dataclass(frozen=True)
 class RouterSpec:
