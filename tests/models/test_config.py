@@ -22,11 +22,11 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.registry import _BY_MODEL_TYPE
 from moe_engine.parallel.topology import Topology
-from tests.config.conftest import V3 as V3_OF_PLANS
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
+from tests.models.published import V3 as PLAIN_V3
 
-V3: dict[str, Any] = V3_OF_PLANS | {
+V3: dict[str, Any] = PLAIN_V3 | {
     "rope_scaling": {
         "type": "yarn",
         "factor": 40,
