@@ -83,10 +83,9 @@ def _check(fields: Fields, attention: CompressedConfig) -> None:
     """Raises ConfigError for sizes that do not fit each other."""
     if attention.num_heads % attention.output_groups:
         fields.fail("o_groups", f"{attention.output_groups} does not divide the {attention.num_heads} heads")
-    if attention.index_width < attention.rotary_width:
-        fields.fail(
-            "index_head_dim", f"{attention.index_width} is less than the rotated width {attention.rotary_width}"
-        )
+    index, rotary = attention.index_width, attention.rotary_width
+    if index < rotary:
+        fields.fail("index_head_dim", f"{index} is less than the rotated width {rotary}")
     needed = max((2 * rate if rate == attention.selected_rate else rate for rate in attention.rates), default=0)
     if needed > attention.window:
         fields.fail("sliding_window", f"{attention.window} is less than the {needed} tokens that an entry reads")

@@ -217,7 +217,7 @@ def _refuse_windows(topk: int, *models: ModelConfig) -> None:
     for model in models:
         if model.windows:
             window = min(own for own in model.windows if own is not None)
-            shorter = f", or --context-length {window}" if model.other_layers is None else ""
+            shorter = f", or --context-length {window}" if not model.keeps_windows else ""
             raise ConfigError(
                 f"--speculative-eagle-topk {topk} with {model.source}: draft trees need layers without a sliding "
                 f"window; use --speculative-eagle-topk 1{shorter}"
