@@ -20,11 +20,45 @@ from tests.kernels.cpu.formulas import (
     rms_norm,
     rotary_table,
     rotated,
+    routed_weights,
+    silu,
     slots_of,
 )
 from tests.kernels.cpu.index_formulas import TOP_K, select
 
 EPS = 1e-6
+ROUTERS = {
+    "v3": RouterSpec(32, 6, "sigmoid", True, 8, 4, "top2", True, 2.5),
+    "v3 groups of five": RouterSpec(30, 4, "sigmoid", True, 6, 2, "top2", True, 2.5),
+    "v3 one group": RouterSpec(30, 4, "sigmoid", True, 1, 1, "top2", True, 2.5),
+    "v2": RouterSpec(40, 6, "softmax", False, 8, 3, "max", False, 16.0),
+    "v2 lite": RouterSpec(64, 6, "softmax"),
+    "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
+    "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
+    "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
+}
+
+
+def check_norms(ops: Ops, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
+    weight = (torch.randn(width) + 1).to(weight_dtype)
+    whole = normal(5, 3, width + 9, dtype=dtype, scale=3.0)
+    x, before = whole[:, 1:, 2 : 2 + width], whole.clone()  # two strides, rows that are not contiguous together
+    got = ops.rms_norm(x, weight, EPS)
+    assert got.dtype == dtype
+    close(got, rms_norm(x, weight, EPS), 2)
+    x, residual = whole[:, 0, 2 : 2 + width], normal(5, width + 4, dtype=dtype)[:, :width]
+    want = residual + x
+    got = ops.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(residual, want)
+    close(got, rms_norm(want, weight, EPS), 2)
+    assert torch.equal(whole, before)
+
+
+def check_silu_and_mul(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    whole = normal(33, 2 * width + 3, dtype=dtype, scale=4.0)
+    gate_up = whole[:, 1 : 1 + 2 * width]
+    gate, up = gate_up.double().chunk(2, -1)
+    close(ops.silu_and_mul(gate_up), silu(gate) * up, 2)
 
 
 def check_rotate(ops: Ops, dtype: torch.dtype, heads: int, width: int, interleaved: bool) -> None:
@@ -56,6 +90,26 @@ def check_write_latent(ops: Ops, dtype: torch.dtype, slot_dtype: torch.dtype, pa
         close(cache[slots.long(), latent:], rotated(kv_a[:, None, latent:], positions, table)[:, 0])
         assert torch.equal(whole, before)
         assert cache.isnan().all(-1).sum() == 36
+
+
+def check_write_kv(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    qkv = normal(6, 10, width, dtype=dtype)
+    k, v, slots = qkv[:, 1:8], qkv[:, 3:10], torch.randperm(20)[:6].int()
+    caches = torch.full((20, 2, 7, width), NAN, dtype=dtype)
+    ops.write_kv(k, v, slots, caches[:, 0], caches[:, 1])
+    assert torch.equal(caches[slots.long(), 0], k)
+    assert torch.equal(caches[slots.long(), 1], v)
+    assert caches.isnan().flatten(1).all(-1).sum() == 14
+
+
+def check_route(ops: Ops, dtype: torch.dtype, spec: RouterSpec, tokens: int, width: int) -> None:
+    x, gate = normal(tokens, width + 3, dtype=dtype)[:, :width], torch.randn(spec.num_experts, width) / width**0.5
+    bias = torch.randn(spec.num_experts) - 1.0 if spec.has_bias else None  # mostly negative: 0 would win as a mask
+    weights, ids = ops.route(x, gate, bias, spec)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    got = torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), weights)
+    close(got, routed_weights(x, gate, bias, spec), 2)
+    assert all(len(set(row)) == spec.top_k for row in ids.tolist())
 
 
 def check_silu_of_extreme_values(ops: Ops) -> None:

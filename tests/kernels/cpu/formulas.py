@@ -22,7 +22,8 @@ def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
     if got.numel() == 0:
         return
     assert torch.isfinite(got).all()
-    limit = {torch.bfloat16: 6e-3, torch.float32: 3e-6}[got.dtype] * scale * max(float(want.abs().max()), 1e-6)
+    of_dtype = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3, torch.float32: 3e-6}[got.dtype]
+    limit = of_dtype * scale * max(float(want.abs().max()), 1e-6)
     worst = float((got.double() - want).abs().max())
     assert worst <= limit, f"off by {worst:.3g}, allowed {limit:.3g}"
 
@@ -113,6 +114,46 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = 
     if seen is not None:
         hidden = torch.cat((torch.zeros(t, s - t, dtype=torch.bool), ~seen), 1)
     return torch.einsum("hts,shv->thv", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v.double())
+
+
+def absorbed_attention(
+    q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, latent: int, trees: list[Tensor] | None = None
+) -> Tensor:
+    """MLA over latents: q [T, H, C+R], cache [slots, C+R] of numbers -> [T, H, C]. `trees`: as of `random_trees`."""
+    parts = []
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
+        parts.append(attend(mine, keys, keys[..., :latent], scale, None if trees is None else trees[request]))
+    return torch.cat(parts)
+
+
+def expanded_attention(q: Tensor, kv: Tensor, rope: Tensor, queries: PagedQueries, scale: float) -> Tensor:
+    """MLA over keys and values of heads: q [T, H, N+R], kv [S, H, N+V], rope [S, R], contexts in order -> [T, H, V]."""
+    parts, nope = [], q.shape[2] - rope.shape[1]
+    contexts = zip(kv.split(queries.context_lens), rope.split(queries.context_lens))
+    for mine, (own, tail) in zip(q.split(queries.query_lens), contexts):
+        keys = torch.cat((own[..., :nope], tail.unsqueeze(1).expand(-1, q.shape[1], -1)), -1)
+        parts.append(attend(mine, keys, own[..., nope:], scale))
+    return torch.cat(parts)
+
+
+def grouped_attention(
+    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, trees: list[Tensor] | None = None
+) -> Tensor:
+    """GQA: q [T, H, D], keys [slots, G, D], values [slots, G, V] -> [T, H, V]. `trees`: as of `random_trees`."""
+    parts = []
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        slots = slots_of(queries, request)
+        k, v = (cache[slots].repeat_interleave(q.shape[1] // keys.shape[1], 1) for cache in (keys, values))
+        parts.append(attend(mine, k, v, scale, None if trees is None else trees[request]))
+    return torch.cat(parts)
+
+
+def close_each(got: Tensor, want: Tensor, queries: PagedQueries, scale: float = 1.0) -> None:
+    """`close`, relative to the largest value of each request."""
+    assert got.shape == want.shape
+    for mine, expected in zip(got.split(queries.query_lens), want.split(queries.query_lens)):
+        close(mine, expected, scale)
 
 
 def paged_queries(lens: list[tuple[int, int]], page_size: int = 1, shuffle: bool = True) -> tuple[PagedQueries, int]:
