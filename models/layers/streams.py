@@ -88,8 +88,17 @@ class StreamNorm:
         return self._norm(summed.to(residual.dtype))
 
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
-        """Adds x [T, D] to the streams, in place; then as `__call__`."""
+        """`write`, then as `__call__`."""
         assert other is None
+        self.write(x, residual)
+        return self(residual)
+
+    def streams_of(self, residual: Tensor) -> Tensor:
+        """The streams [T, n D], a view."""
+        return residual[:, : self._streams.count * self._width]
+
+    def write(self, x: Tensor, residual: Tensor) -> None:
+        """Mixes the streams and adds x [T, D] to them, in place."""
         if self._all_reduce is not None:
             x = self._all_reduce.sum(x)
         n, width = self._streams.count, self._width
@@ -98,7 +107,6 @@ class StreamNorm:
         mixed = residual[:, n * width + n :].view(-1, n, n)
         new = torch.einsum("tij,tid->tjd", mixed.float(), streams.float())
         residual[:, : n * width] = new.addcmul_(written.float().unsqueeze(2), x.float().unsqueeze(1)).flatten(1)
-        return self(residual)
 
     def _doubly_stochastic(self, logits: Tensor) -> Tensor:
         """[T, n, n] -> rows and columns that sum to 1, by Sinkhorn's iterations."""

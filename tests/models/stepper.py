@@ -13,6 +13,8 @@ from moe_engine.kernels.backends import Backends, plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.compressed_cache import CompressedCache
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
@@ -144,9 +146,17 @@ def make_kv(
     influence."""
     name = str(dtype).removeprefix("torch.")
 
+    def cache(*shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
     def caches(layer: int) -> Any:
-        shapes = [(num_slots, *part) for part in config.kv_parts(layer, name)]
-        found = tuple(torch.full(shape, float("nan"), dtype=dtype, device=device) for shape in shapes)
+        parts, (rate, widths) = config.kv_parts(layer, name), config.entry_parts(layer)
+        if isinstance(config.attention, CompressedConfig):
+            entries = num_slots // rate if rate else 0
+            rows, *projected = (cache(num_slots + entries * (i == 0), *part) for i, part in enumerate(parts))
+            keys = cache(entries, 1, widths[1]) if len(widths) > 1 else None
+            return CompressedCache(rows, num_slots, tuple(projected), keys)
+        found = tuple(cache(num_slots, *part) for part in parts)
         return found[0] if len(found) == 1 else found
 
     first = config.num_layers if num_mtp_layers else 0
