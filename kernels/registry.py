@@ -41,7 +41,8 @@ class Row:
         four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
             also without `codes`.
         blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
-        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
+        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
+            `SparseAttention.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
@@ -160,7 +161,7 @@ def _waits(rows: list[Row], name: str, need: Need) -> str | None:
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "attention" and need.windows and not row.windows:
         return "no sliding windows"
-    if family == "attention" and need.index is not None and not row.sparse:
+    if family == "attention" and (need.index is not None or need.compression) and not row.sparse:
         return "no sparse attention"
     if family == "attention" and need.sinks and not row.sinks:
         return "no attention sinks"

@@ -97,7 +97,7 @@ def _rows(
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
 EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
@@ -202,6 +202,7 @@ MLA.append(
         workspaces.triton,
         _uncaptured_triton,
         sparse=True,
+        sinks=True,
     )
 )
 GQA.append(

@@ -1,4 +1,5 @@
-"""Checks that every row of the small operations and of the indexer must pass, on a CPU and in Triton's interpreter."""
+"""Checks that every row of the small operations, of the indexer and of sparse attention must pass, on a CPU and in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from tests.kernels.cpu.formulas import (
     NAN,
+    attend,
     close,
     filled_cache,
     normal,
@@ -160,3 +164,28 @@ def check_choices_alone(
                 slots = select(kernel, q[part], weights[part], cache, alone)
             assert torch.equal(slots, together[part, : slots.shape[1]])
         start += count
+
+
+def check_sinks_over_whole_rows(
+    backend: MLABackend, dtype: torch.dtype, heads: int, width: int, counts: Sequence[int]
+) -> None:
+    """Rows are keys and values as a whole, in a cache with strided rows; the sinks range from none to all of the
+    weight. Lists are set after the plan and changed between layers; all other rows are NaN."""
+    sparse = backend.capabilities.sparse
+    assert sparse is not None and sparse.sinks
+    size, scale = max(counts) + 20, width**-0.5
+    lens = torch.tensor(counts, dtype=torch.int32)
+    selected = Selected(torch.empty(len(counts), max(counts), dtype=torch.int32), list(counts), lens)
+    plan = sparse.plan(selected)
+    for sinks in (torch.linspace(-50, 20, heads), torch.randn(heads), None):
+        cache = torch.full((size, width + 16), NAN, dtype=dtype)[:, :width]
+        selected.slots.fill_(-1)
+        for row, count in zip(selected.slots, counts):
+            row[:count] = torch.randperm(size)[:count].int()
+            cache[row[:count].long()] = normal(count, width, dtype=dtype)
+        q = normal(len(counts), heads, width, dtype=dtype)
+        got = sparse.run(q, cache, selected, scale, plan, width, sinks)
+        for token, count in enumerate(counts):
+            keys = cache[selected.slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
+            wanted = attend(q[token : token + 1], keys, keys, scale, sinks=sinks)
+            close(got[token : token + 1], wanted, 3)

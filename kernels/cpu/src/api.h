@@ -55,4 +55,4 @@ API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_
                    void* out);
 API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
                       int64_t row, const moe::Queries* queries, int64_t heads, int64_t latent, int64_t rotary,
-                      float scale, void* out);
+                      float scale, const float* sinks, void* out);

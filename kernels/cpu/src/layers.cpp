@@ -39,7 +39,7 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
                     l.rotary, l.scale, mixed, sums);
   else
     moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
-                 l.scale, mixed);
+                 l.scale, nullptr, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
                    l.heads * value, value, l.values.form);
   if (prefix != nullptr)

@@ -105,15 +105,21 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
     return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to earlier ones; among
-    each other as in seen [t, t]."""
+    each other as in seen [t, t]. sinks [H]: logits without a value."""
     scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
     if seen is not None:
         hidden = torch.cat((torch.zeros(t, s - t, dtype=torch.bool), ~seen), 1)
-    return torch.einsum("hts,shv->thv", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v.double())
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        with_sink = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
+        return torch.einsum("hts,shv->thv", torch.softmax(with_sink, -1)[..., :s], v.double())
+    return torch.einsum("hts,shv->thv", torch.softmax(scores, -1), v.double())
 
 
 def absorbed_attention(
