@@ -29,6 +29,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
     need = Need(
         dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config),
         delta=config.delta is not None, varlen=config.vision is not None,
+        compression=isinstance(config.attention, CompressedConfig),
     )  # fmt: skip
     asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer", "delta"), row)
     return build_backends(plan_kernels(cpu_device(), need, asked))
