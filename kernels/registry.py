@@ -44,6 +44,7 @@ class Row:
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
             `SparseAttention.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
+        clamps: an experts backend that supports clamped activations (`ExpertsCapabilities.clamps`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
@@ -65,6 +66,7 @@ class Row:
     sparse: bool = False
     sinks: bool = False
     biases: bool = False
+    clamps: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
     exact_lengths: bool = False
@@ -167,6 +169,8 @@ def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
         return "no attention sinks"
     if family == "experts" and need.biases and not row.biases:
         return "no biases of experts"
+    if family == "experts" and need.clamped and not row.clamps:
+        return "no clamped activation of experts"
     if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
         alone = "runs only with --moe-a2a-backend megamoe"
         return alone if row.fused else "does not run with --moe-a2a-backend megamoe"

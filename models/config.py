@@ -205,6 +205,15 @@ class MoEConfig:
     shared_gate: bool = False
     hash_layers: int = 0
 
+    @property
+    def clamped(self) -> bool:
+        """True if `limit` clamps an activation without the other terms of `biased`."""
+        return self.limit > 0 and not self.biased
+
+    def hashes(self, layer: int) -> bool:
+        """True if the layer chooses experts by token id."""
+        return layer < self.hash_layers
+
 
 @dataclass(frozen=True)
 class DeltaConfig:

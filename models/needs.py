@@ -82,6 +82,7 @@ def need_of_model(
         index=index_widths(model),
         sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
         biases=model.moe is not None and model.moe.biased,
+        clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
         compression=compressed,
         varlen=model.vision is not None,

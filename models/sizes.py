@@ -230,7 +230,7 @@ def _sum_of(
     head = derived_codes(format, config.hidden_size, is_head=True)
     for spec, each, count in tensors:
         held = count * _held_elements(config, spec, topology, redundant_experts, format)
-        if spec.kind is Kind.WIDE:
+        if spec.kind in (Kind.WIDE, Kind.INDEX):
             sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name
             wide += held if sharded else count * spec.num_elements
         elif spec.name.endswith(_KV_B):

@@ -52,11 +52,13 @@ def has_mtp_names(config: ModelConfig) -> bool:
 
 
 class Kind(enum.Enum):
-    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32."""
+    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32,
+    INDEX are integers, kept in int32."""
 
     LINEAR = "linear"
     PLAIN = "plain"
     WIDE = "wide"
+    INDEX = "index"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class ExpertNames:
     """Tensor names of a family's MoE block: of an expert's projections, and, relative to the block, of the router's
-    weight and bias, the shared experts and their gate. `bias_rows`: the bias is stored as [1, E]."""
+    weight, bias and table of experts by token id, the shared experts and their gate. `bias_rows`: the bias is stored as
+    [1, E]."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -95,6 +98,7 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate.weight"
     router_bias: str = "gate.e_score_correction_bias"
+    router_table: str = "gate.tid2eid"
     bias_rows: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate.weight"
@@ -160,7 +164,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield _norm("input_layernorm", config.hidden_size)
     yield from attention_tensors(config, layer)
     yield _norm("post_attention_layernorm", config.hidden_size)
-    yield from feed_forward_tensors(config, is_moe)
+    yield from feed_forward_tensors(config, is_moe, layer)
     if (streams := config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
@@ -274,15 +278,17 @@ def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
         yield from (_norm(name, width) for name, width in zip(names, widths))
 
 
-def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
-    """The dense MLP of a layer, or its router, experts and shared expert."""
+def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
+    """The dense MLP of a layer, or its router, experts and shared expert. layer: as in `layer_tensors`."""
     hidden, moe = config.hidden_size, config.moe
     if not is_moe or moe is None:
         yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
         return
     names = expert_names(config)
     yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
-    if moe.has_bias:
+    if layer is not None and moe.hashes(layer):
+        yield TensorSpec(f"{names.block}.{names.router_table}", (config.vocab_size, moe.top_k), Kind.INDEX)
+    elif moe.has_bias:
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
         yield TensorSpec(f"{names.block}.{names.router_bias}", shape, Kind.WIDE)
     for name, shape in (

@@ -76,8 +76,8 @@ class CpuLinear:
         )
         return out
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
-        if down.in_features % 16 or gate_up.bias is not None or down.bias is not None:
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
+        if limit or down.in_features % 16 or gate_up.bias is not None or down.bias is not None:
             return None
         return partial(self.run_mlp, gate_up=gate_up, down=down)
 

@@ -92,8 +92,8 @@ class DeepGemmLinear(CublasLinear):
         assert self._gemm.heads_quantized is not None
         return self._gemm.heads_quantized(x, weight.data, format.power_of_two, exponents=format.exponents)
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
-        if not (isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)):
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
+        if limit or not (isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)):
             return None
         return partial(self.run_mlp, gate_up=gate_up, down=down)
 

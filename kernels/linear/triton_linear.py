@@ -92,8 +92,8 @@ class TritonLinear(CublasLinear):
     def _product(self, rows: QuantizedRows, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
         return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
-        if not (isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)):
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
+        if limit or not (isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)):
             return None
         return partial(self.run_mlp, gate_up=gate_up, down=down)
 

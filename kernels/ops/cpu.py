@@ -16,7 +16,7 @@ from moe_engine.kernels.ops.reference import with_padding
 
 class _Router(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("experts", "top_k", "sigmoid", "groups", "topk_groups", "group_score")),
+        *((name, ctypes.c_int32) for name in ("experts", "top_k", "score", "groups", "topk_groups", "group_score")),
         ("renormalize", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("bias_on_logits", ctypes.c_int32),
@@ -26,15 +26,15 @@ class _Router(ctypes.Structure):
 @lru_cache
 def router_struct(spec: RouterSpec) -> _Router:
     """The C struct of a router; raises ValueError for an invalid router."""
-    scores = {None: 0, "max": 1, "top2": 2}
-    if spec.score not in ("sigmoid", "softmax") or spec.group_score not in scores:
+    scores, group_scores = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}, {None: 0, "max": 1, "top2": 2}
+    if spec.score not in scores or spec.group_score not in group_scores:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
     groups = spec.num_groups if spec.group_score else 1
     if spec.num_experts % groups or not 0 < spec.top_k <= spec.num_experts or spec.topk_groups > spec.num_groups:
         raise ValueError(f"invalid router: {spec}")
-    numbers = (spec.num_experts, spec.top_k, spec.score == "sigmoid", groups, spec.topk_groups)
+    numbers = (spec.num_experts, spec.top_k, scores[spec.score], groups, spec.topk_groups)
     return _Router(
-        *map(int, numbers), scores[spec.group_score], int(spec.renormalize), spec.scale, int(spec.bias_on_logits)
+        *map(int, numbers), group_scores[spec.group_score], int(spec.renormalize), spec.scale, int(spec.bias_on_logits)
     )
 
 
@@ -75,12 +75,12 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         gate_up = rows(gate_up)
         count, width = gate_up.shape
         out = torch.empty((count, width // 2), dtype=gate_up.dtype)
         self._lib.moe_silu_and_mul(
-            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2
+            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2, limit
         )
         return out
 
@@ -137,16 +137,18 @@ class CpuOps:
         return gate
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = rows(x)
         tokens, width = x.shape
         weights = torch.empty((tokens, spec.top_k), dtype=torch.float32)
         ids = torch.empty((tokens, spec.top_k), dtype=torch.int32)
+        experts = None if experts is None else experts.to(torch.int32).contiguous()
         used = bias if spec.has_bias else None
         self._lib.moe_route(
             kind_of(x.dtype), kind_of(gate.dtype), x.data_ptr(), x.stride(0), tokens, width, gate.data_ptr(),
             None if used is None else used.data_ptr(), ctypes.addressof(router_struct(spec)), weights.data_ptr(),
-            ids.data_ptr(),
+            ids.data_ptr(), None if experts is None else experts.data_ptr(),
         )  # fmt: skip
         return weights, with_padding(ids, real)

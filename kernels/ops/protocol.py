@@ -41,12 +41,12 @@ class RotaryTable:
 class RouterSpec:
     """Router: expert selection and weights from logits, as in DeepSeek V2 and V3 and common variants.
 
-    score: ``sigmoid`` or ``softmax`` over all E, in float32. With `has_bias` the selection (not the weight) uses
-    score + bias; with `bias_on_logits` the bias is added to the logits instead (gpt-oss). `group_score`: None (no
-    groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
-    Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by their sum (+1e-20);
-    `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them with weight 1, as
-    choices from K on and experts from E on.
+    score: ``sigmoid``, ``softmax`` over all E, or ``sqrtsoftplus``, the square root of log(1 + exp(logit)) (DeepSeek
+    V4), in float32. With `has_bias` the selection (not the weight) uses score + bias; with `bias_on_logits` the bias is
+    added to the logits instead (gpt-oss). `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a
+    group) or ``max`` (V2). Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by
+    their sum (+1e-20); `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them
+    with weight 1, as choices from K on and experts from E on.
     """
 
     num_experts: int
@@ -157,9 +157,10 @@ class OpsCapabilities:
     add_rows_rms_norm: Callable[[ExpertRows, Tensor, Tensor, float], Tensor] | None = None
     """(rows, residual, weight, eps): `Ops.add_rms_norm` of the experts' sum, in one launch."""
 
-    route_int64: Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None], tuple[Tensor, Tensor]] | None = (
-        None
-    )
+    route_int64: (
+        Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+        | None
+    ) = None
     """`Ops.route` with int64 ids, written in this type by its last launch."""
 
     add_norm_route: AddNormRoute | None = None
@@ -189,8 +190,9 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns rms_norm(residual). x and residual [T, D]."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]."""
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+        """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]. With a limit gate is at most `limit` and up within
+        +-limit."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place."""
@@ -227,10 +229,11 @@ class Ops(Protocol):
         while loading."""
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x [T, D], gate [E, D] from `prepare_gate`, bias [E] float32 -> weights [T, K] float32, expert ids [T, K]
-        int32.
+        int32. With `experts` int32 [T, K] these are the ids, and only their weights come from x.
 
         Logits and all later values are float32. Tokens whose `real` int32 [T] is 0 (padding of a captured step) choose
         no expert: their ids are -1.

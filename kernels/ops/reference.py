@@ -5,6 +5,8 @@ Legend: T tokens, D hidden, H heads, R rotary width, C kv_lora_rank, E experts, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,8 +31,10 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if limit:
+            gate, up = clamped(gate, up, limit)
         return F.silu(gate).mul_(up)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
@@ -67,16 +71,14 @@ class TorchOps:
         return gate.float()
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logits = F.linear(x.float(), gate.float())  # [T, E]
         if spec.bias_on_logits and bias is not None:
             logits, bias = logits + bias, None
-        scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
-        choice = scores if bias is None else scores + bias
-        if spec.group_score is not None and spec.num_groups > spec.topk_groups:
-            choice = _mask_groups(choice, spec)
-        ids = choice.topk(spec.top_k, dim=-1).indices  # [T, K]
+        scores = SCORES[spec.score](logits)
+        ids = _best(scores, bias, spec) if experts is None else experts.long()  # [T, K]
         weights = scores.gather(1, ids)
         if spec.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -94,6 +96,22 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     if cache.element_size() == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache.index_copy_(0, slots.long(), rows)
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+"""By `RouterSpec.score`."""
+
+
+def _best(scores: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
+    """The chosen experts [T, K]."""
+    choice = scores if bias is None else scores + bias
+    if spec.group_score is not None and spec.num_groups > spec.topk_groups:
+        choice = _mask_groups(choice, spec)
+    return choice.topk(spec.top_k, dim=-1).indices
 
 
 def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
@@ -117,6 +135,11 @@ def rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
     rotated = a * cos - b * sin, a * sin + b * cos
     first.copy_(rotated[0])
     second.copy_(rotated[1])
+
+
+def clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """gate at most `limit`, up within +-limit."""
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
 def with_padding(ids: Tensor, real: Tensor | None) -> Tensor:

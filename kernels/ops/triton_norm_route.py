@@ -57,7 +57,7 @@ def norm_route_kernel(
     HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -87,9 +87,9 @@ def norm_route_kernel(
             POWER_OF_TWO, kind,
         )  # fmt: skip
         choose(
-            logits, bias, real, weights, ids, num_tokens, scale, row, inverse,
-            PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS,
-            RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
+            logits, bias, real, None, weights, ids, num_tokens, scale, row, inverse,
+            PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SCORE, HAS_BIAS, BIAS_ON_LOGITS,
+            RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL, False,
         )  # fmt: skip
 
 

@@ -244,7 +244,8 @@ class Decoder:
     def begin_step(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch for all layers; on many ranks with the step's sizes set."""
         if self.parallel.world_size > 1:
-            batch = with_sizes(batch, self.parallel)
+            moe = self.config.moe
+            batch = with_sizes(batch, self.parallel, hashes=moe is not None and moe.hash_layers > 0)
         elif self.backends.regions is not None:
             batch = for_regions(batch, self.backends.regions)
         if self.adapters is not None:

@@ -27,8 +27,10 @@ from moe_engine.kernels.quantization.protocol import (
     common_format,
     unquantized,
 )
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.expert_format import width_group
+from moe_engine.models.layers.expert_table import read_expert_table
 from moe_engine.models.layers.gated_mlp import GatedMLP
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
@@ -109,7 +111,11 @@ class MoE:
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.{names.router_bias}"
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
-        self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias else None
+        hashes = moe.hashes(layer_index)
+        self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias and not hashes else None
+        table = f"{prefix}.{names.router_table}"
+        self._table = read_expert_table(reader, table, config.vocab_size, moe) if hashes else None
+        """Experts by token id [V, K] int32, in a layer that chooses by it."""
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
@@ -131,7 +137,7 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                self._shared = MLP(*of_mlp, share=share)
+                self._shared = MLP(*of_mlp, share=share, limit=moe.limit if moe.clamped else 0.0)
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
@@ -162,7 +168,7 @@ class MoE:
 
     def _fuse(self, kernel: ExpertsKernel, parallel: ParallelContext) -> FusedMoE | None:
         fuse = kernel.capabilities.fuse_layer
-        if fuse is None or self._tables is not None or parallel.dispatcher is not None:
+        if fuse is None or self._tables is not None or self._table is not None or parallel.dispatcher is not None:
             return None
         if self.weights.num_experts < self._spec.num_experts:
             return None
@@ -232,13 +238,14 @@ class MoE:
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
     def after_norm(
-        self, norm: RMSNorm, x: Tensor, residual: Tensor, phase: Phase = "prefill", real: Tensor | None = None
+        self, norm: RMSNorm, x: Tensor, residual: Tensor, phase: Phase = "prefill", tokens: RoutedTokens | None = None
     ) -> tuple[Activation, Choice | None]:
         """residual [T, D] += x in place; the norm of it, as input of `forward`, and the router's choice if one call
         computes both: `chosen` of the methods below."""
-        fused = self._norm_route if len(residual) and norm.fuses_router else None
+        fused = self._norm_route if len(residual) and norm.fuses_router and self._table is None else None
         if fused is None:
             return norm.add(x, residual), None
+        real = None if tokens is None else tokens.real
         early = real if self._tables is None else None
         int64 = phase in self._int64 and not self._counting
         gate = (self._gate, self._bias, self._spec, early, int64, self.read_first)
@@ -246,13 +253,13 @@ class MoE:
         return hidden, self._in_slots(weights, ids, real)
 
     def forward(
-        self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None, chosen: Choice | None = None
+        self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> Tensor:
         if self.fused is not None and (self.adapters is None or not self.adapters.active):
             return self._forward_fused(x)  # type: ignore[arg-type]  # `input_format` has no rows
         if self._overlap is not None and self._overlap.shared_expert:
-            return finish(self.stages(x, phase, real, chosen))
-        weights, ids = chosen or self._choose(x, real, phase)
+            return finish(self.stages(x, phase, tokens, chosen))
+        weights, ids = chosen or self._choose(x, tokens, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
 
@@ -272,22 +279,24 @@ class MoE:
         """True if `expert_rows` is supported, for a norm that sums them."""
         return self.fused is None and isinstance(self._routed, LocalExperts) and self._routed.leaves_rows
 
-    def expert_rows(self, x: Activation, real: Tensor | None = None, chosen: Choice | None = None) -> ExpertRows:
+    def expert_rows(
+        self, x: Activation, tokens: RoutedTokens | None = None, chosen: Choice | None = None
+    ) -> ExpertRows:
         """`forward` before the sum over experts, if it `leaves_rows`."""
         assert isinstance(self._routed, LocalExperts)
-        weights, ids = chosen or self._choose(x, real, "prefill")
+        weights, ids = chosen or self._choose(x, tokens, "prefill")
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
 
     def addends(
-        self, x: Activation, phase: Phase, real: Tensor | None = None, chosen: Choice | None = None
+        self, x: Activation, phase: Phase, tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
         `forward` adds them at no cost."""
         routed, overlap = self._routed, self._overlap
         if self._shared is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, real, chosen), None
-        weights, ids = chosen or self._choose(x, real, phase)
+            return self.forward(x, phase, tokens, chosen), None
+        weights, ids = chosen or self._choose(x, tokens, phase)
         if overlap is not None and overlap.shared_expert:
             sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
             shared = self._shared.forward(x)
@@ -300,7 +309,8 @@ class MoE:
     @property
     def is_plain(self) -> bool:
         """True if `before` and `after` are currently equivalent to `forward`."""
-        return self.fused is None and self._overlap is None and self._tables is None and not self._counting
+        moved = self._tables is not None or self._table is not None
+        return self.fused is None and self._overlap is None and not moved and not self._counting
 
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and the shared expert's result [T, D]."""
@@ -311,11 +321,15 @@ class MoE:
         """[T, D]."""
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def _choose(self, x: Activation, real: Tensor | None, phase: Phase) -> tuple[Tensor, Tensor]:
+    def _choose(self, x: Activation, tokens: RoutedTokens | None, phase: Phase) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]; -1 for tokens that are not `real`."""
+        real, experts = None if tokens is None else tokens.real, None
+        if self._table is not None:
+            assert tokens is not None, "a layer that chooses experts by token id needs the ids"
+            experts = self._table.index_select(0, tokens.ids)
         early = real if self._tables is None else None  # tables map logical experts only
         wide = self._route_int64 if phase in self._int64 and not self._counting else None
-        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._spec, early)
+        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._spec, early, experts)
         return self._in_slots(weights, ids, real)
 
     @property
@@ -331,13 +345,13 @@ class MoE:
         return weights, ids
 
     def stages(
-        self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None, chosen: Choice | None = None
+        self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> Stages:
         """`forward` as a generator that yields during dispatch and combine, for overlap."""
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, real, chosen)
-        weights, ids = chosen or self._choose(x, real, phase)
+            return self.forward(x, phase, tokens, chosen)
+        weights, ids = chosen or self._choose(x, tokens, phase)
         sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield

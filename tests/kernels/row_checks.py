@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +26,7 @@ from tests.kernels.cpu.formulas import (
     rotary_table,
     rotated,
     routed_weights,
+    router_scores,
     silu,
     slots_of,
 )
@@ -39,6 +41,7 @@ ROUTERS = {
     "v2 lite": RouterSpec(64, 6, "softmax"),
     "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
     "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
+    "v4": RouterSpec(32, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
     "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
 }
 
@@ -119,6 +122,33 @@ def check_route(ops: Ops, dtype: torch.dtype, spec: RouterSpec, tokens: int, wid
 def check_silu_of_extreme_values(ops: Ops) -> None:
     x = torch.tensor([[-1e4, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+
+
+def check_clamped_silu(ops: Ops, dtype: torch.dtype) -> None:
+    """gate is at most the limit, up within both; NaN stays."""
+    x = normal(5, 90, dtype=dtype, scale=4.0)
+    x[1, 0] = x[2, 45] = NAN
+    gate, up = x.double().chunk(2, -1)
+    want = silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)
+    got = ops.silu_and_mul(x, 1.5)
+    assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
+    close(got.nan_to_num(), want.nan_to_num(), 2)
+
+
+def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:
+    """Experts are not chosen, and have the router's weights; logits from -60 to 60 keep their relative accuracy."""
+    spec = RouterSpec(48, 5, "sqrtsoftplus", True, scale=1.5)
+    x = torch.linspace(-1, 1, 7).unsqueeze(1).repeat(1, 16).to(dtype)
+    gate = torch.randn(48, 1).repeat(1, 16) * 1.2
+    experts = torch.rand(7, 48).argsort(-1)[:, :5].int()
+    real = torch.tensor([1, 1, 0, 1, 1, 1, 1], dtype=torch.int32)
+    scores = router_scores(x.double() @ gate.double().T, spec.score).gather(-1, experts.long())
+    for renormalize in (False, True):
+        router = replace(spec, renormalize=renormalize)
+        weights, ids = ops.route(x, ops.prepare_gate(gate), torch.randn(48), router, real, experts)
+        assert torch.equal(ids, torch.where(real.bool()[:, None], experts, -1)) and ids.dtype == torch.int32
+        want = scores / scores.sum(-1, keepdim=True) if renormalize else scores
+        torch.testing.assert_close(weights, (want * spec.scale).float(), rtol=2e-5, atol=0)
 
 
 def check_no_tokens(ops: Ops, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertWeights
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightReader
@@ -62,8 +63,9 @@ def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     assert fused.weights.num_experts == apart.weights.num_experts + count == config.moe.num_experts + count
     torch.testing.assert_close(fused.forward(x), apart.forward(x), rtol=1e-5, atol=1e-6)
     live = real.bool()
-    padded = fused.forward(x, real=real)
-    torch.testing.assert_close(padded[live], apart.forward(x, real=real)[live], rtol=1e-5, atol=1e-6)
+    tokens = RoutedTokens(torch.zeros(7, dtype=torch.int64), real)
+    padded = fused.forward(x, tokens=tokens)
+    torch.testing.assert_close(padded[live], apart.forward(x, tokens=tokens)[live], rtol=1e-5, atol=1e-6)
     assert (padded[~live] == 0).all(), "padding reads no expert, including shared experts"
 
 

@@ -2,6 +2,9 @@
 
 Layers of all kinds: window alone, heavily compressed (HCA), sparse (CSA); two choose experts by token id. Within 64
 tokens the window ends, entries of all layers become visible and the indexer selects some of them.
+
+With few index heads the products of all heads may be negative: such entries tie with score 0, and transformers selects
+any of them.
 """
 
 from __future__ import annotations

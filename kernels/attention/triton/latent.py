@@ -31,6 +31,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     softmax_step,
     stored_columns,
     stored_values,
+    with_sinks,
 )
 from moe_engine.kernels.kv_format.latent_records import (
     FP8_GROUPS,
@@ -47,7 +48,6 @@ from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _RECORD = tl.constexpr(RECORD)
-_LOG2_E = tl.constexpr(LOG2_E)
 _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)
 
 
@@ -126,6 +126,27 @@ def _rotary_part(
 
 
 @triton.jit
+def _rotary_scores(
+    q_rotary, cache, offset,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: products of the rotary channels, 0 without any; and in `FP8_TOKEN`, divided by it, the scale [1, N] of
+    the latents."""
+    of_latent = tl.full([1, BLOCK_N], 1.0, tl.float32)
+    if ROTARY > 0:
+        rotary = _rotary_part(cache, offset, LATENT, ROTARY, BLOCK_P, KV_FORMAT, q_rotary.dtype)
+        scores = tl.dot(q_rotary, tl.trans(rotary), input_precision=PRECISION)
+    else:
+        scores = tl.zeros([q_rotary.shape[0], BLOCK_N], tl.float32)
+    if KV_FORMAT == _TOKEN:
+        floats = cache.to(tl.pointer_type(tl.float32)) + offset // 4 + SCALES // 4
+        of_latent = tl.load(floats)[None, :]
+        scores = scores * (tl.load(floats + 1)[None, :] / of_latent)
+    return scores, of_latent
+
+
+@triton.jit
 def _first(i, own, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """First column of part i, for a program whose own share of the values begins with part `own`."""
     return (i + own) % PARTS * WIDTH
@@ -176,8 +197,7 @@ def latent_kernel(
         row = tl.arange(0, BLOCK_M)
         q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
         place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride
-        if ROTARY > 0:
-            q_rotary = columns(q_token + LATENT, place, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
+        q_rotary = columns(q_token + LATENT, place, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
         share = tl.program_id(1)
         q_parts = ()
         for i in tl.static_range(PARTS):
@@ -200,15 +220,9 @@ def latent_kernel(
         for start in range(begin, stop, BLOCK_N):
             offset = (slots.to(tl.int64) if WIDE else slots) * cache_stride
             slots = next_slots(table_row, start + BLOCK_N + inside, stop)
-            if ROTARY > 0:
-                rotary = _rotary_part(cache, offset, LATENT, ROTARY, BLOCK_P, KV_FORMAT, dtype)
-                scores = tl.dot(q_rotary, tl.trans(rotary), input_precision=PRECISION)
-            else:
-                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            if KV_FORMAT == _TOKEN:
-                floats = cache.to(tl.pointer_type(tl.float32)) + offset // 4 + SCALES // 4
-                of_latent = tl.load(floats)[None, :]
-                scores = scores * (tl.load(floats + 1)[None, :] / of_latent)
+            scores, of_latent = _rotary_scores(
+                q_rotary, cache, offset, LATENT, ROTARY, BLOCK_P, BLOCK_N, KV_FORMAT, SCALES, PRECISION
+            )
             latent = ()
             for i in tl.static_range(PARTS):
                 column = _first(i, share * OWN, PARTS, WIDTH)
@@ -226,10 +240,7 @@ def latent_kernel(
                 new = new + (tl.dot(weights, latent[i], mixed[i] * decay[:, None], input_precision=PRECISION),)  # type: ignore[assignment]
             mixed = new
         target = tl.load(record + 7)
-        if SINKS:  # noqa: SIM102 - a constant, and a value of the device
-            if target < 0:
-                head = (first_row + tl.minimum(row, left - 1)) % HEADS
-                total += tl.exp2(tl.load(sinks + head) * _LOG2_E - best)
+        total = with_sinks(total, best, sinks, (first_row + tl.minimum(row, left - 1)) % HEADS, target, SINKS)
         norm, log_sum = finish(best, total)
         if target < 0:
             rows_before = token.to(tl.int64) * HEADS + first_row

@@ -29,7 +29,8 @@ API void moe_mixture(int is_bf16, const void* x, int64_t ldx, int64_t tokens, in
                      const moe::Coding* up_form, const moe::Coding* down_form, const moe::SharedExpert* shared,
                      void* out);
 API void moe_route(int is_bf16, int gate_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim,
-                   const void* gate, const float* bias, const moe::Router* router, float* weights, int32_t* ids);
+                   const void* gate, const float* bias, const moe::Router* router, float* weights, int32_t* ids,
+                   const int32_t* given);
 API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,
                       void* out, int64_t rows, int64_t n);
 API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, void* residual, const void* weight,

@@ -86,7 +86,7 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   Arrays arrays(tokens * l.top_k * 8 + 2 * 64);
   float* weights = static_cast<float*>(arrays.take(tokens * l.top_k * 4));
   int32_t* ids = chosen != nullptr ? chosen : static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
-  moe_route(is_bf16, int(l.gate_bf16), x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
+  moe_route(is_bf16, int(l.gate_bf16), x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids, nullptr);
   if (l.cell != nullptr && l.cell->counts != nullptr) l.cell->count(l.first, ids, tokens * l.top_k);
   const SharedExpert shared{l.shared_up.panels, l.shared_down.panels, l.shared_up.form, l.shared_down.form,
                             l.shared_down.in};

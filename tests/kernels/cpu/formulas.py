@@ -85,13 +85,20 @@ def rotated(x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if table.interleaved else torch.cat((a, b), -1)
 
 
+def router_scores(logits: Tensor, score: str) -> Tensor:
+    """logits [T, E] float64."""
+    if score == "sqrtsoftplus":
+        return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+
+
 def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
     """[T, E]: the weight of every expert, 0 where it is not chosen."""
     logits = x.double() @ gate.double().T
     if spec.bias_on_logits and bias is not None:  # gpt-oss: a softmax over the chosen experts
         best = (logits + bias.double()).topk(spec.top_k, -1)
         return torch.zeros_like(logits).scatter_(-1, best.indices, best.values.softmax(-1))
-    scores = torch.sigmoid(logits) if spec.score == "sigmoid" else torch.softmax(logits, -1)
+    scores = router_scores(logits, spec.score)
     choice = scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
     if spec.group_score is not None:
         groups = choice.unflatten(-1, (spec.num_groups, -1))

@@ -50,6 +50,14 @@ def test_silu_of_extreme_values(library: Library) -> None:
     row_checks.check_silu_of_extreme_values(CpuOps(library))
 
 
+def test_clamped_silu(any_library: Library, dtype: torch.dtype) -> None:
+    row_checks.check_clamped_silu(CpuOps(any_library), dtype)
+
+
+def test_given_experts(any_library: Library, dtype: torch.dtype) -> None:
+    row_checks.check_given_experts(CpuOps(any_library), dtype)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("width", [64, 32, 12, 80])
 def test_rotate(any_library: Library, dtype: torch.dtype, width: int, interleaved: bool) -> None:

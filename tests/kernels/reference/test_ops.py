@@ -22,6 +22,14 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
     row_checks.check_silu_and_mul(OPS, dtype, 16)
 
 
+def test_clamped_silu(dtype: torch.dtype) -> None:
+    row_checks.check_clamped_silu(OPS, dtype)
+
+
+def test_given_experts(dtype: torch.dtype) -> None:
+    row_checks.check_given_experts(OPS, dtype)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotate(dtype: torch.dtype, interleaved: bool) -> None:
     row_checks.check_rotate(OPS, dtype, 3, 8, interleaved)

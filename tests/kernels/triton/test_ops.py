@@ -125,6 +125,16 @@ def test_silu_of_extreme_values(ops):
     row_checks.check_silu_of_extreme_values(ops)
 
 
+def test_clamped_silu(ops, dtype):
+    row_checks.check_clamped_silu(ops, dtype)
+
+
+@pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])
+def test_given_experts(ops, dtype, monkeypatch, most):
+    monkeypatch.setattr(triton_router, "ONE_LAUNCH_TOKENS", most)
+    row_checks.check_given_experts(ops, dtype)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "width"), [(1, 64), (5, 12), (70, 96)])
