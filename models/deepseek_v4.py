@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
@@ -18,6 +19,7 @@ from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.streams import StreamNorm, spread
+from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 
@@ -43,6 +45,7 @@ class DeepseekV4Model(Decoder):
         rates = sorted({attention.rate(layer) for layer in range(config.num_layers)})
         self._steps = StepRows(attention, rates, backends.attention, backends.indexer)  # type: ignore[arg-type]
         self._draft_steps = StepRows(attention, [0], backends.attention, None)  # type: ignore[arg-type]
+        self._reverse: dict[RopeConfig, RotaryTable] = {}
         super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
@@ -53,7 +56,24 @@ class DeepseekV4Model(Decoder):
         return f"{prefix}.", f"{_streams_of(prefix)}."
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> CompressedAttention:
-        return CompressedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
+        return CompressedAttention(
+            self.config,
+            layer_index,
+            reader,
+            self.backends,
+            self.parallel,
+            rotary,
+            self._reverse_of(layer_index, rotary),
+            self._steps,
+        )
+
+    def _reverse_of(self, layer_index: int, rotary: RotaryTable) -> RotaryTable:
+        """The table of the opposite rotations of a layer's."""
+        rope = self.config.rope_of(layer_index)
+        if rope not in self._reverse:
+            cosines, sines = rotary.cos_sin.chunk(2, 1)
+            self._reverse[rope] = RotaryTable(torch.cat((cosines, -sines), 1), rotary.interleaved)
+        return self._reverse[rope]
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         return MoE(self.config, layer_index, self.backends, reader, self.parallel)

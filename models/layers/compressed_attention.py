@@ -112,7 +112,11 @@ class EntryIndexer:
 
 class CompressedAttention:
     """hidden [T, D] -> [T, D]; on many ranks H and G count this rank's heads and groups, and the result is their
-    partial sum."""
+    partial sum.
+
+    Args:
+        reverse: the table of the opposite rotations. A key is also the value, so that a result is rotated back.
+    """
 
     def __init__(
         self,
@@ -122,13 +126,13 @@ class CompressedAttention:
         backends: Backends,
         parallel: ParallelContext,
         rotary: RotaryTable,
+        reverse: RotaryTable,
         steps: StepRows,
     ) -> None:
         whole = config.attention
         assert isinstance(whole, CompressedConfig) and backends.attention.capabilities.sparse is not None
         self._attention = a = local_attention(whole, parallel)
-        self._layer_index, self._rotary, self._steps = layer_index, rotary, steps
-        self._reversed = RotaryTable(_reversed(rotary.cos_sin), rotary.interleaved)
+        self._layer_index, self._rotary, self._reverse, self._steps = layer_index, rotary, reverse, steps
         self._ops, self._linear, self._sparse = backends.ops, backends.linear, backends.attention.capabilities.sparse
         self._scale, self._rate = a.head_dim**-0.5, a.rate(layer_index)
         prefix, share, eps = f"model.layers.{layer_index}.self_attn", Share.of(parallel.attn_tp), config.norm_eps
@@ -194,7 +198,7 @@ class CompressedAttention:
         self._ops.rotate(q, batch.positions, self._rotary)
         rows = step.rows[self._rate]
         mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
-        self._ops.rotate(mixed, batch.positions, self._reversed)
+        self._ops.rotate(mixed, batch.positions, self._reverse)
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
         return self._o(self._linear.run_heads(grouped, self._groups).flatten(1))
 
@@ -213,9 +217,3 @@ class CompressedAttention:
         keys = self._kv_norm(kv)
         self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
         cache.rows.index_copy_(0, slots, keys.to(cache.rows.dtype))
-
-
-def _reversed(cos_sin: Tensor) -> Tensor:
-    """The table of the opposite rotations."""
-    cosines, sines = cos_sin.chunk(2, 1)
-    return torch.cat((cosines, -sines), 1)
