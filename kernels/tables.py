@@ -104,15 +104,7 @@ SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _alwa
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
-COMPRESSION = [
-    Row(
-        "torch",
-        "moe_engine.kernels.compression.reference:TorchCompression",
-        0,
-        _torch,
-        why_not_captured=_uncaptured_compression,
-    )
-]
+COMPRESSION = _rows("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression)
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
