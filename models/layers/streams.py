@@ -99,6 +99,8 @@ class StreamNorm:
 
     def write(self, x: Tensor, residual: Tensor) -> None:
         """Mixes the streams and adds x [T, D] to them, in place."""
+        if not len(residual):
+            return  # a layer without tokens has no x
         if self._all_reduce is not None:
             x = self._all_reduce.sum(x)
         n, width = self._streams.count, self._width

@@ -1,69 +1,33 @@
-"""The MTP layer of DeepSeek V4, which transformers does not have, against transformers' decoder layer and the formula
-of DeepSeek's release: whole, in chunks, token by token, in draft chains."""
+"""The MTP layer of DeepSeek V4 against `MTPOracle`: whole, in chunks, token by token, in draft chains."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from tests.models.rows import all_rows
 from tests.models.test_mtp import Drafter
 from tests.models.test_parity import assert_close
-from tests.models.v4_checkpoints import FIELDS, SLIDING, load_v4, make_v4, write_tensors
+from tests.models.v4_checkpoints import make_v4
+from tests.models.v4_mtp import MTPOracle
 
 LENGTH = 60  # the window of 16 ends, and entries are selected
 every_row = pytest.mark.parametrize("row", all_rows())
 
 
-class Oracle:
-    """transformers' model, and a model of one layer that has the MTP layer's weights, over a random checkpoint."""
+class Oracle(MTPOracle):
+    """Over a random checkpoint, with a random sequence."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path = make_v4(folder / "own", seed, num_mtp_layers=1, tokenizer=False)
-        tensors = load_file(self.path / "model.safetensors")
-        mtp = {name.removeprefix("mtp.0."): tensor for name, tensor in tensors.items() if name.startswith("mtp.0.")}
-        self._inputs = {name: mtp.pop(f"{name}.weight") for name in ("e_proj", "h_proj", "enorm", "hnorm")}
-        outside = ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
-        layer = {name if name in outside else f"layers.0.{name}": tensor for name, tensor in mtp.items()}
-        one = {"num_hidden_layers": 1, "layer_types": [SLIDING], "num_hash_layers": 0}
-        alone = make_v4(folder / "alone", tokenizer=False, **one)
-        write_tensors(alone, layer | {name: tensors[name].clone() for name in ("embed.weight", "head.weight")})
-        self._model, self._mtp = load_v4(self.path), load_v4(alone)
+        super().__init__(self.path, folder / "alone")
         self.tokens = [random.randrange(250) for _ in range(LENGTH + 1)]
-        self.streams = self._run(self._model, self.tokens[:-1])[0]
-
-    @torch.no_grad()
-    def draft(self, next_ids: list[int], streams: Tensor) -> tuple[Tensor, Tensor]:
-        """v [T, n D] of a sequence from its start, and its logits [T, V]. streams: [T, n D]."""
-        weights, width = self._inputs, FIELDS["hidden_size"]
-        embedding = self._model.model.embed_tokens(torch.tensor(next_ids))
-        z = (norm(embedding) * weights["enorm"]) @ weights["e_proj"].T
-        hidden = (norm(streams.view(-1, FIELDS["hc_mult"], width)) * weights["hnorm"]) @ weights["h_proj"].T
-        return self._run(self._mtp, next_ids, z.unsqueeze(1) + hidden)
-
-    def _run(self, model: Any, ids: list[int], streams: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The streams after the last layer, and logits. streams: input of the first layer; None: the model's own."""
-        seen: list[Tensor] = []
-        hooks = [model.model.hc_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))]
-        if streams is not None:
-            change = model.model.layers[0].register_forward_pre_hook(lambda _, args: (streams.unsqueeze(0), *args[1:]))
-            hooks.append(change)
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0]
-        for hook in hooks:
-            hook.remove()
-        return seen[0][0].flatten(1), logits
-
-
-def norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + FIELDS["rms_norm_eps"])
+        self.states = self.streams(self.tokens[:-1])
 
 
 class StreamsDrafter(Drafter):
@@ -92,7 +56,7 @@ def check(drafter: Drafter, got: Tensor, want: tuple[Tensor, Tensor]) -> None:
 @every_row
 def test_whole_prompt(oracle: Oracle, row: str) -> None:
     drafter = StreamsDrafter(oracle.path, row)
-    check(drafter, drafter.step(oracle.tokens, 0, LENGTH), oracle.draft(oracle.tokens[1:], oracle.streams))
+    check(drafter, drafter.step(oracle.tokens, 0, LENGTH), oracle.draft(oracle.tokens[1:], oracle.states))
 
 
 @every_row
@@ -102,7 +66,7 @@ def test_chunks_then_decode(oracle: Oracle, row: str) -> None:
         got.append(drafter.step(tokens, start, stop, decode))
         drafter.step(tokens[::-1], stop, stop + 2, sequence=1)
     got += [drafter.step(tokens, 50, 55, True), drafter.step(tokens, 55, LENGTH)]
-    check(drafter, torch.cat(got), oracle.draft(tokens[1:], oracle.streams))
+    check(drafter, torch.cat(got), oracle.draft(tokens[1:], oracle.states))
 
 
 @every_row
@@ -112,7 +76,7 @@ def test_drafting_further_and_back(oracle: Oracle, row: str) -> None:
     got = [drafter.step(tokens, 0, 45)]
     for start, stop in ((45, 46), (46, 49), (49, LENGTH)):
         drafts = [random.randrange(250) for _ in range(4)]
-        hidden, next_ids, v = oracle.streams[:start], tokens[1 : start + 1], got[-1][-1:]
+        hidden, next_ids, v = oracle.states[:start], tokens[1 : start + 1], got[-1][-1:]
         for draft in drafts:
             hidden = torch.cat((hidden, oracle.draft(next_ids, hidden)[0][-1:]))
             next_ids = [*next_ids, draft]
@@ -120,7 +84,7 @@ def test_drafting_further_and_back(oracle: Oracle, row: str) -> None:
             check(drafter, v, tuple(found[-1:] for found in oracle.draft(next_ids, hidden)))  # type: ignore[arg-type]
         drafter.main.lengths[0] = start
         got.append(drafter.step(tokens, start, stop, decode=True))
-    check(drafter, torch.cat(got), oracle.draft(tokens[1:], oracle.streams))
+    check(drafter, torch.cat(got), oracle.draft(tokens[1:], oracle.states))
 
 
 @every_row
@@ -132,5 +96,5 @@ def test_keys_alone(oracle: Oracle, row: str) -> None:
     states = drafter.mtp.prepare(drafter._taps.take())
     drafter.mtp.remember(0, torch.tensor(tokens[1:51]), states, batch)
     got = drafter.step(tokens, 50, LENGTH)
-    check(drafter, got, tuple(found[50:] for found in oracle.draft(tokens[1:], oracle.streams)))  # type: ignore[arg-type]
+    check(drafter, got, tuple(found[50:] for found in oracle.draft(tokens[1:], oracle.states)))  # type: ignore[arg-type]
 
