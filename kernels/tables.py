@@ -96,7 +96,9 @@ def _rows(
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
+EXPERTS = _rows(
+    "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, clamps=True, codes=True
+)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
@@ -165,6 +167,7 @@ EXPERTS.append(
         _FIXED,
         prefers=_triton_experts_preference,
         biases=True,
+        clamps=True,
         blocks=True,
         reads_fp8=_multiplies_fp8,
         four_bits=True,

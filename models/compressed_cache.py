@@ -5,9 +5,12 @@ Legend: N slots of tokens, E entries, Dh channels of a key, I of an index key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from moe_engine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +30,12 @@ class CompressedCache:
     def entries(self) -> Tensor:
         """[E, Dh]."""
         return self.rows[self.num_slots :]
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, layer: int, num_slots: int, new: Callable[..., Tensor]) -> CompressedCache:
+        """A cache whose tokens and entries have the same slots. new: (*shape) -> memory."""
+        rate, widths = config.entry_parts(layer)
+        (width,), *projected = config.kv_parts(layer, config.checkpoint_dtype)
+        num_entries = num_slots // rate if rate else 0
+        keys = new(num_entries, 1, widths[1]) if len(widths) > 1 else None
+        return cls(new(num_slots + num_entries, width), num_slots, tuple(new(num_slots, *p) for p in projected), keys)

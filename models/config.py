@@ -214,6 +214,13 @@ class MoEConfig:
         """True if the layer chooses experts by token id."""
         return layer < self.hash_layers
 
+    def num_shared_slots(self, ep_size: int) -> int:
+        """Shared experts, if they have the routed ones' width and may be slots of all ranks of an expert-parallel axis;
+        0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
+        the routed experts'."""
+        count, rest = divmod(self.shared_width, self.width)
+        return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
+
 
 @dataclass(frozen=True)
 class DeltaConfig:
@@ -399,6 +406,11 @@ class ModelConfig:
         windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
         model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
+
+    @property
+    def draft_state_width(self) -> int:
+        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def stored_layers(self) -> int:

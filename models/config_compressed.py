@@ -83,10 +83,6 @@ def _check(fields: Fields, attention: CompressedConfig) -> None:
     index, rotary = attention.index_width, attention.rotary_width
     if index < rotary:
         fields.fail("index_head_dim", f"{index} is less than the rotated width {rotary}")
-    for layer, rate in enumerate(attention.rates):
-        for width in attention.entry_widths(layer):
-            if 2 * width % rate:
-                fields.fail("head_dim", f"2 x {width} B is no multiple of the {rate} tokens of an entry")
     needed = max((2 * rate if rate == attention.selected_rate else rate for rate in attention.rates), default=0)
     if needed > attention.window:
         fields.fail("sliding_window", f"{attention.window} is less than the {needed} tokens that an entry reads")

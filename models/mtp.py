@@ -90,9 +90,8 @@ class MTPLayers:
 
     @property
     def state_width(self) -> int:
-        """Numbers of a hidden state."""
-        streams = self._model.config.streams
-        return self._model.config.hidden_size * (1 if streams is None else streams.count)
+        """See `ModelConfig.draft_state_width`."""
+        return self._model.config.draft_state_width
 
     def prepare(self, states: Tensor) -> Tensor:
         """Of a residual with streams, these alone."""

@@ -318,7 +318,10 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
     if name == "lm_head.weight":
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
     if ".shared_expert" in name:
-        return 1 if topology.travels or ".shared_expert_gate." in name else topology.tp_size
+        if topology.travels or ".shared_expert_gate." in name:
+            return 1
+        shared = config.moe is not None and config.moe.num_shared_slots(topology.ep_size)
+        return topology.moe_tp_size if shared else topology.tp_size
     if ".linear_attn." in name:
         return 1 if name.endswith(".norm.weight") else topology.attn_tp_size
     if ".self_attn." in name:

@@ -68,11 +68,9 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P]),
     "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L, P]),
     "moe_expert_bytes": (L, [N, L, L, P, P]),
-    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P]),
-    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P, P, P]),
-    "moe_biased_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P, P]),
-    "moe_biased_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, P, P, P]),
-    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, P]),
+    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P, P, F]),
+    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P, P, P, P, F]),
+    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, P, F]),
     "moe_coded_bytes": (L, [P, L, L]),
     "moe_coded_pack": (None, [P, P, L, P, P, L, L, P]),
     "moe_coded_quantize": (None, [P, N, P, L, L, L, P, N]),
@@ -130,8 +128,6 @@ class Library:
     moe_expert_bytes: Any
     moe_experts: Any
     moe_routed: Any
-    moe_biased_experts: Any
-    moe_biased_routed: Any
     moe_mlp: Any
     moe_coded_bytes: Any
     moe_coded_pack: Any

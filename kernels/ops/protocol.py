@@ -9,7 +9,7 @@ activation dtype or fp32; positions are int64, slots int32 or int64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -46,7 +46,9 @@ class RouterSpec:
     added to the logits instead (gpt-oss). `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a
     group) or ``max`` (V2). Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by
     their sum (+1e-20); `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them
-    with weight 1, as choices from K on and experts from E on.
+    with weight `shared_weight`, as choices from K on and experts from E on. With `shared_gate` the gate has a row E,
+    and that weight is multiplied by the sigmoid of its logit. With `held` the choices are slots of a rank that holds
+    the experts [first, first + held) and the shared ones after them; -1: an expert of another rank.
     """
 
     num_experts: int
@@ -60,6 +62,25 @@ class RouterSpec:
     scale: float = 1.0
     num_shared: int = 0
     bias_on_logits: bool = False
+    shared_weight: float = 1.0
+    shared_gate: bool = False
+    first: int = 0
+    held: int | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Routed experts in slots before the shared ones."""
+        return self.num_experts if self.held is None else self.held
+
+    @property
+    def of_all_ranks(self) -> RouterSpec:
+        """With experts as choices."""
+        return replace(self, first=0, held=None)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the gate."""
+        return self.num_experts + self.shared_gate
 
     @property
     def num_choices(self) -> int:
@@ -167,7 +188,7 @@ class OpsCapabilities:
     """Set if small steps take one launch."""
 
     routes_shared: bool = False
-    """`Ops.route` supports `RouterSpec.num_shared`."""
+    """`Ops.route` supports `RouterSpec.num_shared`, `shared_gate` and `held`."""
 
     absorb: Absorb | None = None
 

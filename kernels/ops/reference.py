@@ -74,7 +74,8 @@ class TorchOps:
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        logits = F.linear(x.float(), gate.float())  # [T, E]
+        logits = F.linear(x.float(), gate.float())  # [T, E], with a column for the shared experts
+        logits, of_shared = logits[:, : spec.num_experts], logits[:, spec.num_experts :]
         if spec.bias_on_logits and bias is not None:
             logits, bias = logits + bias, None
         scores = SCORES[spec.score](logits)
@@ -85,10 +86,18 @@ class TorchOps:
         if spec.scale != 1.0:
             weights = weights * spec.scale
         if spec.num_shared:
-            shared = torch.arange(spec.num_experts, spec.num_experts + spec.num_shared, device=ids.device)
-            ids = torch.cat((ids, shared.expand(len(ids), -1)), 1)
-            weights = F.pad(weights, (0, spec.num_shared), value=1.0)
-        return weights, with_padding(ids.int(), real)
+            each = of_shared.sigmoid() if spec.shared_gate else torch.ones_like(weights[:, :1])
+            weights = torch.cat((weights, (spec.shared_weight * each).expand(-1, spec.num_shared)), 1)
+        return weights, with_padding(in_slots(ids.int(), spec), real)
+
+
+def in_slots(ids: Tensor, spec: RouterSpec) -> Tensor:
+    """The experts [T, K] as slots of the rank, with the shared ones [T, K + num_shared]."""
+    if spec.held is not None:
+        own = ids - spec.first
+        ids = torch.where((own >= 0) & (own < spec.held), own, -1)
+    shared = torch.arange(spec.num_held, spec.num_held + spec.num_shared, dtype=ids.dtype, device=ids.device)
+    return torch.cat((ids, shared.expand(len(ids), -1)), 1) if spec.num_shared else ids
 
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:

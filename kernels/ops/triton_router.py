@@ -67,26 +67,36 @@ def route(
     experts = None if experts is None else experts.to(torch.int32).contiguous()
     weights, ids = empty_choice(count, spec, ids_dtype, x.device)
     logits_constants, grid, warps, stages = logits_plan(
-        count, hidden, spec.num_experts, x.dtype, deterministic, gate.dtype == torch.bfloat16
+        count, hidden, spec.num_logits, x.dtype, deterministic, gate.dtype == torch.bfloat16
     )
     has_bias = spec.has_bias and bias is not None
     constants = select_plan(spec, grid[2], has_bias, real is not None) | {"GIVEN": experts is not None}
     if not count:
         return weights, ids
-    logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=x.device)
+    logits = torch.empty((grid[2], count, spec.num_logits), dtype=torch.float32, device=x.device)
     bias = bias if has_bias else logits
     if count <= ONE_LAUNCH_TOKENS:
         programs = min(resident_programs(x.device), max(grid[0] * grid[1] * grid[2], count))
         route_kernel[(programs,)](
             x, gate, logits, bias, real, experts, weights, ids, barrier, stride_of(x, 0), count, spec.scale,
-            **logits_constants | constants, num_warps=warps, num_stages=stages, **OPTIONS,
+            spec.first, **logits_constants | constants, num_warps=warps, num_stages=stages, **OPTIONS,
         )  # fmt: skip
         return weights, ids
     router_logits_kernel[grid](
         x, gate, logits, stride_of(x, 0), count, **logits_constants, num_warps=warps, num_stages=stages
     )
     router_select_kernel[(count,)](
-        logits, bias, real, experts, weights, ids, count, spec.scale, **constants, num_warps=_select_warps(constants)
+        logits,
+        bias,
+        real,
+        experts,
+        weights,
+        ids,
+        count,
+        spec.scale,
+        spec.first,
+        **constants,
+        num_warps=_select_warps(constants),
     )
     return weights, ids
 
@@ -133,6 +143,7 @@ def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool) ->
         "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
         "SCORE": spec.score, "HAS_BIAS": has_bias and not spec.bias_on_logits,
         "BIAS_ON_LOGITS": has_bias and spec.bias_on_logits, "RENORMALIZE": spec.renormalize,
+        "GATED": int(spec.shared_gate), "SHARED_WEIGHT": spec.shared_weight, "HELD": spec.num_held,
         "BLOCK_G": next_power_of_2(groups), "BLOCK_M": next_power_of_2(spec.num_experts // groups),
         "BLOCK_K": next_power_of_2(spec.num_choices), "HAS_REAL": has_real,
     }  # fmt: skip
@@ -148,13 +159,13 @@ def route_cases(
     exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32, given: bool = False,
 ) -> list[AotCase]:  # fmt: skip
     """The specializations launched by `route` for `count` tokens: one kernel, or two."""
-    logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
+    logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_logits, dtype, deterministic, exact)
     constants = select_plan(spec, grid[2], spec.has_bias, has_real) | {"GIVEN": given}
     constants |= ({} if has_real else {"real": None}) | ({} if given else {"given": None})
     name = f"{label}_{'any' if deterministic else count}_{element(dtype)}{'_exact' * exact}{'_masked' * has_real}"
     name += f"{'_int64' * (ids_dtype == torch.int64)}{'_given' * given}"
     parts = {"logits": "*fp32", "num_tokens": "i32"}
-    chosen = {"bias": "*fp32", "weights": "*fp32", "ids": f"*{element(ids_dtype)}", "scale": "fp32"}
+    chosen = {"bias": "*fp32", "weights": "*fp32", "ids": f"*{element(ids_dtype)}", "scale": "fp32", "first": "i32"}
     chosen |= ({"real": "*i32:1"} if has_real else {}) | ({"given": "*i32:1"} if given else {})
     rows = {"x": f"*{element(dtype)}", "gate": "*bf16" if exact else "*fp32", "stride": "i32:16"}
     matrix = dtype == torch.bfloat16
@@ -177,13 +188,17 @@ V2 = RouterSpec(160, 6, "softmax", False, 8, 3, "max", False, 16.0)
 V2_LITE = RouterSpec(64, 6, "softmax")
 GPT_OSS = RouterSpec(128, 4, "softmax", True, renormalize=True, bias_on_logits=True)
 QWEN3_MOE = RouterSpec(128, 8, "softmax", renormalize=True)
+QWEN3_NEXT = RouterSpec(512, 10, "softmax", renormalize=True, num_shared=1, shared_gate=True)
+GLM = RouterSpec(160, 8, "sigmoid", True, renormalize=True, scale=2.5, num_shared=1, shared_weight=0.5, held=80)
+"""On two groups of ranks."""
 V4 = RouterSpec(256, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5)
 
 
 def aot_cases() -> list[AotCase]:
-    """The routers of DeepSeek-V3, V2, V2-Lite and V4, Qwen3's mixtures and gpt-oss, for one, some and many tokens."""
+    """The routers of DeepSeek, Qwen, gpt-oss and GLM, for one, some and many tokens."""
     routers = [("v3", 7168, V3), ("v2", 5120, V2), ("v2_lite", 2048, V2_LITE), ("qwen3", 2048, QWEN3_MOE)]
     routers += [("gpt_oss", 2880, GPT_OSS), ("v4", 4096, V4)]
+    routers += [("qwen3_next", 2048, QWEN3_NEXT), ("glm_ep2", 5120, GLM)]
     cases = [
         case
         for label, hidden, spec in routers

@@ -16,7 +16,7 @@ from moe_engine.kernels.decoder.counting import CountPlace
 from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
-from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.ops.reference import in_slots, with_padding
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -53,9 +53,15 @@ Choice = tuple[Tensor, Tensor]
 """Weights float32 and slots [T, K] of a step's tokens."""
 
 
-def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
-    """The router settings for the kernels; num_shared: shared experts fused into the routed ones."""
+def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> RouterSpec:
+    """The router settings for the kernels; num_shared: shared experts fused into the routed ones. With them the ranks
+    of `ep` hold different routed experts, and each adds its part of the shared ones' result."""
+    count, several = ep.width(moe.num_experts), bool(num_shared) and ep.size > 1
     return RouterSpec(
+        shared_gate=bool(num_shared) and moe.shared_gate,
+        shared_weight=1 / ep.size if several else 1.0,
+        first=ep.rank * count if several else 0,
+        held=count if several else None,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         score=moe.score,
@@ -89,8 +95,9 @@ class MoE:
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
     shared expert, and the result is a partial sum.
 
-    Shared experts are fused into the routed ones if that costs no copy: a rank that holds a part of every expert stores
-    them in the slots after the routed ones, and the router chooses them for every token.
+    Without all-to-all, shared experts are fused into the routed ones if that costs no copy: every rank stores them in
+    the slots after its routed ones, and the router chooses them for every token. A gate of theirs is a row of the
+    router's. Groups of ranks with different experts all compute them, for a part of their weight.
     """
 
     def __init__(
@@ -108,7 +115,6 @@ class MoE:
         prefix = f"model.layers.{layer_index}.{names.block}"
         router = f"{prefix}.{names.router}"
         gate = reader.tensor(router, (moe.num_experts, hidden), dtype=reader.gate_dtype(router))
-        self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.{names.router_bias}"
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
         hashes = moe.hashes(layer_index)
@@ -123,13 +129,18 @@ class MoE:
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
         self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
-        num_shared = self._num_fused(backends, parallel, reader)
-        self._spec = router_spec(moe, num_shared)
+        num_shared = self._num_fused(moe, backends, parallel, reader)
+        self._spec = router_spec(moe, num_shared, Share.of(parallel.ep))
+        if self._spec.shared_gate:
+            name = f"{prefix}.{names.shared_gate}"
+            gate = torch.cat((gate, reader.tensor(name, (1, hidden), dtype=reader.gate_dtype(name))))
+        self._gate = backends.ops.prepare_gate(gate)  # [E, D], with a row E for the shared experts' gate
         held = held_experts(moe, layer_index, parallel)
         self.weights = self.stored.load(reader, [*held, *range(moe.num_experts, moe.num_experts + num_shared)])
         """Weights of the experts in this rank's slots."""
         self._read_first = backends.experts.capabilities.read_first if num_shared else None
-        self._routed = make_routed_experts(backends.experts, self.weights, parallel)
+        slots = backends.experts, self.weights
+        self._routed = LocalExperts(*slots) if num_shared else make_routed_experts(*slots, parallel)
         self._shared: MLP | None = None
         if moe.shared_width and not num_shared:
             share = WHOLE if travels else Share.of(parallel.world)
@@ -150,11 +161,12 @@ class MoE:
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
-    def _num_fused(self, backends: Backends, parallel: ParallelContext, reader: WeightSource) -> int:
+    def _num_fused(self, moe: MoEConfig, backends: Backends, parallel: ParallelContext, reader: WeightSource) -> int:
         """Number of shared experts in slots of their own after the routed ones: all of them, or 0."""
         able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
-        holds_all = parallel.dispatcher is None and parallel.experts is None and parallel.ep_size == 1
-        if not (able and holds_all and backends.fuse_shared_experts) or self.stored.shared_gate:
+        in_order = parallel.dispatcher is None and parallel.experts is None
+        wanted = moe.num_shared_slots(parallel.ep_size)
+        if not (able and in_order and wanted and backends.fuse_shared_experts):
             return 0
         return self.stored.num_fusible(reader)
 
@@ -229,7 +241,7 @@ class MoE:
     @property
     def read_first(self) -> Tensor | None:
         """Memory that the first product reads whatever the router chooses; None without shared experts in slots."""
-        return self._read_first(self.weights, self._spec.num_experts) if self._read_first is not None else None
+        return self._read_first(self.weights, self._spec.num_held) if self._read_first is not None else None
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -248,7 +260,7 @@ class MoE:
         real = None if tokens is None else tokens.real
         early = real if self._tables is None else None
         int64 = phase in self._int64 and not self._counting
-        gate = (self._gate, self._bias, self._spec, early, int64, self.read_first)
+        gate = (self._gate, self._bias, self._asked, early, int64, self.read_first)
         hidden, weights, ids = norm.add_with(fused, x, residual, *gate)
         return hidden, self._in_slots(weights, ids, real)
 
@@ -329,8 +341,13 @@ class MoE:
             experts = self._table.index_select(0, tokens.ids)
         early = real if self._tables is None else None  # tables map logical experts only
         wide = self._route_int64 if phase in self._int64 and not self._counting else None
-        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._spec, early, experts)
+        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._asked, early, experts)
         return self._in_slots(weights, ids, real)
+
+    @property
+    def _asked(self) -> RouterSpec:
+        """What the router writes: experts instead of this rank's slots while they are counted."""
+        return self._spec.of_all_ranks if self._counting else self._spec
 
     @property
     def _counting(self) -> bool:
@@ -341,7 +358,10 @@ class MoE:
         if self._tables is not None:
             ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
         if self._recorder is not None and self._recorder.counting:
-            self._recorder.on_select(self.layer_index, ids[:, : self._spec.top_k].contiguous())
+            chosen = ids[:, : self._spec.top_k].contiguous()
+            self._recorder.on_select(self.layer_index, chosen)
+            if self._spec.held is not None:
+                ids = with_padding(in_slots(chosen, self._spec), real)
         return weights, ids
 
     def stages(

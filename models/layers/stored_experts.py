@@ -50,7 +50,6 @@ class StoredExperts:
         )  # fmt: skip
         self._cut = part.cut_in_groups(moe.width, group)
         self._width = moe.width if self._cut is None else self._cut.stop - self._cut.start
-        self.shared_gate = moe.shared_gate
 
     def num_fusible(self, reader: WeightSource) -> int:
         """Shared experts that `load` takes as experts E and on; 0: their width or storage differs from the routed

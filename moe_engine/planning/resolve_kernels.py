@@ -15,7 +15,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import expert_widths, need_of_model
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_dtype import kv_forms
+from moe_engine.planning.resolve_dtype import DTYPE_BYTES, kv_forms
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.validate import attention_groups
 
@@ -59,6 +59,7 @@ def resolve_kernels(
     if given and given % model.page_multiple:
         multiple = model.page_multiple
         raise ConfigError(f"--page-size {given}: {model.source} has entries of {multiple} tokens; use a multiple of it")
+    _check_entries(model, dtype)
     deterministic = args.backends.enable_deterministic_inference
     captured = uncaptured is None
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
@@ -90,6 +91,16 @@ def resolve_kernels(
 def asked_backends(args: EngineArgs) -> dict[str, str]:
     """Row of each kernel family that the flags request."""
     return {family: getattr(args.backends, name) for family, name in FLAGS.items()}
+
+
+def _check_entries(model: ModelConfig, dtype: str) -> None:
+    """Raises ConfigError for entries whose bytes cannot be divided over their tokens, as copies of pages need."""
+    for rate, widths in map(model.entry_parts, range(model.num_layers)):
+        if any(DTYPE_BYTES[dtype] * width % rate for width in widths):
+            raise ConfigError(
+                f"--dtype {dtype}: entries of {rate} tokens with {min(widths)} channels ({model.source}) have less "
+                "than one byte for each token; use float32"
+            )
 
 
 def _page_sizes(need: Need, model: ModelConfig) -> tuple[int, ...]:

@@ -147,17 +147,13 @@ def make_kv(
     influence."""
     name = str(dtype).removeprefix("torch.")
 
-    def cache(*shape: int) -> Tensor:
+    def empty(*shape: int) -> Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
     def caches(layer: int) -> Any:
-        parts, (rate, widths) = config.kv_parts(layer, name), config.entry_parts(layer)
         if isinstance(config.attention, CompressedConfig):
-            entries = num_slots // rate if rate else 0
-            rows, *projected = (cache(num_slots + entries * (i == 0), *part) for i, part in enumerate(parts))
-            keys = cache(entries, 1, widths[1]) if len(widths) > 1 else None
-            return CompressedCache(rows, num_slots, tuple(projected), keys)
-        found = tuple(cache(num_slots, *part) for part in parts)
+            return CompressedCache.of_layer(config, layer, num_slots, empty)
+        found = tuple(empty(num_slots, *part) for part in config.kv_parts(layer, name))
         return found[0] if len(found) == 1 else found
 
     first = config.num_layers if num_mtp_layers else 0

@@ -91,5 +91,5 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   const SharedExpert shared{l.shared_up.panels, l.shared_down.panels, l.shared_up.form, l.shared_down.form,
                             l.shared_down.in};
   moe_mixture(is_bf16, x, ldx, tokens, l.top_k, weights, ids, l.num_experts, hidden, l.width, l.experts, l.experts_up,
-              l.experts_down, shared.up != nullptr ? &shared : nullptr, out);
+              l.experts_down, shared.up != nullptr ? &shared : nullptr, l.limit, out);
 }

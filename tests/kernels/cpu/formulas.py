@@ -54,10 +54,11 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """x [M, D], gate and up [I, D], down [D, I]."""
-    x = x.double()
-    return (silu(x @ gate.double().T) * (x @ up.double().T)) @ down.double().T
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float = 0.0) -> Tensor:
+    """x [M, D], gate and up [I, D], down [D, I]; with a limit gate is at most `limit`, up within +-limit."""
+    x, limit = x.double(), limit or torch.inf
+    first, second = (x @ gate.double().T).clamp(max=limit), (x @ up.double().T).clamp(-limit, limit)
+    return (silu(first) * second) @ down.double().T
 
 
 def biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: ExpertBiases, expert: int) -> Tensor:

@@ -289,6 +289,49 @@ def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
         assert torch.equal(found[:, spec.top_k :], torch.where(real.bool()[:, None], shared, -1))
 
 
+@pytest.mark.parametrize("name", ["v3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_shared_experts_with_a_gate(ops, dtype, name, tokens):
+    """The gate's last row gives the weight of all shared experts, and changes no other choice."""
+    spec = ROUTERS[name]
+    x, gate = normal(tokens, 96, dtype=dtype), torch.randn(spec.num_experts + 1, 96) / 8
+    bias = torch.randn(spec.num_experts) if spec.has_bias else None
+    routed, ids = ops.route(x, gate[:-1].contiguous(), bias, spec)
+    gated = replace(spec, num_shared=2, shared_gate=True, shared_weight=0.5)
+    want = 0.5 * (x.double() @ gate[-1].double()).sigmoid()
+    for backend in (ops, TorchOps()):
+        weights, found = backend.route(x, gate, bias, gated)
+        assert torch.equal(found[:, : spec.top_k].sort().values, ids.sort().values)
+        close(weights[:, : spec.top_k].sort().values, routed.sort().values)
+        close(weights[:, spec.top_k :], want[:, None].expand(-1, 2))
+
+
+@pytest.mark.parametrize("name", ["v3", "mixtral"])
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_choices_are_slots_of_a_rank(ops, name, tokens):
+    """Each choice is a slot of the rank that holds the expert; all ranks hold the shared ones."""
+    spec, num_shared = ROUTERS[name], 1
+    x, gate = normal(tokens, 64, dtype=torch.float32), torch.randn(spec.num_experts, 64) / 8
+    bias = torch.randn(spec.num_experts) if spec.has_bias else None
+    real = (torch.arange(tokens) % 3 != 2).int()
+    weights, ids = ops.route(x, gate, bias, replace(spec, num_shared=num_shared), real)
+    held = spec.num_experts // 2
+    for backend in (ops, TorchOps()):
+        found = torch.full_like(ids[:, : spec.top_k], -1)
+        for first in (0, held):
+            rank = replace(spec, num_shared=num_shared, first=first, held=held, shared_weight=0.5)
+            part, slots = backend.route(x, gate, bias, rank, real)
+            routed, shared = slots[:, : spec.top_k], slots[:, spec.top_k :]
+            assert (routed < held).all() and ((routed < 0) | (found < 0)).all()
+            found = torch.where(routed >= 0, routed + first, found)
+            close(part[:, : spec.top_k].sort().values, weights[:, : spec.top_k].sort().values)
+            assert (
+                torch.equal(shared, torch.where(real.bool()[:, None], held, -1))
+                and (part[:, spec.top_k :] == 0.5).all()
+            )
+        assert torch.equal(found.sort().values, ids[:, : spec.top_k].sort().values)
+
+
 @pytest.mark.parametrize("programs", [2, 5])
 def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
     """Few tokens are one launch whose programs run in any order, with the bits of two launches."""
