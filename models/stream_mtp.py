@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -40,9 +40,8 @@ class StreamMTPLayer:
         self._embedding_norm, self._hidden_norm = (self._norm(reader, f"{name}.{norm}") for norm in _NORMS)
         self._embedding, self._hidden = (self._projection(reader, f"{name}.{part}") for part in _PROJECTIONS)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
-        self._output_norm: Any = model.make_norm(reader, f"{name}.shared_head.norm")
-        last: Any = _Streams(self._output_norm)
-        self._decoder = model.make_layer(layer_index, reader, last)
+        self._output_norm: StreamNorm = cast(Any, model.make_norm(reader, f"{name}.shared_head.norm"))
+        self._decoder = model.make_layer(layer_index, reader, cast(Any, _Streams(self._output_norm)))
         self._input_norm.feed(self._decoder.attention.input_format)
 
     def modules(self, model: Decoder, layer_index: int) -> Iterator[Reloadable]:
@@ -54,8 +53,8 @@ class StreamMTPLayer:
         first, last = f"{name}.input_layernorm", f"{name}.shared_head.norm"
         *inner, _ = model.layer_modules(layer_index, self._decoder, last)
         yield from inner
-        for norm, module in ((first, self._input_norm), (last, self._output_norm)):
-            yield Reloadable(model.norm_prefixes(norm), module, partial(model.make_norm, prefix=norm))
+        yield Reloadable(model.norm_prefixes(first), self._input_norm, partial(model.make_norm, prefix=first))
+        yield Reloadable(model.norm_prefixes(last), self._output_norm, partial(model.make_norm, prefix=last))
 
     @property
     def feed_forward(self) -> Any:
@@ -70,7 +69,7 @@ class StreamMTPLayer:
 
     def output(self, v: Tensor) -> Tensor:
         """v [S, n D] -> the head's input [S, D]."""
-        return self._output_norm(v)
+        return cast(Tensor, self._output_norm(v))
 
     def level(self) -> None:
         """As `MTPLayer.level`: no kernel drafts with streams."""

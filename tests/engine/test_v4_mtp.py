@@ -1,4 +1,4 @@
-"""Drafts of DeepSeek V4's MTP layer in whole engines: tokens of transformers, and the acceptance of an offline count."""
+"""Drafts of DeepSeek V4's MTP layer in whole engines: tokens of transformers, the acceptance of an offline count."""
 
 from __future__ import annotations
 

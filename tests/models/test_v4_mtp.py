@@ -97,4 +97,3 @@ def test_keys_alone(oracle: Oracle, row: str) -> None:
     drafter.mtp.remember(0, torch.tensor(tokens[1:51]), states, batch)
     got = drafter.step(tokens, 50, LENGTH)
     check(drafter, got, tuple(found[50:] for found in oracle.draft(tokens[1:], oracle.states)))  # type: ignore[arg-type]
-
