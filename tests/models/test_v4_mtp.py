@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.models import sizes
 from moe_engine.models.layers.hidden_taps import HiddenTaps
+from moe_engine.models.loader import LoadOptions, reload
 from tests.models.rows import all_rows
 from tests.models.test_mtp import Drafter
 from tests.models.test_parity import assert_close
@@ -97,3 +99,23 @@ def test_keys_alone(oracle: Oracle, row: str) -> None:
     drafter.mtp.remember(0, torch.tensor(tokens[1:51]), states, batch)
     got = drafter.step(tokens, 50, LENGTH)
     check(drafter, got, tuple(found[50:] for found in oracle.draft(tokens[1:], oracle.states)))  # type: ignore[arg-type]
+
+
+def test_weight_bytes_is_what_is_held_beyond_the_model(oracle: Oracle) -> None:
+    drafter = StreamsDrafter(oracle.path, "torch")
+    wanted = sizes.weight_bytes(drafter.config, 4, include_mtp=True) - sizes.weight_bytes(drafter.config, 4)
+    assert drafter.mtp.weight_bytes == pytest.approx(wanted, rel=1e-3)  # factors of the streams, once a number
+
+
+def test_modules_with_other_weights(oracle: Oracle, tmp_path: Path) -> None:
+    """Each module reads all its tensors again."""
+    other = make_v4(tmp_path, random.randrange(1 << 30), num_mtp_layers=1, tokenizer=False)
+    drafter = StreamsDrafter(oracle.path, "torch")
+    for old, new in reload(drafter.mtp, other, drafter.config, LoadOptions("float32")):
+        assert type(old) is type(new)
+        vars(old).update(vars(new))
+    fresh = StreamsDrafter(other, "torch")
+    batch, ids = fresh.batch(oracle.tokens[:-1]), oracle.tokens[1:]
+    v = fresh.draft(batch, ids, oracle.states)
+    assert torch.equal(drafter.draft(batch, ids, oracle.states), v)
+    assert torch.equal(drafter.mtp._layers[0].output(v), fresh.mtp._layers[0].output(v))  # type: ignore[union-attr]
