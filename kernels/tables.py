@@ -181,6 +181,7 @@ INDEXER.append(
         _triton_indexer,
     )
 )
+COMPRESSION.append(Row("triton", "moe_engine.kernels.compression.triton_compression:TritonCompression", 20, _triton))
 DELTA.append(Row("triton", "moe_engine.kernels.delta.triton_delta:TritonDelta", 20, _triton))
 VARLEN.append(Row("triton", "moe_engine.kernels.varlen.triton_varlen:TritonVarlen", 20, _triton))
 LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))

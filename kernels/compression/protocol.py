@@ -65,7 +65,11 @@ class CompressionKernel(Protocol):
         any row there. An entry does not depend on the other tokens of the step.
 
         Args:
+            rotary: of interleaved pairs.
             projected: [N, 2 S W] (rows may be strided): S W values, then S W gates, of the step's tokens and of those
                 before that their windows contain.
             out: [M, W] (rows may be strided), in the dtype of `projected`.
+
+        Raises:
+            ValueError: widths or dtypes do not fit; rows of some kernels also refuse other pairs.
         """

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
@@ -35,6 +36,11 @@ class RotaryTable:
     @property
     def width(self) -> int:
         return self.cos_sin.shape[1]
+
+    def reversed(self) -> RotaryTable:
+        """A table of its own that rotates back, by the negative angles (DeepSeek V4's attention results)."""
+        cos, sin = self.cos_sin.chunk(2, -1)
+        return RotaryTable(torch.cat((cos, -sin), -1), self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,9 @@ class OpsCapabilities:
     grouped_rows: GroupedRows | None = None
 
     gates: Gates | None = None
+
+    mix_streams: MixStreams | None = None
+    """None: in torch, `kernels.ops.streams`."""
 
 
 class Ops(Protocol):

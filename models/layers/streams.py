@@ -1,11 +1,9 @@
-"""Residual streams (hyper-connections): norms that read a weighted sum of the streams and write to all of them.
+"""Residual streams: norms that read a weighted sum of the streams and write to all of them.
 
-The residual is one tensor [T, n D + n + n n]: the streams, then the weights with which the next result is added: of the
-result to each stream, and of the streams to each other. Layers handle it as any residual: each norm adds the result
-before it, then norms the next part's input.
+Layers handle the residual of `kernels.ops.streams` as any other: each norm adds the result before it, then norms the
+next part's input.
 
 Legend: T tokens, D hidden, n streams.
-Source: Manifold-Constrained Hyper-Connections (mHC), arXiv 2512.24880; DeepSeek-V4's release, `inference/model.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.compressed_config import StreamsConfig
 from moe_engine.models.config import ModelConfig
@@ -45,21 +44,16 @@ class StreamNorm:
     ) -> None:
         streams = config.streams
         assert streams is not None
-        self._streams, self._eps, self._width = streams, config.norm_eps, config.hidden_size
-        n, wide = streams.count, torch.float32
+        n, width, wide = streams.count, config.hidden_size, torch.float32
         numbers = n if is_last else n * (2 + n)
-        self._fn = reader.tensor(f"{prefix}.fn", (numbers, n * self._width), dtype=wide)
-        self._base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
+        fn = reader.tensor(f"{prefix}.fn", (numbers, n * width), dtype=wide)
+        base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
         scale = reader.tensor(f"{prefix}.scale", (1 if is_last else 3,), dtype=wide)
-        counts = [n] if is_last else [n, n, n * n]
-        self._scale = torch.cat([part.expand(count) for part, count in zip(scale.split(1), counts)])
-        self._is_last = is_last
-        self._norm = RMSNorm(ops, reader, norm, self._width, config.norm_eps)
+        scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
+        self._weights = StreamWeights(fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps)
+        self._mix = ops.capabilities.mix_streams or mix_streams
+        self._norm = RMSNorm(ops, reader, norm, width, config.norm_eps)
         self._all_reduce: CustomAllReduce | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        return self._norm.weight
 
     def feed(self, *readers: ActivationFormat) -> None:
         """See `RMSNorm`."""
@@ -74,48 +68,23 @@ class StreamNorm:
         self._all_reduce = all_reduce
 
     def __call__(self, residual: Tensor) -> Any:
-        """The norm of the weighted sum of the streams; sets the weights of the next result."""
-        n, width = self._streams.count, self._width
-        streams = residual[:, : n * width].float()
-        mixes = torch.nn.functional.linear(streams, self._fn)
-        mixes *= torch.rsqrt(streams.square().mean(1, keepdim=True) + self._eps)
-        mixes = mixes.mul_(self._scale).add_(self._base)
-        read = mixes[:, :n].sigmoid() + self._streams.eps
-        if not self._is_last:
-            residual[:, n * width : n * width + n] = 2 * mixes[:, n : 2 * n].sigmoid()
-            residual[:, n * width + n :] = self._doubly_stochastic(mixes[:, 2 * n :].view(-1, n, n)).flatten(1)
-        summed = torch.einsum("tn,tnd->td", read, streams.view(-1, n, width))
-        return self._norm(summed.to(residual.dtype))
+        """The norm of the weighted sum of new streams."""
+        return self._norm(self._read(None, residual))
 
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
-        """`write`, then as `__call__`."""
+        """Adds x [T, D] to the streams, in place; then as `__call__`."""
         assert other is None
-        self.write(x, residual)
-        return self(residual)
+        return self._norm(self._read(x, residual))
 
-    def streams_of(self, residual: Tensor) -> Tensor:
-        """The streams [T, n D], a view."""
-        return residual[:, : self._streams.count * self._width]
+    def write(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds x [T, D] to the streams, in place; returns them, [T, n D]."""
+        self._read(x, residual)
+        return residual[:, : self._weights.fn.shape[1]].contiguous()
 
-    def write(self, x: Tensor, residual: Tensor) -> None:
-        """Mixes the streams and adds x [T, D] to them, in place."""
-        if not len(residual):
-            return  # a layer without tokens has no x
-        if self._all_reduce is not None:
+    def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """The sum of the streams, after x is added to them."""
+        if not len(residual):  # an idle attention group, whose x has any width
+            return residual[:, : self._norm.weight.shape[0]]
+        if x is not None and self._all_reduce is not None:
             x = self._all_reduce.sum(x)
-        n, width = self._streams.count, self._width
-        streams = residual[:, : n * width].view(-1, n, width)
-        written = residual[:, n * width : n * width + n]
-        mixed = residual[:, n * width + n :].view(-1, n, n)
-        new = torch.einsum("tij,tid->tjd", mixed.float(), streams.float())
-        residual[:, : n * width] = new.addcmul_(written.float().unsqueeze(2), x.float().unsqueeze(1)).flatten(1)
-
-    def _doubly_stochastic(self, logits: Tensor) -> Tensor:
-        """[T, n, n] -> rows and columns that sum to 1, by Sinkhorn's iterations."""
-        eps = self._streams.eps
-        matrix = logits.softmax(-1) + eps
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-        for _ in range(self._streams.iterations - 1):
-            matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-            matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-        return matrix
+        return self._mix(x, residual, self._weights)

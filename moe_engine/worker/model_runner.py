@@ -42,8 +42,9 @@ from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.drafted_step import DraftedStep
 from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
-from moe_engine.worker.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.step_graphs import StepGraphs
 from moe_engine.worker.step_sampling import Passes, StepSampling
+from moe_engine.worker.step_shape import StepShape
 
 if TYPE_CHECKING:  # of models with a vision tower alone
     from moe_engine.worker.image_encoder import ImageEncoder

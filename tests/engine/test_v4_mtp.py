@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from moe_engine import Engine
-from tests.models.v4_checkpoints import load_v4
+from moe_engine.frontend.weight_updates import WeightUpdates
+from tests.models.v4_checkpoints import load_v4, make_v4
 from tests.models.v4_mtp import MTPOracle, make_agreeing
 from tests.speculation.eagle_heads import chain_counts
 
@@ -54,3 +55,18 @@ def test_acceptance(oracle: tuple[Path, MTPOracle], form: str) -> None:
         wanted.append(sum(chain_counts(mtp.chain, mtp.streams(prompt + tokens), prompt, tokens, DEPTH)[1]))
         counts.append(output["meta_info"]["spec_num_correct_drafts"])
     assert counts == wanted and 0 < sum(counts) < DEPTH * 4 * 20
+
+
+def test_weights_of_another_checkpoint(oracle: tuple[Path, MTPOracle], tmp_path: Path) -> None:
+    """All of them are replaced while serving, those of the streams, the entries and the MTP layer too."""
+    path, _ = oracle
+    prompt = [random.randrange(250) for _ in range(60)]
+    other = make_v4(tmp_path, random.randrange(1 << 30), num_mtp_layers=1)
+    with Engine(str(other), **FLAGS) as engine:
+        first: Any = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+        engine._loop.run(WeightUpdates(engine._frontend).update(str(path), None, None))
+        output: Any = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    with Engine(str(path), **FLAGS) as engine:
+        wanted: Any = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    assert output["output_ids"] == wanted["output_ids"] != first["output_ids"]
+    assert output["meta_info"]["spec_num_correct_drafts"] == wanted["meta_info"]["spec_num_correct_drafts"] > 0

@@ -111,9 +111,10 @@ def test_modules_with_other_weights(oracle: Oracle, tmp_path: Path) -> None:
     """Each module reads all its tensors again."""
     other = make_v4(tmp_path, random.randrange(1 << 30), num_mtp_layers=1, tokenizer=False)
     drafter = StreamsDrafter(oracle.path, "torch")
-    for old, new in reload(drafter.mtp, other, drafter.config, LoadOptions("float32")):
-        assert type(old) is type(new)
-        vars(old).update(vars(new))
+    for part in (drafter.main.model, drafter.mtp):
+        for old, new in reload(part, other, drafter.config, LoadOptions("float32")):  # type: ignore[arg-type]
+            assert type(old) is type(new)
+            vars(old).update(vars(new))
     fresh = StreamsDrafter(other, "torch")
     batch, ids = fresh.batch(oracle.tokens[:-1]), oracle.tokens[1:]
     v = fresh.draft(batch, ids, oracle.states)

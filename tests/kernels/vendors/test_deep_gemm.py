@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import LinearCapabilities
@@ -144,7 +145,9 @@ def test_linear_refuses_other_rows():
 Parts = list[tuple[BlockWeight, BlockWeight, BlockWeight]]
 
 
-def fp8_experts(kernel: DeepGemmExperts, num: int, hidden: int, width: int) -> tuple[ExpertWeights, Parts]:
+def fp8_experts(
+    kernel: DeepGemmExperts | TrtllmExperts, num: int, hidden: int, width: int
+) -> tuple[ExpertWeights, Parts]:
     weights = kernel.allocate_blocks(num, hidden, width, "cpu")
     parts = [(weight(width, hidden), weight(width, hidden), weight(hidden, width)) for _ in range(num)]
     for expert, part in enumerate(parts):
