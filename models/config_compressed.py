@@ -14,6 +14,9 @@ from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
 from moe_engine.models.config_families import build_config, check_moe
 from moe_engine.models.config_fields import Fields, parse_rope
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.fp4_experts import with_fp4_experts
+from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.rope_config import RopeConfig
 
 _WINDOW, _SELECTED, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -45,7 +48,8 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     num_mtp = fields.integer("num_nextn_predict_layers", 0, minimum=0)
     plain = tuple(i for i in range(layers + num_mtp) if not attention.rate(i))
     others = OtherLayers(plain, attention, _rope(fields, "main", attention.rotary_width)) if plain else None
-    return replace(config, other_layers=others, raw=fields.raw)
+    format = _weight_format(fields, config.weight_format)
+    return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
 
 def _attention(fields: Fields) -> CompressedConfig:
@@ -150,6 +154,17 @@ def _experts(fields: Fields) -> MoEConfig:
     )
     check_moe(fields, moe)
     return moe
+
+
+def _weight_format(fields: Fields, declared: WeightFormat) -> WeightFormat:
+    """Block FP8 without the compressors, with experts in MXFP4 if the config says so (V4-Flash-Base has none)."""
+    dtype = fields.text("expert_dtype", None)
+    if dtype not in (None, "fp4", "fp8", "bf16"):
+        fields.fail("expert_dtype", f"{dtype!r} is not supported; supported: fp4, fp8, bf16")
+    if not isinstance(declared, BlockFP8Format):
+        return declared
+    format = replace(declared, plain=replace(declared.plain, parts=(*declared.plain.parts, "compressor")))
+    return with_fp4_experts(format) if dtype == "fp4" else format
 
 
 def _hash_layers(fields: Fields) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
@@ -71,8 +70,7 @@ class DeepseekV4Model(Decoder):
         """The table of the opposite rotations of a layer's."""
         rope = self.config.rope_of(layer_index)
         if rope not in self._reverse:
-            cosines, sines = rotary.cos_sin.chunk(2, 1)
-            self._reverse[rope] = RotaryTable(torch.cat((cosines, -sines), 1), rotary.interleaved)
+            self._reverse[rope] = rotary.reversed()
         return self._reverse[rope]
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:

@@ -44,8 +44,8 @@ def expert_widths(
     if moe is None:
         return None
     stored = model.weight_format
-    blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
     form = experts_format(model)
+    blocks = form is None and stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
     few = form is not None and form.four_bits
     group = width_group(model, keeps_blocks=blocks)
     cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)

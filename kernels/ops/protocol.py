@@ -190,6 +190,9 @@ class OpsCapabilities:
     ) = None
     """`Ops.route` with int64 ids, written in this type by its last launch."""
 
+    route_ahead: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """`Ops.route`, with one argument more: `ahead`, as of `Absorb`."""
+
     add_norm_route: AddNormRoute | None = None
     """Set if small steps take one launch."""
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import grid_barrier
+from moe_engine.kernels.triton.prefetch import prefetch_shared
 
 
 @triton.jit
@@ -210,18 +211,19 @@ def router_select_kernel(
 
 @dependent_jit(do_not_specialize=["num_tokens", "first"], do_not_specialize_on_alignment=["real", "given"])
 def route_kernel(
-    x, gate, logits, bias, real, given, weights, ids, barrier, stride, num_tokens, scale, first,
+    x, gate, logits, bias, real, given, weights, ids, barrier, ahead, stride, num_tokens, scale, first,
     HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr, GATED: tl.constexpr, SHARED_WEIGHT: tl.constexpr,
     HELD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
-    GIVEN: tl.constexpr,
+    GIVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Both kernels in one launch: all programs compute tiles of the logits, wait for each other, then choose for
-    tokens. Cooperative; any one-dimensional grid."""
+    tokens. AHEAD bytes of `ahead` are prefetched. Cooperative; any one-dimensional grid."""
     wait_for_inputs(announce=False)
+    prefetch_shared(ahead, AHEAD)
     all_logits(
         x, None, None, gate, logits, barrier, stride, num_tokens,
         EXPERTS + GATED, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, False,

@@ -46,7 +46,7 @@ class TritonOps:
         absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
-            None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
+            self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows),
         )  # fmt: skip
 
@@ -133,6 +133,13 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         barrier = self._barrier(x.device)
         return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int64, experts)
+
+    def route_ahead(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None,
+        experts: Tensor | None, ahead: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        given = self._barrier(x.device), self._deterministic, real, torch.int32, experts
+        return triton_router.route(x, gate, bias, spec, *given, ahead)
 
     def add_norm_route(
         self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,

@@ -21,6 +21,7 @@ from moe_engine.kernels.ops.router_kernels import route_kernel, router_logits_ke
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, bytes_ahead
 
 _GROUP_SCORES = {None: 0, "max": 1, "top2": 2}
 
@@ -54,12 +55,14 @@ def prepare_gate(gate: Tensor) -> Tensor:
 def route(
     x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, barrier: Tensor, deterministic: bool = False,
     real: Tensor | None = None, ids_dtype: torch.dtype = torch.int32, experts: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`Ops.route`: ties by lower id. Raises ValueError for an invalid router.
 
     Args:
         gate: float32 or bfloat16.
         barrier: `barrier_state` of x's device, of launches on one stream.
+        ahead: a weight that is read soon; `ONE_LAUNCH_TOKENS` or fewer tokens request it.
         deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """
     count, hidden = x.shape
@@ -77,9 +80,11 @@ def route(
     bias = bias if has_bias else logits
     if count <= ONE_LAUNCH_TOKENS:
         programs = min(resident_programs(x.device), max(grid[0] * grid[1] * grid[2], count))
+        num_ahead = bytes_ahead(ahead, BESIDE_ROUTER)
         route_kernel[(programs,)](
-            x, gate, logits, bias, real, experts, weights, ids, barrier, stride_of(x, 0), count, spec.scale,
-            spec.first, **logits_constants | constants, num_warps=warps, num_stages=stages, **OPTIONS,
+            x, gate, logits, bias, real, experts, weights, ids, barrier, ahead if num_ahead else None, stride_of(x, 0),
+            count, spec.scale, spec.first, **logits_constants | constants, AHEAD=num_ahead, num_warps=warps,
+            num_stages=stages, **OPTIONS,
         )  # fmt: skip
         return weights, ids
     router_logits_kernel[grid](
@@ -157,6 +162,7 @@ def _select_warps(constants: dict) -> int:
 def route_cases(
     label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False,
     exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32, given: bool = False,
+    num_ahead: int = 0,
 ) -> list[AotCase]:  # fmt: skip
     """The specializations launched by `route` for `count` tokens: one kernel, or two."""
     logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_logits, dtype, deterministic, exact)
@@ -170,8 +176,9 @@ def route_cases(
     rows = {"x": f"*{element(dtype)}", "gate": "*bf16" if exact else "*fp32", "stride": "i32:16"}
     matrix = dtype == torch.bfloat16
     if count <= ONE_LAUNCH_TOKENS:
-        signature = parts | chosen | rows | {"barrier": "*i64"}
-        both = logits_constants | constants
+        signature = parts | chosen | rows | {"barrier": "*i64"} | ({"ahead": "*fp8e4nv"} if num_ahead else {})
+        both = logits_constants | constants | {"AHEAD": num_ahead} | ({} if num_ahead else {"ahead": None})
+        name += "_ahead" * bool(num_ahead)
         return [AotCase(f"route_{name}", route_kernel, signature, both, warps, stages, matrix, OPTIONS)]
     return [
         AotCase(
@@ -207,6 +214,8 @@ def aot_cases() -> list[AotCase]:
     ]
     for count in (1, 128, 8192):
         cases += route_cases("v3", 7168, V3, count, torch.bfloat16)
+    for count in (1, 128):
+        cases += route_cases("v3", 7168, V3, count, torch.bfloat16, exact=True, num_ahead=2 * 256 * 7168)
     for ids_dtype in (torch.int32, torch.int64):
         more = route_cases("v3", 7168, V3, 128, torch.bfloat16, exact=True, has_real=True, ids_dtype=ids_dtype)
         cases += more

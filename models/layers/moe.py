@@ -152,6 +152,7 @@ class MoE:
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
+        self._route_ahead = backends.ops.capabilities.route_ahead
         self._norm_route = backends.ops.capabilities.add_norm_route
         self.fused = self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
@@ -341,8 +342,11 @@ class MoE:
             experts = self._table.index_select(0, tokens.ids)
         early = real if self._tables is None else None  # tables map logical experts only
         wide = self._route_int64 if phase in self._int64 and not self._counting else None
-        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._asked, early, experts)
-        return self._in_slots(weights, ids, real)
+        router = (unquantized(x), self._gate, self._bias, self._asked, early, experts)
+        ahead = self.read_first if self._route_ahead is not None and wide is None else None
+        if ahead is not None and self._route_ahead is not None:
+            return self._in_slots(*self._route_ahead(*router, ahead), real)
+        return self._in_slots(*(wide or self._route)(*router), real)
 
     @property
     def _asked(self) -> RouterSpec:

@@ -9,7 +9,7 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.expert_format import width_group
+from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
@@ -148,7 +148,8 @@ def with_dispatch_dtype(
         return plan
     experts, moe = kernels.model.row("experts"), model.moe
     reads = experts.reads_fp8 is not None and experts.reads_fp8(kernels.model.device)
-    stored = model.weight_format.name == "fp8" and model.weight_format.kept_on(kernels.model.device.kind)
+    format = model.weight_format
+    stored = format.name == "fp8" and format.kept_on(kernels.model.device.kind) and experts_format(model) is None
     whole = moe is not None and not model.hidden_size % FP8_BLOCK and not moe.width % FP8_BLOCK
     if not (reads and stored and whole):
         return plan
