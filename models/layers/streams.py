@@ -56,6 +56,11 @@ class StreamNorm:
         self._norm = RMSNorm(ops, reader, norm, width, config.norm_eps)
         self._all_reduce: CustomAllReduce | None = None
 
+    @property
+    def width(self) -> int:
+        """See `RMSNorm`."""
+        return self._norm.width
+
     def feed(self, *readers: ActivationFormat) -> None:
         """See `RMSNorm`."""
         self._norm.feed(*readers)
