@@ -226,6 +226,7 @@ EXPERTS.append(
         40,
         vendors.deep_gemm,
         blocks=True,
+        clamps=True,
         reads_fp8=_multiplies_fp8,
     )
 )

@@ -384,17 +384,33 @@ class ModelConfig:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
 
+    @property
+    def page_multiple(self) -> int:
+        """Page sizes are multiples of it: an entry and its tokens are in one page."""
+        rates = (self.entry_parts(layer)[0] for layer in range(self.num_layers))
+        return math.lcm(*(rate for rate in rates if rate))
+
     def latent_scale(self, layer: int) -> float:
         """The layer's value of `latent_scales`."""
         return self.latent_scales[layer] if layer < len(self.latent_scales) else 1.0
 
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether layers with a window differ from others also for requests that do not exceed it."""
+        return self.other_layers is not None or isinstance(self.attention, CompressedConfig)
+
     def within(self, context_len: int) -> ModelConfig:
         """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out, unless
-        they separate layers with different attention."""
-        kept = self.other_layers is not None or isinstance(self.attention, CompressedConfig)
+        it `keeps_windows`."""
+        kept = self.keeps_windows
         windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
         model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
+
+    @property
+    def draft_state_width(self) -> int:
+        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def stored_layers(self) -> int:

@@ -45,10 +45,11 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
             eps=fields.number("hc_eps", 1e-6, above=0),
         ),
     )
-    plain = tuple(i for i in range(layers) if not attention.rate(i))
+    num_mtp = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    plain = tuple(i for i in range(layers + num_mtp) if not attention.rate(i))
     others = OtherLayers(plain, attention, _rope(fields, "main", attention.rotary_width)) if plain else None
     format = _weight_format(fields, config.weight_format)
-    return replace(config, other_layers=others, weight_format=format, raw=fields.raw, num_nextn_predict_layers=0)
+    return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
 
 def _attention(fields: Fields) -> CompressedConfig:
@@ -83,10 +84,9 @@ def _check(fields: Fields, attention: CompressedConfig) -> None:
     """Raises ConfigError for sizes that do not fit each other."""
     if attention.num_heads % attention.output_groups:
         fields.fail("o_groups", f"{attention.output_groups} does not divide the {attention.num_heads} heads")
-    if attention.index_width < attention.rotary_width:
-        fields.fail(
-            "index_head_dim", f"{attention.index_width} is less than the rotated width {attention.rotary_width}"
-        )
+    index, rotary = attention.index_width, attention.rotary_width
+    if index < rotary:
+        fields.fail("index_head_dim", f"{index} is less than the rotated width {rotary}")
     needed = max((2 * rate if rate == attention.selected_rate else rate for rate in attention.rates), default=0)
     if needed > attention.window:
         fields.fail("sliding_window", f"{attention.window} is less than the {needed} tokens that an entry reads")

@@ -69,6 +69,7 @@ def need_of_model(
     model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
 ) -> Need:
     """Requirements of a model (its local part, on many ranks) and a launch; of its routed experts as on one rank."""
+    compressed = isinstance(model.attention, CompressedConfig)
     return Need(
         dtype,
         kv_dtype,
@@ -77,12 +78,13 @@ def need_of_model(
         head_widths(model),
         deterministic,
         moe=model.moe is not None,
-        windows=bool(model.windows),
+        windows=bool(model.windows) and not compressed,
         index=index_widths(model),
-        sinks=any(isinstance(kind, CompressedConfig) or getattr(kind, "sinks", False) for kind in model.attentions),
+        sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
         biases=model.moe is not None and model.moe.biased,
         clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
+        compression=compressed,
         varlen=model.vision is not None,
         experts=expert_widths(model),
         four_bits=has_linears_in_four_bits(model),

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
@@ -203,6 +204,9 @@ class OpsCapabilities:
     grouped_rows: GroupedRows | None = None
 
     gates: Gates | None = None
+
+    mix_streams: MixStreams | None = None
+    """None: in torch, `kernels.ops.streams`."""
 
 
 class Ops(Protocol):

@@ -255,7 +255,7 @@ class MoE:
     ) -> tuple[Activation, Choice | None]:
         """residual [T, D] += x in place; the norm of it, as input of `forward`, and the router's choice if one call
         computes both: `chosen` of the methods below."""
-        fused = self._norm_route if len(residual) and not norm.sums_ranks and self._table is None else None
+        fused = self._norm_route if len(residual) and norm.fuses_router and self._table is None else None
         if fused is None:
             return norm.add(x, residual), None
         real = None if tokens is None else tokens.real

@@ -28,8 +28,9 @@ from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, even_groups, resolve_parallel
-from tests.config.conftest import SMALL, V3, machine
+from tests.config.conftest import SMALL, machine
 from tests.examples import examples
+from tests.models.published import V3
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -83,7 +83,7 @@ def test_the_clamp_is_part_of_every_row(checkpoint: Path) -> None:
     need = need_of_model(config_of(checkpoint), "bfloat16")
     assert need.clamped
     with pytest.raises(ValueError, match="no clamped activation"):
-        plan_kernels(Device("cuda", "H100", (9, 0)), need, {"experts": "deep_gemm"})
+        plan_kernels(Device("cuda", "H100", (9, 0)), need, {"experts": "flashinfer_trtllm"})
 
 
 def test_a_table_with_absent_experts_is_refused(tmp_path: Path) -> None:
