@@ -408,6 +408,11 @@ class ModelConfig:
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
 
     @property
+    def draft_state_width(self) -> int:
+        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
+
+    @property
     def stored_layers(self) -> int:
         """Layers in the checkpoint, without MTP layers."""
         return self.num_layers if self.file_layers is None else self.file_layers

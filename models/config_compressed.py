@@ -45,10 +45,11 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
             eps=fields.number("hc_eps", 1e-6, above=0),
         ),
     )
-    plain = tuple(i for i in range(layers) if not attention.rate(i))
+    num_mtp = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    plain = tuple(i for i in range(layers + num_mtp) if not attention.rate(i))
     others = OtherLayers(plain, attention, _rope(fields, "main", attention.rotary_width)) if plain else None
     format = _weight_format(fields, config.weight_format)
-    return replace(config, other_layers=others, weight_format=format, raw=fields.raw, num_nextn_predict_layers=0)
+    return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
 
 def _attention(fields: Fields) -> CompressedConfig:

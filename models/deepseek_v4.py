@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,8 @@ _MIXES = {"input_layernorm": "hc_attn", "post_attention_layernorm": "hc_ffn", "n
 class DeepseekV4Model(Decoder):
     """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`."""
 
+    has_mtp = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -40,11 +43,12 @@ class DeepseekV4Model(Decoder):
         assert isinstance(attention, CompressedConfig)
         rates = sorted({attention.rate(layer) for layer in range(config.num_layers)})
         self._steps = StepRows(attention, rates, backends.attention, backends.indexer)  # type: ignore[arg-type]
+        self._draft_steps = StepRows(attention, [0], backends.attention, None)  # type: ignore[arg-type]
         self._reverse: dict[RopeConfig, RotaryTable] = {}
         super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
-        streams, is_last = _streams_of(prefix), prefix == "model.norm"
+        streams, is_last = _streams_of(prefix), prefix.endswith(".norm")
         return StreamNorm(self.backends.ops, reader, streams, prefix, self.config, is_last)
 
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
@@ -78,6 +82,11 @@ class DeepseekV4Model(Decoder):
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self._steps.of(batch, batch.kv[0])
+
+    def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """The tokens of MTP layers have slots of the full pool, also where windows have a pool of their own."""
+        batch = self.begin_step(batch)
+        return batch, self._draft_steps.of(replace(batch, windows=None), batch.kv[self.config.num_layers])
 
 
 def _streams_of(norm: str) -> str:

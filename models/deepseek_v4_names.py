@@ -13,7 +13,9 @@ _PARTS = {
 """Published parts of the names of a layer's tensors, and the model's."""
 _LAYERS = ("layers", "mtp")
 _OUTSIDE = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
-_MTP_PARTS = {"norm": "shared_head.norm", "head": "shared_head.head", "emb": "embed_tokens"}
+_MTP_PARTS = {"norm": "shared_head.norm", "head": "shared_head.head", "emb": "embed_tokens"} | {
+    f"hc_head_{part}": f"shared_head.hc_head.{part}" for part in ("fn", "base", "scale")
+}
 """Parts of an MTP layer that the model's layers do not have."""
 _SAVED = {"hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 """Where transformers' names differ from the published ones, beside the prefix ``model.``."""

@@ -174,7 +174,11 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Tensors of an MTP layer, without its copies of embedding and head."""
     hidden = config.hidden_size
     yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
-    yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
+    if (streams := config.streams) is None:
+        yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
+    else:
+        yield from (TensorSpec(f"{name}.weight", (hidden, hidden)) for name in ("e_proj", "h_proj"))
+        yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
     yield from layer_tensors(config, config.is_mtp_moe)
 
 

@@ -52,7 +52,7 @@ def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> T
     """`MixStreams` in torch."""
     n = weights.count
     width = weights.fn.shape[1]
-    streams = residual[:, :width].float().view(len(residual), n, -1)
+    streams = residual[:, :width].float().view(len(residual), n, width // n)
     if x is not None:
         written, mixed = residual[:, width : width + n].float(), residual[:, width + n :].float().view(-1, n, n)
         streams = torch.einsum("tij,tid->tjd", mixed, streams).addcmul_(written.unsqueeze(2), x.float().unsqueeze(1))

@@ -189,7 +189,7 @@ class CompressedAttention:
         step = self._steps.of(batch, cache) if step is None else step
         down = self._down(hidden)
         latent = self._q_norm(down[:, : a.q_lora_rank])
-        self._write(down[:, a.q_lora_rank :], batch.positions, step, cache)
+        self._write(down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
         if self._compressor is not None:
             self._compressor.update(hidden, step, cache.projected[0], cache.entries)
         if self._indexer is not None:
@@ -207,8 +207,13 @@ class CompressedAttention:
         cache: CompressedCache = batch.kv[self._layer_index]
         return cache
 
-    def _write(self, kv: Tensor, positions: Tensor, step: CompressedStep, cache: CompressedCache) -> None:
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
+        """Only writes the cache, of an MTP layer: it has no entries, and its tokens have slots of the full pool."""
+        kv = self._down(hidden)[:, self._attention.q_lora_rank :]
+        self._write(kv, batch.positions, batch.slots, self.cache_of(batch))
+
+    def _write(self, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> None:
         """Writes the rotated keys of kv [T, Dh] to the cache."""
         keys = self._kv_norm(kv)
         self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
-        cache.rows.index_copy_(0, step.slots, keys.to(cache.rows.dtype))
+        cache.rows.index_copy_(0, slots, keys.to(cache.rows.dtype))

@@ -235,6 +235,14 @@ class Decoder:
 
     def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """`attention_args` of the batch; on many ranks with the step's sizes set."""
+        return self.attention_args(self.begin_step(batch))
+
+    def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """`step_args` of MTP layers."""
+        return self.step_args(batch)
+
+    def begin_step(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch for all layers; on many ranks with the step's sizes set."""
         if self.parallel.world_size > 1:
             moe = self.config.moe
             batch = with_sizes(batch, self.parallel, hashes=moe is not None and moe.hash_layers > 0)
@@ -242,7 +250,7 @@ class Decoder:
             batch = for_regions(batch, self.backends.regions)
         if self.adapters is not None:
             self.adapters.begin(batch.adapters, batch.sizes)
-        return self.attention_args(batch)
+        return batch
 
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with positions by which kernels read the rotary table."""

@@ -71,6 +71,11 @@ class RMSNorm:
         return self._rms_norm(x, self.weight, self.eps)
 
     @property
+    def width(self) -> int:
+        """Channels of a result."""
+        return len(self.weight)
+
+    @property
     def fuses_router(self) -> bool:
         """True if `add_with` is supported."""
         return self._all_reduce is None

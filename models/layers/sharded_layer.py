@@ -67,7 +67,7 @@ class ShardedLayer:
         """`forward` as a generator that yields during dispatch and combine."""
         step, comm = batch.sizes, self._comm
         assert step is not None
-        mixed = residual[:0]
+        mixed = residual[:0, : self.post_norm.width]
         if len(hidden):
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]

@@ -56,6 +56,11 @@ class StreamNorm:
         self._norm = RMSNorm(ops, reader, norm, width, config.norm_eps)
         self._all_reduce: CustomAllReduce | None = None
 
+    @property
+    def width(self) -> int:
+        """See `RMSNorm`."""
+        return self._norm.width
+
     def feed(self, *readers: ActivationFormat) -> None:
         """See `RMSNorm`."""
         self._norm.feed(*readers)
@@ -70,11 +75,22 @@ class StreamNorm:
 
     def __call__(self, residual: Tensor) -> Any:
         """The norm of the weighted sum of new streams."""
-        return self._norm(self._mix(None, residual, self._weights))
+        return self._norm(self._read(None, residual))
 
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         """Adds x [T, D] to the streams, in place; then as `__call__`."""
         assert other is None
-        if self._all_reduce is not None:
+        return self._norm(self._read(x, residual))
+
+    def write(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds x [T, D] to the streams, in place; returns them, [T, n D]."""
+        self._read(x, residual)
+        return residual[:, : self._weights.fn.shape[1]].contiguous()
+
+    def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """The sum of the streams, after x is added to them."""
+        if not len(residual):  # an idle attention group, whose x has any width
+            return residual[:, : self._norm.weight.shape[0]]
+        if x is not None and self._all_reduce is not None:
             x = self._all_reduce.sum(x)
-        return self._norm(self._mix(x, residual, self._weights))
+        return self._mix(x, residual, self._weights)

@@ -121,7 +121,7 @@ def _with_rows(path: Path, made: mistral3_checkpoints.Mistral3Oracle, image: typ
 
 def v4_family(kind: str, path: Path, seed: int) -> Family:
     """Windows of 16 tokens, entries of 4 and 8."""
-    v4_checkpoints.make_v4(path, seed, max_position_embeddings=1024)
+    v4_checkpoints.make_v4(path, seed, num_mtp_layers=1, max_position_embeddings=1024)
     model = v4_checkpoints.load_v4(path)
 
     def logits(ids: list[int], images: list[Pixels]) -> Tensor:

@@ -155,6 +155,7 @@ def test_both_dialects_of_the_config_are_read(tmp_path: Path) -> None:
 
     published = FIELDS | {"compress_rates": None, "layer_types": None, "compress_ratios": [0, 128, 4, 128, 4, 0]}
     published |= {"sliding_window": 128, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
+    published |= {"num_nextn_predict_layers": 1}
     raw = {key: value for key, value in published.items() if value is not None}
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text(json.dumps(raw))

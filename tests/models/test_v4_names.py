@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe_engine.errors import CheckpointError
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config_compressed import parse_deepseek_v4
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.tensors import model_tensors, names_outside_model
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.tensors import names_outside_model
+from tests.models.checkpoints import write_tensors
 from tests.models.v4_checkpoints import FIELDS, PUBLISHED_RATES, make_v4, v4_model
-
-ROUTER = (".mlp.gate.e_score_correction_bias", ".mlp.gate.tid2eid")
 
 
 def inner_tensors(path: Path) -> dict[str, Tensor]:
@@ -29,14 +30,15 @@ def inner_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def test_the_model_finds_its_tensors(tmp_path: Path) -> None:
-    fields = {key: value for key, value in (FIELDS | PUBLISHED_RATES).items() if value is not None}
-    found = inner_tensors(make_v4(tmp_path, **PUBLISHED_RATES))
-    config = parse_deepseek_v4(Fields(fields | {"architectures": ["DeepseekV4ForCausalLM"]}, "config.json"), {})
-    wanted = {name: spec.shape for spec in model_tensors(config) for name in spec.names()}
-    for names in (found, wanted):
-        for name in [name for name in names if name.endswith(ROUTER)]:
-            del names[name]
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == wanted
+    """With and without MTP layers."""
+    path = make_v4(tmp_path, num_mtp_layers=1, **PUBLISHED_RATES)
+    for include_mtp in (False, True):
+        check_headers(path, read_checkpoint(path), load_model_config(path), include_mtp)
+    tensors = load_file(path / "model.safetensors")
+    for name in ("layers.1.ffn.gate.tid2eid", "layers.2.attn.indexer.compressor.ape", "mtp.0.hc_head_fn"):
+        write_tensors(path, {key: tensor for key, tensor in tensors.items() if key != name})
+        with pytest.raises(CheckpointError, match=r"1 tensors do not match config\.json: .* is missing"):
+            check_headers(path, read_checkpoint(path), load_model_config(path), include_mtp=True)
 
 
 def test_saved_by_transformers(tmp_path: Path) -> None:
@@ -55,8 +57,9 @@ def test_mtp_layers_come_after_the_main_layers(tmp_path: Path) -> None:
     for index, layer in enumerate(("model.layers.5.", "model.layers.6.")):
         for inner, published in {
             "e_proj.weight": "e_proj.weight", "h_proj.weight": "h_proj.weight", "enorm.weight": "enorm.weight",
-            "hnorm.weight": "hnorm.weight", "shared_head.norm.weight": "norm.weight", "hc_head.base": "hc_head_base",
-            "hc_attn.scale": "hc_attn_scale", "self_attn.sinks": "attn.attn_sink", "mlp.gate.weight": "ffn.gate.weight",
+            "hnorm.weight": "hnorm.weight", "shared_head.norm.weight": "norm.weight",
+            "shared_head.hc_head.base": "hc_head_base", "hc_attn.scale": "hc_attn_scale",
+            "self_attn.sinks": "attn.attn_sink", "mlp.gate.weight": "ffn.gate.weight",
             "mlp.gate.e_score_correction_bias": "ffn.gate.bias", "self_attn.kv_layernorm.weight": "attn.kv_norm.weight",
             "mlp.experts.3.up_proj.weight": "ffn.experts.3.w3.weight",
         }.items():  # fmt: skip
@@ -64,9 +67,8 @@ def test_mtp_layers_come_after_the_main_layers(tmp_path: Path) -> None:
         own = {name.removeprefix(layer) for name in found if name.startswith(layer)}
         like = {name.removeprefix("model.layers.4.") for name in found if name.startswith("model.layers.4.")}
         outside = {"e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"}
-        outside |= {f"hc_head.{part}" for part in ("fn", "base", "scale")}
+        outside |= {f"shared_head.hc_head.{part}" for part in ("fn", "base", "scale")}
         entries = {name for name in like if "compressor" in name or "indexer" in name}
         assert own == (like - entries) | outside
-    config = parse_deepseek_v4(Fields(FIELDS | {"architectures": ["DeepseekV4ForCausalLM"]}, "config.json"), {})
-    passed_over = names_outside_model(config, found)
+    passed_over = names_outside_model(load_model_config(path), found)
     assert passed_over == {name for name in found if name.startswith(("model.layers.5.", "model.layers.6."))}
