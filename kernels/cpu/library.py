@@ -45,6 +45,7 @@ UNITS = (
     "indexer",
     "delta",
     "compression",
+    "streams",
     "lora",
     "decoder",
     "decode_step",
@@ -110,6 +111,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
     "moe_gated_delta": (None, [N, P, P, L, P, L, P, P]),
     "moe_compress": (None, [N, P, P, L, P, L]),
+    "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -137,6 +139,7 @@ class Library:
     moe_rms_norm: Any
     moe_gated_delta: Any
     moe_compress: Any
+    moe_mix_streams: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any
     moe_rotate: Any

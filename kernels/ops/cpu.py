@@ -12,6 +12,7 @@ from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 
 
 class _Router(ctypes.Structure):
@@ -46,12 +47,48 @@ def _slots(slots: Tensor) -> Tensor:
     return slots if slots.is_contiguous() else slots.contiguous()
 
 
+class _Streams(ctypes.Structure):
+    """`moe::Streams` of streams.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "width", "count", "numbers", "iterations")),
+        *((name, ctypes.c_void_p) for name in ("fn", "base", "scale", "parts")),
+        *((name, ctypes.c_float) for name in ("eps", "floor")),
+    )
+
+
+_MAX_STREAMS, _STREAM_CHUNK = 8, 1024
+"""Largest number of streams, and channels of a task, of streams.cpp."""
+
+
 class CpuOps:
     name = "cpu"
-    capabilities = OpsCapabilities()
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
+
+    @property
+    def capabilities(self) -> OpsCapabilities:
+        return OpsCapabilities(mix_streams=self.mix_streams)
+
+    def mix_streams(self, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
+        """See `MixStreams`."""
+        n, numbers = weights.count, len(weights.base)
+        tokens, width = len(residual), weights.fn.shape[1] // n
+        if n > _MAX_STREAMS or residual.stride(1) != 1:
+            return mix_streams(x, residual, weights)
+        out = residual.new_empty(tokens, width)
+        parts = torch.empty(tokens, -(-width // _STREAM_CHUNK), numbers + 1)
+        x = None if x is None else rows(x.to(residual.dtype))
+        struct = _Streams(
+            tokens, width, n, numbers, weights.iterations, weights.fn.data_ptr(), weights.base.data_ptr(),
+            weights.scale.data_ptr(), parts.data_ptr(), weights.eps, weights.floor,
+        )  # fmt: skip
+        self._lib.moe_mix_streams(
+            kind_of(residual.dtype), ctypes.byref(struct), None if x is None else x.data_ptr(),
+            0 if x is None else x.stride(0), residual.data_ptr(), residual.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]

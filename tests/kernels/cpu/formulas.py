@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -161,6 +162,23 @@ def grouped_attention(
         k, v = (cache[slots].repeat_interleave(q.shape[1] // keys.shape[1], 1) for cache in (keys, values))
         parts.append(attend(mine, k, v, scale, None if trees is None else trees[request]))
     return torch.cat(parts)
+
+
+def selected_attention(
+    q: Tensor, cache: Tensor, slots: Tensor, counts: Sequence[int], scale: float, latent: int
+) -> Tensor:
+    """`absorbed_attention` of each token over `counts` [T] of the slots [T, *] that were selected for it."""
+    parts = []
+    for token, own, count in zip(q.split(1), slots, counts):
+        keys = cache[own[:count].long()].unsqueeze(1).expand(-1, q.shape[1], -1)
+        parts.append(attend(token, keys, keys[..., :latent], scale))
+    return torch.cat(parts)
+
+
+def close_rows(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
+    """`close`, relative to the largest value of each row."""
+    for mine, expected in zip(got, want, strict=True):
+        close(mine, expected, scale)
 
 
 def close_each(got: Tensor, want: Tensor, queries: PagedQueries, scale: float = 1.0) -> None:

@@ -22,12 +22,13 @@ from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import (
     NAN,
-    attend,
     close,
+    close_rows,
     filled_cache,
     normal,
     paged_queries,
     random_trees,
+    selected_attention,
     slots_of,
 )
 from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
@@ -150,9 +151,7 @@ def test_attention_reads_the_selected_rows_only(library: Library, dtype: torch.d
         sparse = backend.capabilities.sparse
         assert sparse is not None
         got = sparse.run(q, stored, selected, 0.2, sparse.plan(selected), latent)
-        for token, count in enumerate(counts):
-            keys = cache[slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
-            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :latent], 0.2), 2)
+        close_rows(got, selected_attention(q, cache, slots, counts, 0.2, latent), 2)
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,16 @@ from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.formulas import (
     NAN,
     absorbed_attention,
-    attend,
     close,
     close_each,
+    close_rows,
     expanded_attention,
     filled_cache,
     grouped_attention,
     normal,
     paged_queries,
     random_trees,
+    selected_attention,
     slots_of,
 )
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
@@ -153,9 +154,7 @@ def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: i
         exact = flash_mla_emulator.unpack(stored) if fp8 else cache
         q = normal(4, heads, WIDTH, dtype=BF16)
         got = sparse.run(q, stored, selected, scale, plan, LATENT)
-        for token, count in enumerate(counts):
-            keys = exact[selected.slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
-            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :LATENT], scale), 3)
+        close_rows(got, selected_attention(q, exact, selected.slots, counts, scale, LATENT), 3)
 
 
 def test_flashmla_without_its_sparse_kernel_is_refused() -> None:
