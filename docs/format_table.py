@@ -181,6 +181,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "MLA, sparse", ("mla", "indexer"), "sparse"
     if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
+    if "config_compressed" in parser:
+        return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), "sinks"
     if "deepseek:" in target:
         return "MLA", ("mla",), ""
     if "config_hybrid" in parser:
