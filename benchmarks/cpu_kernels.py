@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.interleaved_calls import Call, alternate
 from benchmarks.report import command_parser
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
 from moe_engine.kernels.cpu.library import load
@@ -34,9 +34,7 @@ from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
-Call = Callable[[], Any]
 DTYPE = torch.bfloat16
-clock = time.perf_counter
 COLD = 192 << 20
 """Bytes that the weights of a memory-bound line rotate over."""
 
@@ -56,24 +54,6 @@ class Line:
 class Limits:
     read: float  # bytes per second
     multiply: float  # bf16 operations per second
-
-
-def lower_quartile(times: list[float]) -> float:
-    return sorted(times)[len(times) // 4]
-
-
-def alternate(calls: list[Call], seconds: float, at_least: int = 5) -> list[float]:
-    """Seconds of one call of each, repetitions interleaved."""
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    stop = time.perf_counter() + seconds
-    while len(times[0]) < at_least or (time.perf_counter() < stop and len(times[0]) < 300):
-        for own, call in zip(times, calls):
-            start = clock()
-            call()
-            own.append(clock() - start)
-    return [lower_quartile(own) for own in times]
 
 
 def packed(weight: Tensor) -> Tensor | None:
@@ -303,9 +283,6 @@ def main(arguments: list[str]) -> int:
         parser.error(f"unknown family {', '.join(sorted(unknown))}; known: {', '.join(FAMILIES)}")
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    if options.threads == 1:
-        global clock
-        clock = time.thread_time
     path = load().path
     with torch.no_grad():
         limits = measure_limits()

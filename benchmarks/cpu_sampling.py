@@ -12,25 +12,20 @@ machine hardly affects the results.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.interleaved_calls import Call, alternate
 from benchmarks.report import command_parser, write_result
 from moe_engine.kernels.cpu.library import load
 from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.sampling.cpu import CpuSampling
 from moe_engine.kernels.sampling.protocol import Draw, SamplingKernel, SamplingParameters
 from moe_engine.kernels.sampling.reference import TorchSampling
-
-Call = Callable[[], Any]
-clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -61,20 +56,6 @@ class Line:
     cpu_us: float
     torch_us: float | None
     limit_us: float
-
-
-def alternate(calls: list[Call], seconds: float, at_least: int = 5) -> list[float]:
-    """Seconds of one call of each, the lower quartile of interleaved repetitions."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    stop = time.perf_counter() + seconds
-    while len(times[0]) < at_least or (time.perf_counter() < stop and len(times[0]) < 300):
-        for own, call in zip(times, calls):
-            start = clock()
-            call()
-            own.append(clock() - start)
-    return [sorted(own)[len(own) // 4] for own in times]
 
 
 def parameters(mode: Mode, rows: int, vocab: int) -> SamplingParameters:
@@ -132,9 +113,6 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    if options.threads == 1:
-        global clock
-        clock = time.thread_time
     kernels: list[SamplingKernel] = [CpuSampling()] if options.alone else [CpuSampling(), TorchSampling()]
     bytes_per_second, exps_per_second = measure_limits()
     print(f"{cpu_device().name}, {torch.get_num_threads()} threads, {load().path}")

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"DP sync of a step, {groups} schedulers: {microseconds:.0f} us (median)")
     path = None if args.shape == "demo" else str(checkpoints.ensure_checkpoint(args.shape))
     rates: dict[str, list[float]] = {name: [] for name in args.forms}
-    written = args.json or report.result_path("many_ranks", "cpu", report.RESULTS)
+    written = args.json or report.result_path("many_ranks", "cpu")
     for _ in range(args.rounds):
         for name in args.forms:
             rates[name].append(throughput(FORMS[name], path, args.requests, args.input_len, args.output_len))

@@ -13,7 +13,7 @@ from moe_engine.kernels.attention.shapes import AttentionShape, GroupedModel, La
 from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
 from moe_engine.kernels.linear.shapes import ModelProducts
 from moe_engine.kernels.ops.shapes import ModelOps
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 
 DECODE_CONTEXT, MOST_DECODES, LEAST_PROMPT = 4096, 256, 512
 SAMPLED_ROWS = 256
@@ -32,7 +32,7 @@ def products(config: ModelConfig) -> ModelProducts:
     if isinstance(attention, GQAConfig):
         heads, width = attention.num_heads, attention.head_dim
         found += [("qkv", (heads + 2 * attention.num_kv_heads) * width, hidden), ("o", hidden, heads * width)]
-    else:
+    elif isinstance(attention, MLAConfig):
         heads, query = attention.num_heads, attention.qk_head_dim
         if attention.q_lora_rank is None:
             found += [("q", heads * query, hidden), ("kv_a", attention.cache_width, hidden)]
@@ -53,7 +53,7 @@ def products(config: ModelConfig) -> ModelProducts:
 
 def small_operations(config: ModelConfig) -> ModelOps:
     attention, moe = config.attention, config.moe
-    mla = not isinstance(attention, GQAConfig)
+    mla = isinstance(attention, MLAConfig)
     return ModelOps(
         name_of(config), config.hidden_size, config.vocab_size, attention.num_heads, config.rope.width,
         latent=getattr(attention, "kv_lora_rank", 0) if mla else 0,
@@ -72,6 +72,7 @@ def attention_shapes(config: ModelConfig, count: int) -> Iterator[AttentionShape
         if count >= LEAST_PROMPT:
             yield grouped.paged(1, count, count)
         return
+    assert isinstance(attention, MLAConfig)
     latent = LatentModel(
         name, attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim, attention.qk_nope_head_dim,
         attention.v_head_dim,

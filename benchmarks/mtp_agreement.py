@@ -21,7 +21,7 @@ from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import activation_dtype
+from moe_engine.models.config import MLAConfig, activation_dtype
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp
 from moe_engine.worker.startup.kernel_choice import build_backends
@@ -81,6 +81,7 @@ class BatchModel:
         self._model = load_model(path, config, LoadOptions(name), self._backends, max_positions=max_len)
         self._mtp = load_mtp(path, config, self._model, LoadOptions(name))
         slots = sequences * max_len
+        assert isinstance(config.attention, MLAConfig)
         width, layers = config.attention.cache_width, config.num_layers + self._mtp.num_layers
         self._kv = [torch.zeros(slots, width, dtype=getattr(torch, name)) for _ in range(layers)]
         self._slots = torch.arange(slots, dtype=torch.int32).view(sequences, max_len)

@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks import report
 from moe_engine import Engine
 from moe_engine.cli.output_file import check_writable
-from moe_engine.config.args import build_parser
-from moe_engine.config.flags import known_options, parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
 from moe_engine.tuning.serving_report import WIDTH, row
@@ -35,8 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--result-filename", default="", help="jsonl to append to")
     parser.add_argument("--disable-ignore-eos", action="store_true")
     parser.add_argument("--skip-warmup", action="store_true")
-    own, rest = parser.parse_known_args(argv)
-    return own, parse_flags(build_parser(), rest, known_options(parser))
+    return report.parse_with_engine_flags(parser, argv)
 
 
 def generate(engine: Engine, requests: list[BenchRequest], ignore_eos: bool) -> list[dict[str, Any]]:

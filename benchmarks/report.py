@@ -100,7 +100,7 @@ def device_name(device: str) -> str:
     return "cpu"
 
 
-def result_path(name: str, device: str = "cpu", folder: Path = RESULTS) -> Path:
+def result_path(name: str, device: str, folder: Path = RESULTS) -> Path:
     """``<folder>/<date>_<device>_<name>.json``."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", device_name(device)).strip("-").lower()
     return folder / f"{time.strftime('%Y-%m-%d')}_{slug}_{name}.json"
@@ -161,6 +161,17 @@ def command_parser(name: str, doc: str | None, **options: Any) -> argparse.Argum
     """The parser of ``moe-engine bench NAME``; its help begins with `doc`, the benchmark's docstring."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"moe-engine bench {name}", description=doc, formatter_class=formatter, **options)
+
+
+def parse_with_engine_flags(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The benchmark's own options, and the engine's flags as keywords."""
+    from moe_engine.config.args import build_parser
+    from moe_engine.config.flags import known_options, parse_flags
+
+    own, rest = parser.parse_known_args(argv)
+    return own, parse_flags(build_parser(), rest, known_options(parser))
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:

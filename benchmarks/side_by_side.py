@@ -51,11 +51,8 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     )
     parser.add_argument("--name", default="side_by_side", help="part of the result file's name")
     report.add_result_options(parser)
-    own, rest = parser.parse_known_args(argv)
-    from moe_engine.config.args import build_parser
-    from moe_engine.config.flags import parse_flags
-
-    return own, {"max_total_tokens": KV_TOKENS, **parse_flags(build_parser(), rest)}
+    own, flags = report.parse_with_engine_flags(parser, argv)
+    return own, {"max_total_tokens": KV_TOKENS, **flags}
 
 
 def measure(

@@ -94,14 +94,14 @@ class ModelWork:
         """Expected number of a layer's experts chosen by `num_tokens` tokens, uniformly and independently."""
         return self.num_experts * share_touched(num_tokens, self.experts_per_token, self.num_experts)
 
-    def decode_step(self, contexts: Sequence[int], experts_touched: float | None = None) -> StepWork:
+    def decode_step(self, contexts: Sequence[int]) -> StepWork:
         """One token for each of the sequences with these context lengths; each sequence's KV is read completely.
 
         A shared prefix counts for each sequence: an engine that reads it once can exceed this limit.
         """
         tokens = len(contexts)
-        touched = self.experts_touched(tokens) if experts_touched is None else experts_touched
-        weights = self.layer_weights + self.head_weights + self.num_moe_layers * touched * self.expert_weights
+        weights: float = self.layer_weights + self.head_weights
+        weights += self.num_moe_layers * self.experts_touched(tokens) * self.expert_weights
         return StepWork(
             bytes_read=weights * self.weight_bytes + sum(contexts) * self.kv_bytes_per_token,
             flops=2 * self.active_weights * tokens + sum(contexts) * self.decode_flops_per_pair,
@@ -126,7 +126,6 @@ class ModelWork:
         input_len: int,
         output_len: int,
         shared_prefix: int = 0,
-        experts_touched: float | None = None,
     ) -> float:
         """Minimum time for a batch: one prefill (the shared prefix once), then output_len - 1 decode steps."""
         own = input_len - shared_prefix
@@ -135,7 +134,7 @@ class ModelWork:
             prompts = [(shared_prefix, 0), *prompts]
         seconds = self.prefill(prompts).seconds(limits)
         for produced in range(1, output_len):
-            seconds += self.decode_step([input_len + produced] * num_sequences, experts_touched).seconds(limits)
+            seconds += self.decode_step([input_len + produced] * num_sequences).seconds(limits)
         return seconds
 
 

@@ -14,6 +14,7 @@ from moe_engine.kernels.quantization.protocol import BlockFP8
 from moe_engine.kernels.registry import Row
 from moe_engine.models import registry
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
@@ -77,6 +78,7 @@ def format_rows() -> Iterator[tuple[str, ...]]:
         yield (text, f"`quant_method` {method}" if method != "gguf" else "GGUF file", *places(parsed(method, section)))
     gpt_oss = FusedExpertsFormat(8, MXFP4)
     yield ("MXFP4 experts", "gpt-oss, `quant_method` mxfp4", *places(gpt_oss, EXPERT))
+    yield ("block FP8, MXFP4 experts", "DeepSeek V4, `expert_dtype` fp4", *places(FP4ExpertsFormat(), EXPERT))
     for name in ONLINE:
         made = online_format(name)
         assert made is not None
@@ -179,6 +181,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "MLA, sparse", ("mla", "indexer"), "sparse"
     if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
+    if "config_compressed" in parser:
+        return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), "sinks"
     if "deepseek:" in target:
         return "MLA", ("mla",), ""
     if "config_hybrid" in parser:

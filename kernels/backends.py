@@ -13,6 +13,7 @@ from moe_engine.kernels.registry import Choice, Row, select
 
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+    from moe_engine.kernels.compression.protocol import CompressionKernel
     from moe_engine.kernels.delta.protocol import DeltaKernel
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.indexer.protocol import IndexerKernel
@@ -42,6 +43,8 @@ class Backends:
     """The indexer of a model with sparse attention."""
     delta: DeltaKernel | None = None
     """The delta rule of a model with gated delta nets."""
+    compression: CompressionKernel | None = None
+    """Of a model whose KV cache has compressed entries."""
     varlen: VarlenKernel | None = None
     """Of a model with a vision tower."""
     weight_stream: WeightStream | None = None
@@ -53,9 +56,14 @@ FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
 
 
 def families_of(need: Need) -> tuple[str, ...]:
-    """The families that a model needs: with sparse attention an indexer too, with gated delta nets their rule, with a
-    vision tower its attention."""
-    more = {"indexer": need.index is not None, "delta": need.delta, "varlen": need.varlen}
+    """The families that a model needs: with sparse attention an indexer too, with gated delta nets their rule, with
+    compressed entries their compression, with a vision tower its attention."""
+    more = {
+        "indexer": need.index is not None,
+        "delta": need.delta,
+        "compression": need.compression,
+        "varlen": need.varlen,
+    }
     return (*FAMILIES, *(family for family, needed in more.items() if needed))
 
 

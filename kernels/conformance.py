@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
     from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
     from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+    from moe_engine.kernels.compression.cpu import CpuCompression
+    from moe_engine.kernels.compression.protocol import CompressionKernel
+    from moe_engine.kernels.compression.reference import TorchCompression
+    from moe_engine.kernels.compression.triton_compression import TritonCompression
     from moe_engine.kernels.delta.cpu import CpuDelta
     from moe_engine.kernels.delta.protocol import DeltaKernel
     from moe_engine.kernels.delta.reference import TorchDelta
@@ -76,4 +80,5 @@ if TYPE_CHECKING:
     INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer(), DeepGemmIndexer()]
     VARLEN: list[VarlenKernel] = [TorchVarlen(), TritonVarlen()]
     DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta(), TritonDelta()]
+    COMPRESSION: list[CompressionKernel] = [TorchCompression(), CpuCompression(), TritonCompression()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

@@ -74,10 +74,12 @@ class Need:
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
-    attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
-    it has sparse attention. `delta`: layers with a gated delta rule. `chains`: captured decodes draft chains, whose
-    lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known yet,
-    or none. `four_bits`: some weights of linear layers have a form of `GroupCodes.four_bits`.
+    attention has sinks. `biases`: routed experts have biases and a clamped activation. `clamped`: the activation of
+    experts is clamped, without biases. `index`: the model's indexer, if
+    it has sparse attention. `delta`: layers with a gated delta rule. `compression`: the KV cache has compressed
+    entries. `chains`: captured decodes draft chains, whose lengths only the device knows. `trees`: drafts are trees.
+    `varlen`: a vision tower. `experts` None: not known yet, or none. `four_bits`: some weights of linear layers have a
+    form of `GroupCodes.four_bits`.
     """
 
     dtype: str
@@ -91,7 +93,9 @@ class Need:
     index: IndexWidths | None = None
     sinks: bool = False
     biases: bool = False
+    clamped: bool = False
     delta: bool = False
+    compression: bool = False
     chains: bool = False
     trees: bool = False
     varlen: bool = False

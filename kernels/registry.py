@@ -41,8 +41,10 @@ class Row:
         four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
             also without `codes`.
         blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
-        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
+        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
+            `SparseAttention.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
+        clamps: an experts backend that supports clamped activations (`ExpertsCapabilities.clamps`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
@@ -64,6 +66,7 @@ class Row:
     sparse: bool = False
     sinks: bool = False
     biases: bool = False
+    clamps: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
     exact_lengths: bool = False
@@ -160,12 +163,14 @@ def _waits(rows: list[Row], name: str, need: Need) -> str | None:
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "attention" and need.windows and not row.windows:
         return "no sliding windows"
-    if family == "attention" and need.index is not None and not row.sparse:
+    if family == "attention" and (need.index is not None or need.compression) and not row.sparse:
         return "no sparse attention"
     if family == "attention" and need.sinks and not row.sinks:
         return "no attention sinks"
     if family == "experts" and need.biases and not row.biases:
         return "no biases of experts"
+    if family == "experts" and need.clamped and not row.clamps:
+        return "no clamped activation of experts"
     if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
         alone = "runs only with --moe-a2a-backend megamoe"
         return alone if row.fused else "does not run with --moe-a2a-backend megamoe"

@@ -72,6 +72,10 @@ def _uncaptured_delta(device: Device, need: Need) -> str | None:
     return "the torch row of the delta rule reads the lengths of runs on the host"
 
 
+def _uncaptured_compression(device: Device, need: Need) -> str | None:
+    return "the torch row of compression reads on the host which windows are complete"
+
+
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
@@ -92,14 +96,17 @@ def _rows(
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
+EXPERTS = _rows(
+    "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, clamps=True, codes=True
+)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
+COMPRESSION = _rows("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression)
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
@@ -160,6 +167,7 @@ EXPERTS.append(
         _FIXED,
         prefers=_triton_experts_preference,
         biases=True,
+        clamps=True,
         blocks=True,
         reads_fp8=_multiplies_fp8,
         four_bits=True,
@@ -173,6 +181,7 @@ INDEXER.append(
         _triton_indexer,
     )
 )
+COMPRESSION.append(Row("triton", "moe_engine.kernels.compression.triton_compression:TritonCompression", 20, _triton))
 DELTA.append(Row("triton", "moe_engine.kernels.delta.triton_delta:TritonDelta", 20, _triton))
 VARLEN.append(Row("triton", "moe_engine.kernels.varlen.triton_varlen:TritonVarlen", 20, _triton))
 LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
@@ -189,6 +198,7 @@ MLA.append(
         workspaces.triton,
         _uncaptured_triton,
         sparse=True,
+        sinks=True,
     )
 )
 GQA.append(
@@ -216,6 +226,7 @@ EXPERTS.append(
         40,
         vendors.deep_gemm,
         blocks=True,
+        clamps=True,
         reads_fp8=_multiplies_fp8,
     )
 )
@@ -276,6 +287,7 @@ FAMILIES: dict[str, list[Row]] = {
     "lora": LORA,
     "indexer": INDEXER,
     "delta": DELTA,
+    "compression": COMPRESSION,
     "varlen": VARLEN,
 }
 """The rows of every family; attention has one family per kind."""

@@ -52,6 +52,14 @@ class ExpandedContext:
     length: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """What the routers of a rank read of its tokens, beside their hidden states."""
+
+    ids: Tensor  # [T] int64: token ids, for layers that choose experts by them
+    real: Tensor | None = None  # [T] int32, as in `ForwardBatch`
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
@@ -66,6 +74,7 @@ class ForwardBatch:
     are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `other_groups`:
     queries and plan of cache groups with another window than `attention`, by window, planned in advance; None: the
     model plans them. `expanded`: keys and values of prompts that are known or to be kept; None: neither.
+    `rank_tokens`: the tokens that this rank of many routes, set at the start of a forward; None: those of the batch.
     """
 
     input_ids: Tensor  # [T] int64
@@ -84,6 +93,7 @@ class ForwardBatch:
     next_images: ImageRows | None = None
     other_groups: Mapping[int | None, tuple[AttentionBatch, Any]] | None = None
     expanded: ExpandedContext | None = None
+    rank_tokens: RoutedTokens | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:
@@ -94,6 +104,11 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @cached_property
+    def routed(self) -> RoutedTokens:
+        """The tokens that this rank routes."""
+        return self.rank_tokens or RoutedTokens(self.input_ids, self.real)
 
     @cached_property
     def state_rows(self) -> Tensor:

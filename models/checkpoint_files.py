@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
+from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
@@ -68,6 +69,8 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
+    if has_v4_names(files):
+        return _renamed(files, v4_names(files, num_layers))
     return _with_mtp(_with_prefix(files), num_layers)
 
 

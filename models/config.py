@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.kv_format import formats as kv_format
+from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.rope_config import RopeConfig
@@ -138,10 +139,10 @@ class CacheGroup:
 @dataclass(frozen=True)
 class OtherLayers:
     """Layers whose attention and rotary embedding are not those of the model's other layers: all layers with a window
-    (MiMo-V2-Flash)."""
+    (MiMo-V2-Flash), or without entries (DeepSeek V4)."""
 
     layers: tuple[int, ...]
-    attention: GQAConfig
+    attention: GQAConfig | CompressedConfig
     rope: RopeConfig
 
 
@@ -181,8 +182,9 @@ class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases and
-    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`. `shared_gate`: the shared expert
-    is multiplied by the sigmoid of a projection of its input.
+    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate (from
+    above) and up of all experts (0: no clamp). `shared_gate`: the shared expert is multiplied by the sigmoid of a
+    projection of its input. `hash_layers`: the first layers choose experts by token id, from a table.
     """
 
     num_experts: int
@@ -201,6 +203,23 @@ class MoEConfig:
     alpha: float = 0.0
     limit: float = 0.0
     shared_gate: bool = False
+    hash_layers: int = 0
+
+    @property
+    def clamped(self) -> bool:
+        """True if `limit` clamps an activation without the other terms of `biased`."""
+        return self.limit > 0 and not self.biased
+
+    def hashes(self, layer: int) -> bool:
+        """True if the layer chooses experts by token id."""
+        return layer < self.hash_layers
+
+    def num_shared_slots(self, ep_size: int) -> int:
+        """Shared experts, if they have the routed ones' width and may be slots of all ranks of an expert-parallel axis;
+        0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
+        the routed experts'."""
+        count, rest = divmod(self.shared_width, self.width)
+        return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
 
 
 @dataclass(frozen=True)
@@ -269,7 +288,7 @@ class ModelConfig:
     max_position_embeddings: int
     """Max sequence length, scaling of the rotary embedding included (`parse_context_length`)."""
     eos_token_ids: tuple[int, ...]
-    attention: MLAConfig | GQAConfig
+    attention: MLAConfig | GQAConfig | CompressedConfig
     rope: RopeConfig
     moe: MoEConfig | None
     moe_layers: tuple[bool, ...]
@@ -293,6 +312,8 @@ class ModelConfig:
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
     pooling: PoolingConfig | None = None
     """Pooling of a model that serves vectors; None for text generation."""
+    streams: StreamsConfig | None = None
+    """Streams of the residual; None: one tensor to which every layer adds."""
     vision: VisionConfig | None = None
     """The vision tower; None: text alone."""
     latent_scales: tuple[float, ...] = ()
@@ -314,7 +335,7 @@ class ModelConfig:
         """The longest sequences that --context-length may set: all positions that the rotary embedding reaches."""
         return max(self.context_length, self.rope.max_position)
 
-    def attention_of(self, layer: int) -> MLAConfig | GQAConfig:
+    def attention_of(self, layer: int) -> MLAConfig | GQAConfig | CompressedConfig:
         """The layer's attention. MTP layers come after the model's."""
         other = self.other_layers
         return self.attention if other is None or layer not in other.layers else other.attention
@@ -325,7 +346,7 @@ class ModelConfig:
         return self.rope if other is None or layer not in other.layers else other.rope
 
     @property
-    def attentions(self) -> tuple[MLAConfig | GQAConfig, ...]:
+    def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:
         """The attention of each kind of layers."""
         return (self.attention, *(() if self.other_layers is None else (self.other_layers.attention,)))
 
@@ -336,7 +357,12 @@ class ModelConfig:
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers with KV by the kind of their cache; layers that see all positions come first."""
+        """The layers with KV by the kind of their cache; layers that see all positions come first. Layers with entries
+        are in two groups: entries are seen from all positions."""
+        if isinstance(self.attention, CompressedConfig):
+            with_entries = tuple(i for i in range(self.num_layers) if self.attention.rate(i))
+            own = CacheGroup(tuple(range(self.num_layers)), self.attention.window)
+            return (CacheGroup(with_entries), own) if with_entries else (own,)
         layers = [i for i in range(self.num_layers) if i not in self.state_layers]
         if not self.windows:
             return (CacheGroup(tuple(layers)),)
@@ -358,17 +384,33 @@ class ModelConfig:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
 
+    @property
+    def page_multiple(self) -> int:
+        """Page sizes are multiples of it: an entry and its tokens are in one page."""
+        rates = (self.entry_parts(layer)[0] for layer in range(self.num_layers))
+        return math.lcm(*(rate for rate in rates if rate))
+
     def latent_scale(self, layer: int) -> float:
         """The layer's value of `latent_scales`."""
         return self.latent_scales[layer] if layer < len(self.latent_scales) else 1.0
 
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether layers with a window differ from others also for requests that do not exceed it."""
+        return self.other_layers is not None or isinstance(self.attention, CompressedConfig)
+
     def within(self, context_len: int) -> ModelConfig:
         """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out, unless
-        they separate layers with different attention."""
-        kept = self.other_layers is not None
+        it `keeps_windows`."""
+        kept = self.keeps_windows
         windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
         model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
+
+    @property
+    def draft_state_width(self) -> int:
+        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def stored_layers(self) -> int:
@@ -389,18 +431,34 @@ class ModelConfig:
         the model's."""
         if layer in self.state_layers:
             return ()
-        parts = self.attention_of(layer).kv_parts(kv_dtype)
+        attention = self.attention_of(layer)
+        if isinstance(attention, CompressedConfig):
+            return (attention.head_dim,), *((width,) for width in attention.projected_widths(layer))
+        parts = attention.kv_parts(kv_dtype)
         return parts[:1] if layer in self.attention.shared_layers else parts
 
+    def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
+        """Tokens of an entry in the layer's cache (0: it has none), and the channels of its tensors."""
+        attention = self.attention_of(layer)
+        if not isinstance(attention, CompressedConfig):
+            return 0, ()
+        return attention.rate(layer), attention.entry_widths(layer)
+
     def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str) -> int:
-        """Cached bytes of one token in these layers; scales of FP8 rows included."""
+        """Cached bytes of one token in these layers, without entries; scales of FP8 rows included."""
         elements = sum(math.prod(part) for layer in layers for part in self.kv_parts(layer, kv_dtype))
         return elements * kv_format.STORED[kv_dtype][1]
 
+    def entry_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of all layers' entries, divided by their tokens."""
+        each = kv_format.STORED[kv_dtype][1]
+        entries = (self.entry_parts(layer) for layer in range(self.num_layers))
+        return sum(sum(widths) * each // rate for rate, widths in entries if rate)
+
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
-        """`kv_bytes_of` all layers, optionally with MTP layers."""
+        """`kv_bytes_of` all layers, optionally with MTP layers, and entries."""
         last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
-        return self.kv_bytes_of(range(last), kv_dtype)
+        return self.kv_bytes_of(range(last), kv_dtype) + self.entry_bytes_per_token(kv_dtype)
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

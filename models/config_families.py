@@ -30,7 +30,7 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     moe = parse_deepseek_moe(fields)
     moe_layers = deepseek_moe_layers(fields, moe)
     interleaved = fields.flag("rope_interleave", True)
-    return _build(
+    return build_config(
         fields,
         generation,
         attention=attention,
@@ -183,7 +183,7 @@ def parse_gqa(
         "qk_norm": "head" if model_type in ("qwen3", "qwen3_moe") else "",
     }
     attention = GQAConfig(num_heads, num_kv_heads, head_dim, **kinds | attention_fields)
-    return _build(
+    return build_config(
         fields,
         generation,
         attention=attention,
@@ -206,7 +206,7 @@ def rotary_width(fields: Fields, head_dim: int, default: float) -> int:
     return int(width)
 
 
-def _build(fields: Fields, generation: Mapping[str, Any], *, rope: RopeConfig, **parts: Any) -> ModelConfig:
+def build_config(fields: Fields, generation: Mapping[str, Any], *, rope: RopeConfig, **parts: Any) -> ModelConfig:
     """The fields common to all families."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):

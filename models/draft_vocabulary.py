@@ -16,7 +16,7 @@ from moe_engine.kernels.linear.protocol import LinearKernel
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.eagle_config import HeadConfig
-from moe_engine.models.formats.protocol import StoredTensor
+from moe_engine.models.formats.plain import integer_tensor
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
 from moe_engine.models.token_map import read_token_map
 from moe_engine.models.weights import WeightReader, WeightSource
@@ -39,7 +39,7 @@ def draft_ids(head: HeadConfig, reader: WeightSource) -> Tensor | None:
         return None
     ids = torch.arange(head.own_head)
     if isinstance(reader, WeightReader):  # d2t has the distance from a draft token's number to its id
-        with reader.open(StoredTensor("d2t", (head.own_head,), ("I64", "I32"))) as distances:
+        with reader.open(integer_tensor("d2t", (head.own_head,))) as distances:
             ids += distances
     if int(ids.min()) < 0 or int(ids.max()) >= head.layer.vocab_size:
         raise CheckpointError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.tensors import expert_names
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def experts_format(config: ModelConfig) -> GroupCodes | None:
     """The form of codes in which kernels may multiply the experts of all layers; None: other forms, or several."""
     format, found = config.weight_format, None
-    if isinstance(format, FusedExpertsFormat):
+    if isinstance(format, FusedExpertsFormat | FP4ExpertsFormat):
         found = format.kernel_format(next(_one_expert_of_each_layer(config), ""))
     elif isinstance(format, SchemeFormat):
         stored = {format.scheme_of(prefix) for prefix in _one_expert_of_each_layer(config)} - {None}

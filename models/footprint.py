@@ -8,11 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_engine.kernels.compression.protocol import CompressorWeights
 from moe_engine.kernels.experts.protocol import ExpertWeights
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.streams import StreamWeights
 
 _OURS = ("moe_engine.models", "moe_engine.parallel")
+_GROUPS = (CompressorWeights, StreamWeights)
+"""Dataclasses of kernels whose tensors are unprepared weights."""
 
 
 def held_bytes(model: Any, shared: Any = None) -> int:
@@ -52,7 +56,7 @@ def _weights(value: Any, seen: set[int], inside: bool) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _weights(item, seen, inside)
-    elif inside and is_dataclass(value):
+    elif isinstance(value, _GROUPS) or (inside and is_dataclass(value)):
         for field in fields(value):
             yield from _weights(getattr(value, field.name), seen, inside)
     elif (
@@ -73,6 +77,8 @@ def _walk(value: Any, seen: set[int], modules: tuple[str, ...]) -> int:
         return _once(id(value), value.num_bytes, seen)
     if isinstance(value, RotaryTable):
         return _walk(value.cos_sin, seen, modules)
+    if isinstance(value, _GROUPS):
+        return sum(_walk(getattr(value, field.name), seen, modules) for field in fields(value))
     if isinstance(value, list | tuple):
         return sum(_walk(item, seen, modules) for item in value)
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig, head_tensors, names_outside_head
-from moe_engine.models.formats.plain import plain_tensor
+from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for
 from moe_engine.models.tensor_header import WeightFile
@@ -74,7 +74,7 @@ def check_head_headers(directory: str | Path, files: Mapping[str, WeightFile], h
     check = _Check(files, format_in_files(head.layer.weight_format, files))
     problems = [problem for spec in head_tensors(head) for problem in check.problems(spec)]
     if head.has_ids:
-        problems += check.compare(StoredTensor("d2t", (head.own_head,), ("I64", "I32")))
+        problems += check.compare(integer_tensor("d2t", (head.own_head,)))
     outside = names_outside_head(head, files)
     problems += [
         f"{name} belongs to no part of an {head.kind}" for name in sorted(files.keys() - check.known - outside)
@@ -109,7 +109,7 @@ class _Check:
     def _stored(self, name: str, spec: TensorSpec) -> tuple[StoredTensor, ...]:
         if spec.kind is Kind.LINEAR:
             return self._format.tensors(name.removesuffix(".weight"), spec.shape, self._files)
-        return (plain_tensor(name, spec.shape),)
+        return ((integer_tensor if spec.kind is Kind.INDEX else plain_tensor)(name, spec.shape),)
 
     def compare(self, stored: StoredTensor) -> Iterator[str]:
         name = stored.name

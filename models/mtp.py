@@ -9,6 +9,7 @@ result) and the following token, and predicts the token after that (DeepSeek-V3 
     v = shared_head.norm(decoder_layer(z))                            logits for token i+2: head(v)
 
 In the next draft step, v is the hidden state: it is normed in the same way as the main model's hidden states.
+`models.stream_mtp` has the layers of models with several residual streams.
 Embedding, head and rotary table are the main model's; the checkpoint's copies of the first two are not read.
 """
 
@@ -36,6 +37,7 @@ from moe_engine.models.layers.embedding import Head
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.sparse_chunks import SharedSelection
+from moe_engine.models.stream_mtp import StreamMTPLayer
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
@@ -56,7 +58,8 @@ class MTPLayers:
         first, count = model.config.num_layers, model.config.num_nextn_predict_layers
         self.kv_layers = range(first, first + count)
         self._model = model
-        self._layers = [MTPLayer(model, index, reader) for index in self.kv_layers]
+        form = MTPLayer if model.config.streams is None else StreamMTPLayer
+        self._layers = [form(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
         self._fused = self._fuse()
@@ -80,8 +83,19 @@ class MTPLayers:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def reads_streams(self) -> bool:
+        """True if hidden states are the residual's streams after the last layer, not the result of the final norm."""
+        return self._model.config.streams is not None
+
+    @property
+    def state_width(self) -> int:
+        """See `ModelConfig.draft_state_width`."""
+        return self._model.config.draft_state_width
+
     def prepare(self, states: Tensor) -> Tensor:
-        return states
+        """Of a residual with streams, these alone."""
+        return states[:, : self.state_width].contiguous() if self.reads_streams else states
 
     @property
     def feed_forwards(self) -> list[Any]:
@@ -107,22 +121,23 @@ class MTPLayers:
             layer: 0 <= layer < M.
             input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is ignored); of image
                 tokens `batch.next_images` is read instead.
-            hidden: [T, D], not changed.
+            hidden: [T, `state_width`], not changed.
             batch: positions and slots of the hidden states; its attention reads this layer's earlier cache rows.
             selection: of the draft chain, if the layers share it (`shares_selection`).
 
         Returns:
-            v [T, D]: input of `logits`, and hidden state of the next draft step.
+            v [T, `state_width`]: input of `logits`, and hidden state of the next draft step.
         """
         model = self._model
-        args = model.step_args(batch)
+        args = model.draft_args(batch)
         if selection is not None:
             args = (*args[:-1], selection.apply(args[-1]))
         return self._layers[layer].forward(embed_next(model, input_ids, batch), hidden, *args)
 
     def join(self, batch: ForwardBatch) -> Tensor:
-        """Takes part in a draft step of other ranks with an empty batch: v [0, D], for its `logits`."""
-        return self.forward(0, batch.input_ids, self._model.embedding(batch.input_ids), batch)
+        """Takes part in a draft step of other ranks with an empty batch: v of no tokens, for its `logits`."""
+        hidden = self._model.embedding(batch.input_ids).new_empty(0, self.state_width)
+        return self.forward(0, batch.input_ids, hidden, batch)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer, for tokens whose v is not needed. Arguments as in `forward`."""
@@ -171,7 +186,9 @@ class MTPLayers:
         return None if step is None else step.run
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """v [S, D] -> [S, V] float32, by the model's head. `sizes` as in `Model.logits`."""
+        """v -> [S, V] float32, by the model's head. `sizes` as in `Model.logits`."""
+        if isinstance(layer := self._layers[-1], StreamMTPLayer):
+            v = layer.output(v)
         return self._model.logits(v, sizes)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
@@ -19,12 +20,17 @@ def head_widths(model: ModelConfig) -> HeadWidths:
             attention.num_heads, 1, attention.qk_head_dim, attention.v_head_dim, attention.kv_lora_rank,
             attention.qk_rope_head_dim,
         )  # fmt: skip
+    if isinstance(attention, CompressedConfig):
+        width = attention.head_dim
+        return HeadWidths(attention.num_heads, 1, width, width, width, 0)
     return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_width)
 
 
 def index_widths(model: ModelConfig) -> IndexWidths | None:
     """Widths of its indexer, the same on every rank."""
     attention = model.attention
+    if isinstance(attention, CompressedConfig):
+        return IndexWidths(attention.index_heads, attention.index_width, attention.top_k)
     if not isinstance(attention, MLAConfig) or attention.indexer is None:
         return None
     return IndexWidths(attention.indexer.num_heads, attention.index_width, attention.indexer.top_k)
@@ -38,8 +44,8 @@ def expert_widths(
     if moe is None:
         return None
     stored = model.weight_format
-    blocks = stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
     form = experts_format(model)
+    blocks = form is None and stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
     few = form is not None and form.four_bits
     group = width_group(model, keeps_blocks=blocks)
     cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)
@@ -63,6 +69,7 @@ def need_of_model(
     model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
 ) -> Need:
     """Requirements of a model (its local part, on many ranks) and a launch; of its routed experts as on one rank."""
+    compressed = isinstance(model.attention, CompressedConfig)
     return Need(
         dtype,
         kv_dtype,
@@ -71,11 +78,13 @@ def need_of_model(
         head_widths(model),
         deterministic,
         moe=model.moe is not None,
-        windows=bool(model.windows),
+        windows=bool(model.windows) and not compressed,
         index=index_widths(model),
-        sinks=any(isinstance(kind, GQAConfig) and kind.sinks for kind in model.attentions),
+        sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
         biases=model.moe is not None and model.moe.biased,
+        clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
+        compression=compressed,
         varlen=model.vision is not None,
         experts=expert_widths(model),
         four_bits=has_linears_in_four_bits(model),

@@ -29,6 +29,7 @@ from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
 MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]
 """About 0.75: none of its bytes is 0, in any floating-point dtype."""
+INTEGER_MARK = 0x3F3F3F3F
 CODES = 255
 """Number of different codes of an element: 1 to 255, exact in bf16."""
 FP8_CODES = 15
@@ -154,7 +155,8 @@ def mask_source(structure: WeightSource, names: Collection[str]) -> FilledWeight
     def fill(name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
         prefix = name.removesuffix(".weight_scale_inv")
         spelled = (name,) if prefix == name else (prefix + end for end in SCALE_ENDS)
-        out.fill_(MARK if any(one in names for one in spelled) else 0.0)
+        mark = MARK if out.is_floating_point() else INTEGER_MARK
+        out.fill_(mark if any(one in names for one in spelled) else 0)
 
     return FilledWeights(structure, fill)
 

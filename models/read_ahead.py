@@ -110,12 +110,12 @@ class ReadAhead:
         path, file = None, -1
         room = memoryview(bytearray(ROOM_BYTES))
         try:
-            with contextlib.suppress(OSError):  # the loader reports files that cannot be read
-                while (part := self._next()) is not None:
+            while (part := self._next()) is not None:
+                with contextlib.suppress(OSError):  # the loader reports files that cannot be read
                     if part.path != path:
                         if path is not None:
-                            os.close(file)
                             path = None
+                            os.close(file)
                         file = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
                         path = part.path
                     _read(file, part, room)

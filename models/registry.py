@@ -34,6 +34,7 @@ _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
 _PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
+_DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
@@ -87,6 +88,7 @@ for _name, _target, _parser in (
     ("DeepseekV2ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
+    ("DeepseekV4ForCausalLM", _DEEPSEEK_V4, "moe_engine.models.config_compressed:parse_deepseek_v4"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("Glm4MoeLiteForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
@@ -137,6 +139,7 @@ _BY_MODEL_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",

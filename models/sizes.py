@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
@@ -31,7 +32,9 @@ from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
 _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
-_ROW_PARALLEL = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
+_BY_HEAD = (_KV_B, ".o_a_proj.weight")
+"""Projections by head or by group of heads, which kernels hold in the activation dtype."""
+_ROW_PARALLEL = (".o_proj.weight", ".o_b_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens that the MLA layer expands at once (its constructor's default)."""
@@ -192,7 +195,7 @@ def _alike(
     for spec in specs:
         layered = spec.name.startswith(_LAYER)
         each = None
-        if layered and spec.kind is Kind.LINEAR and not spec.name.endswith(_KV_B):
+        if layered and spec.kind is Kind.LINEAR and not spec.name.endswith(_BY_HEAD):
             shape = _local_shape(config, spec, topology)
             each = format.bytes_per_element(spec.name.removesuffix(".weight"), shape, dtype_bytes)
         name = spec.name[len(_LAYER) :].partition(".")[2] if layered else spec.name
@@ -227,7 +230,7 @@ def _sum_of(
     head = derived_codes(format, config.hidden_size, is_head=True)
     for spec, each, count in tensors:
         held = count * _held_elements(config, spec, topology, redundant_experts, format)
-        if spec.kind is Kind.WIDE:
+        if spec.kind in (Kind.WIDE, Kind.INDEX):
             sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name
             wide += held if sharded else count * spec.num_elements
         elif spec.name.endswith(_KV_B):
@@ -242,6 +245,8 @@ def _sum_of(
         else:
             plain += held
     rotary = config.context_length * sum(rope.width for rope in config.ropes)
+    if isinstance(config.attention, CompressedConfig):
+        rotary *= 2  # and the tables of the opposite rotations
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 
@@ -313,7 +318,10 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
     if name == "lm_head.weight":
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
     if ".shared_expert" in name:
-        return 1 if topology.travels or ".shared_expert_gate." in name else topology.tp_size
+        if topology.travels or ".shared_expert_gate." in name:
+            return 1
+        shared = config.moe is not None and config.moe.num_shared_slots(topology.ep_size)
+        return topology.moe_tp_size if shared else topology.tp_size
     if ".linear_attn." in name:
         return 1 if name.endswith(".norm.weight") else topology.attn_tp_size
     if ".self_attn." in name:
@@ -327,7 +335,9 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
     if part in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, each is replicated
         attention = config.attention_of(layer_index(name))
         return min(attn_tp_size, attention.num_kv_heads)  # type: ignore[union-attr]
-    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj") else 1
+    if part == "o_b_proj" and isinstance(a := config.attention, CompressedConfig):
+        return min(attn_tp_size, a.output_groups)
+    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "o_a_proj") else 1
 
 
 def largest_step_activation_bytes(
@@ -340,6 +350,7 @@ def largest_step_activation_bytes(
         expanded_tokens: context tokens that MLA expands at once; default: the layer's limit.
     """
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
+    stream += num_tokens * _streams_bytes(config, dtype_bytes)
     largest = max(
         _attention_bytes(config, num_tokens, dtype_bytes, expanded_tokens), _mlp_bytes(config, num_tokens, dtype_bytes)
     )
@@ -363,7 +374,9 @@ def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, exp
     if isinstance(a, GQAConfig):
         width = max(_gqa_width(kind) for kind in config.attentions if isinstance(kind, GQAConfig))
         return max(num_tokens * width * dtype_bytes, _delta_bytes(config.delta, num_tokens, dtype_bytes))
-    dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)  # type: ignore[arg-type]
+    if isinstance(a, CompressedConfig):
+        return _compressed_bytes(a, config.context_length, num_tokens, dtype_bytes)
+    dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)
     return dense + _indexer_bytes(config, num_tokens, dtype_bytes)
 
 
@@ -390,6 +403,27 @@ def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens:
     expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and the attention output
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)
     return (num_tokens * (down + query) + max(expanded, absorbed)) * dtype_bytes
+
+
+def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, dtype_bytes: int) -> int:
+    """Projections, the query with a normed copy, the result, and index queries; the rows of each query token with
+    their places, by kind of layer; scores of entries."""
+    projected = a.q_lora_rank * 2 + 5 * a.head_dim + 4 * a.index_width
+    heads = 3 * a.num_heads * a.head_dim + a.output_groups * a.output_rank + a.index_heads * (a.index_width + 4)
+    entries = {rate: context // rate for rate in a.rates if rate}
+    seen = sum(min(count, a.top_k) if rate == a.selected_rate else count for rate, count in entries.items())
+    scores = 4 * entries.get(a.selected_rate, 0)
+    rows = 16 * ((1 + len(entries)) * a.window + seen) + scores
+    return num_tokens * ((projected + heads) * dtype_bytes + rows) + max(
+        scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores)
+    )
+
+
+def _streams_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of a token's residual streams, and of the float32 copies with which they are mixed."""
+    if (streams := config.streams) is None:
+        return 0
+    return (streams.count * (dtype_bytes + 3 * 4) - dtype_bytes) * config.hidden_size
 
 
 def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:

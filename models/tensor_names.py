@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from moe_engine.errors import CheckpointError, InputError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import SCALE_ENDS
-from moe_engine.models.formats.plain import plain_tensor
+from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_files, hint_for
 from moe_engine.models.tensor_header import WeightFile
@@ -63,7 +63,8 @@ class TensorNames:
                 problems.append(f"{name} comes without {weight}; send both")
                 continue
             read.add(name)
-            stored: tuple[StoredTensor, ...] = (plain_tensor(name, spec.shape),)
+            by_kind = integer_tensor if spec.kind is Kind.INDEX else plain_tensor
+            stored: tuple[StoredTensor, ...] = (by_kind(name, spec.shape),)
             if spec.kind is Kind.LINEAR:
                 stored = found.tensors((weight or name).removesuffix(".weight"), spec.shape, files)
             problems += _compare(name, files[name], stored)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
@@ -39,6 +40,8 @@ _MTP_ON_GQA = (
 renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
 UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",)}
 """By architecture: begins of the names of MTP layers that are not served."""
+MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
+"""Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
@@ -49,11 +52,13 @@ def has_mtp_names(config: ModelConfig) -> bool:
 
 
 class Kind(enum.Enum):
-    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32."""
+    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32,
+    INDEX are integers, kept in int32."""
 
     LINEAR = "linear"
     PLAIN = "plain"
     WIDE = "wide"
+    INDEX = "index"
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class ExpertNames:
     """Tensor names of a family's MoE block: of an expert's projections, and, relative to the block, of the router's
-    weight and bias, the shared experts and their gate. `bias_rows`: the bias is stored as [1, E]."""
+    weight, bias and table of experts by token id, the shared experts and their gate. `bias_rows`: the bias is stored as
+    [1, E]."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -92,6 +98,7 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate.weight"
     router_bias: str = "gate.e_score_correction_bias"
+    router_table: str = "gate.tid2eid"
     bias_rows: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate.weight"
@@ -133,6 +140,8 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
+    if config.streams is not None:
+        yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
             yield TensorSpec(name, shape, Kind.WIDE if wide else Kind.PLAIN)
@@ -155,14 +164,21 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield _norm("input_layernorm", config.hidden_size)
     yield from attention_tensors(config, layer)
     yield _norm("post_attention_layernorm", config.hidden_size)
-    yield from feed_forward_tensors(config, is_moe)
+    yield from feed_forward_tensors(config, is_moe, layer)
+    if (streams := config.streams) is not None:
+        for name in ("hc_attn", "hc_ffn"):
+            yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Tensors of an MTP layer, without its copies of embedding and head."""
     hidden = config.hidden_size
     yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
-    yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
+    if (streams := config.streams) is None:
+        yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
+    else:
+        yield from (TensorSpec(f"{name}.weight", (hidden, hidden)) for name in ("e_proj", "h_proj"))
+        yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
     yield from layer_tensors(config, config.is_mtp_moe)
 
 
@@ -173,6 +189,9 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         yield from (spec.within("linear_attn") for spec in _delta(config.delta, hidden))
         return
     attention = config.attention if layer is None else config.attention_of(layer)
+    if isinstance(attention, CompressedConfig):
+        yield from (spec.within("self_attn") for spec in _compressed(attention, hidden, layer))
+        return
     found = _mla(attention, hidden) if isinstance(attention, MLAConfig) else _gqa(attention, hidden, sinks_name(config))
     yield from (spec.within("self_attn") for spec in found)
     if isinstance(attention, MLAConfig) and attention.indexer is not None and layer not in attention.shared_layers:
@@ -215,6 +234,37 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
 
 
+def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+    query = a.num_heads * a.head_dim
+    yield from _linear("q_a_proj", a.q_lora_rank, hidden)
+    yield _norm("q_a_layernorm", a.q_lora_rank)
+    yield from _linear("q_b_proj", query, a.q_lora_rank)
+    yield from _linear("kv_proj", a.head_dim, hidden)
+    yield _norm("kv_layernorm", a.head_dim)
+    yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
+    yield from _linear("o_a_proj", a.output_groups * a.output_rank, query // a.output_groups)
+    yield from _linear("o_b_proj", hidden, a.output_groups * a.output_rank)
+    if layer is None or not a.rate(layer):
+        return
+    prefixes = ("compressor", "indexer.compressor")
+    for prefix, width in zip(prefixes, a.entry_widths(layer)):
+        series = 2 * width if a.selects(layer) else width
+        yield from _linear(f"{prefix}.kv_proj", series, hidden)
+        yield from _linear(f"{prefix}.gate_proj", series, hidden)
+        yield TensorSpec(f"{prefix}.position_bias", (a.rate(layer), series), Kind.WIDE)
+        yield _norm(f"{prefix}.norm", width)
+    if a.selects(layer):
+        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
+        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
+
+
+def _streams(streams: StreamsConfig, hidden: int, name: str, outputs: int) -> Iterator[TensorSpec]:
+    """The weights of a part's mixing of the residual streams. outputs: numbers by token."""
+    yield TensorSpec(f"{name}.fn", (outputs, streams.count * hidden), Kind.WIDE)
+    yield TensorSpec(f"{name}.base", (outputs,), Kind.WIDE)
+    yield TensorSpec(f"{name}.scale", (1 if outputs == streams.count else 3,), Kind.WIDE)
+
+
 def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
     query, key, value = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_width
     for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", value)):
@@ -228,15 +278,17 @@ def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
         yield from (_norm(name, width) for name, width in zip(names, widths))
 
 
-def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
-    """The dense MLP of a layer, or its router, experts and shared expert."""
+def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
+    """The dense MLP of a layer, or its router, experts and shared expert. layer: as in `layer_tensors`."""
     hidden, moe = config.hidden_size, config.moe
     if not is_moe or moe is None:
         yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
         return
     names = expert_names(config)
     yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
-    if moe.has_bias:
+    if layer is not None and moe.hashes(layer):
+        yield TensorSpec(f"{names.block}.{names.router_table}", (config.vocab_size, moe.top_k), Kind.INDEX)
+    elif moe.has_bias:
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
         yield TensorSpec(f"{names.block}.{names.router_bias}", shape, Kind.WIDE)
     for name, shape in (
@@ -282,10 +334,11 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     """Checkpoint tensors that no layer of the model needs.
 
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
-    have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); the
-    layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of the KV cache.
+    have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
+    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
+    the KV cache.
     """
-    mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
+    mtp = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())

@@ -24,7 +24,7 @@ from moe_engine.kernels.host_memory import host_memory
 from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
-from moe_engine.models.formats.plain import PLAIN, plain_tensor
+from moe_engine.models.formats.plain import PLAIN, integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
 from moe_engine.models.gguf.file import GGUFFile
@@ -205,7 +205,8 @@ class WeightReader:
     ) -> Tensor:
         if out is None:
             out = torch.empty(cut.shape(shape), dtype=dtype or self.dtype, device=self.device)
-        self.read_into(plain_tensor(name, shape), cut, out)
+        stored = plain_tensor if out.is_floating_point() else integer_tensor
+        self.read_into(stored(name, shape), cut, out)
         return out
 
     def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:

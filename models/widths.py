@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, StateGroup
 from moe_engine.parallel.topology import ModelWidths
 
-Attention = TypeVar("Attention", MLAConfig, GQAConfig)
+Attention = TypeVar("Attention", MLAConfig, GQAConfig, CompressedConfig)
 
 
 def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
@@ -29,11 +30,13 @@ def cut_heads(attention: Attention, attn_tp_size: int) -> Attention:
     """The attention of one rank: its heads, and for GQA its cached KV heads (each on at least one rank)."""
     if attn_tp_size == 1:
         return attention
-    num_heads = attention.num_heads // attn_tp_size
-    if isinstance(attention, MLAConfig):
-        return dataclasses.replace(attention, num_heads=num_heads)
-    num_kv_heads = max(1, attention.num_kv_heads // attn_tp_size)
-    return dataclasses.replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    changed: dict[str, Any] = {"num_heads": attention.num_heads // attn_tp_size}
+    if isinstance(attention, GQAConfig):
+        changed["num_kv_heads"] = max(1, attention.num_kv_heads // attn_tp_size)
+    if isinstance(attention, CompressedConfig):
+        changed["output_groups"] = max(1, attention.output_groups // attn_tp_size)
+    found: Attention = dataclasses.replace(attention, **changed)
+    return found
 
 
 def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
@@ -44,20 +47,24 @@ def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
     states = tuple(_cut_states(group, attn_tp_size) for group in config.state_groups)
     other = config.other_layers
     if other is not None:
-        other = dataclasses.replace(other, attention=cut_heads(other.attention, attn_tp_size))
+        other = dataclasses.replace(other, attention=_cut(other.attention, attn_tp_size))
     found = dataclasses.replace(config, other_layers=other, state_groups=states)
-    if isinstance(attention, MLAConfig):
-        return dataclasses.replace(found, attention=cut_heads(attention, attn_tp_size))
-    return dataclasses.replace(found, attention=cut_heads(attention, attn_tp_size))
+    return dataclasses.replace(found, attention=_cut(attention, attn_tp_size))
+
+
+def _cut(attention: Any, attn_tp_size: int) -> Any:
+    return cut_heads(attention, attn_tp_size)
 
 
 def _cut_states(group: StateGroup, attn_tp_size: int) -> StateGroup:
     parts = (
-        part if part.sharded is None else dataclasses.replace(part, shape=_cut(part.shape, part.sharded, attn_tp_size))
+        part
+        if part.sharded is None
+        else dataclasses.replace(part, shape=_cut_shape(part.shape, part.sharded, attn_tp_size))
         for part in group.parts
     )
     return dataclasses.replace(group, parts=tuple(parts))
 
 
-def _cut(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
+def _cut_shape(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])

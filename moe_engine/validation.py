@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -152,6 +153,14 @@ def _at(value: Any, path: str) -> Any:
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[name] if name else value[int(index)]
     return value
+
+
+def string_at(value: Mapping[str, Any], name: str, where: str) -> str:
+    """The string in the field `name` of the object at `where`. Raises InputError: no string there."""
+    found = value.get(name)
+    if not isinstance(found, str):
+        raise InputError(f"{where}.{name}: expected a string, got {found!r:.60}", field=f"{where}.{name}")
+    return found
 
 
 def check_unicode(text: str, where: str) -> None:

@@ -22,6 +22,14 @@ Observer = Callable[[str, list[int]], None]
 class PeerLost(EngineDeadError):
     """A collective failed: a peer died, timed out or is unreachable. The message names the operation."""
 
+    @classmethod
+    def late(cls, operation: str, group: Group, ranks: Sequence[int]) -> PeerLost:
+        """`ranks` did not reach a kernel's barrier within the group's timeout."""
+        return cls(
+            f"{operation} through symmetric memory on rank {group.rank} of {group.size}: ranks {list(ranks)} did not "
+            f"arrive within {group.timeout_s:g} s"
+        )
+
 
 class Group(Protocol):
     """A group of ranks and its collectives. Operations raise `PeerLost`."""

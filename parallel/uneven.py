@@ -46,8 +46,9 @@ def sum_over(group: Group, x: Tensor) -> Tensor:
 
 
 def exchange_columns(group: Group, x: Tensor, rows: Sequence[int]) -> Tensor:
-    """x [sum(rows), W], this rank's columns of all rows -> all columns of this rank's rows, [rows[rank], R * W]."""
+    """x [sum(rows), W], this rank's columns of all rows -> all columns of this rank's rows, by rank:
+    [R, rows[rank], W]."""
     own = rows[group.rank]
     out = torch.empty(group.size * own, x.shape[1], dtype=x.dtype, device=x.device)
     group.all_to_all(out, x.contiguous(), [own] * group.size, rows)
-    return out.view(group.size, own, x.shape[1]).transpose(0, 1).flatten(1)
+    return out.view(group.size, own, x.shape[1])

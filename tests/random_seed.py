@@ -1,5 +1,5 @@
-"""One seed for all random values of tests from the module `random`: new in each run, shown with each failure, and
-repeatable.
+"""One seed for all random values of tests, from the module `random` and from Hypothesis: new in each run, shown with
+each failure, and repeatable.
 
 ``MOE_TEST_SEED=N python -m pytest ...`` repeats the values of the run with seed N, also for a single test: each test
 and each fixture has its own sequence. Processes started by a test get a number from it. The second attempt at a failed
@@ -11,11 +11,18 @@ from __future__ import annotations
 import os
 import random
 
+import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 NAME = "MOE_TEST_SEED"
 SEED = os.environ.setdefault(NAME, str(random.SystemRandom().randrange(1 << 32)))
 """The workers of pytest-xdist inherit it."""
+
+
+# Hypothesis would also draw constants of the modules that are imported at the time: others in the whole suite than in
+# the run of a single test
+providers.is_local_module_file = lambda path: False
 
 
 def pytest_report_header() -> str:
@@ -30,7 +37,10 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    random.seed(f"{SEED} {item.nodeid}{_attempt(item)}")
+    seed = f"{SEED} {item.nodeid}{_attempt(item)}"
+    random.seed(seed)
+    if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
+        hypothesis.seed(seed)(item.function)
 
 
 def _attempt(item: pytest.Item) -> str:

@@ -31,6 +31,23 @@ def test_it(of_module):
     print("drew", of_module, random.random())
     assert False
 """
+EXAMPLES = """
+import sys
+import pytest
+from hypothesis import given, strategies as st
+
+@pytest.mark.parametrize("case", "ab")
+@given(st.lists(st.integers() | st.floats() | st.text()))
+def test_it(case, value):
+    print("drew", ascii(value))
+    assert len(value) < 4
+
+class TestClass:
+    @given(st.binary())
+    def test_it(self, value):
+        print("drew", value)
+        assert len(value) < 4
+"""
 
 
 def draws(folder: Path, *arguments: str, seed: str | None = None) -> tuple[str, list[str]]:
@@ -52,6 +69,18 @@ def test_a_failure_shows_how_to_draw_again(tmp_path: Path) -> None:
     assert len(drawn) == len(set(drawn)) == 2
     assert draws(tmp_path, "test_drawn.py::test_it", seed=seed) == (seed, drawn)
     assert set(draws(tmp_path, "test_drawn.py::test_it")[1]).isdisjoint(drawn)
+
+
+def test_examples_are_drawn_again(tmp_path: Path) -> None:
+    """In a process with other modules, whose constants Hypothesis would draw too."""
+    (tmp_path / "test_drawn.py").write_text(EXAMPLES)
+    (tmp_path / "constants.py").write_text(f"NUMBERS = {[10**9 + 7 * number for number in range(1000)]}")
+    (tmp_path / "test_first.py").write_text("import constants\n")
+    seed, drawn = draws(tmp_path, "test_first.py", "test_drawn.py")
+    cases = [f"test_drawn.py::{name}" for name in ("test_it[a]", "test_it[b]", "TestClass::test_it")]
+    again = [draws(tmp_path, case, seed=seed)[1] for case in cases]
+    assert [example for examples in again for example in examples] == drawn and again[0] != again[1]
+    assert draws(tmp_path, "test_drawn.py")[1] != drawn
 
 
 def test_a_second_attempt_draws_anew(tmp_path: Path) -> None:

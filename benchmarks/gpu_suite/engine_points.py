@@ -100,7 +100,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def decode_points(
-    model: Path, batches: tuple[int, ...], folder: Path, setting: Setting, on_points: OnPoints = lambda points: None
+    model: Path, batches: tuple[int, ...], folder: Path, setting: Setting, on_points: OnPoints
 ) -> list[dict[str, Any]]:
     """Runs `benchmarks.one_batch` with `Load.context` tokens of context, one result per batch size; `on_points`
     receives the results so far after each.

@@ -108,13 +108,20 @@ class Hardware:
             return float(self["eager_gap_us"] * cost.launches)
         return float(self[announced] + self["graph_node_us"] * (cost.launches - 1))
 
-    def nccl_us(self, operation: str, num_bytes: int) -> float:
+    def nccl_us(self, operation: str, num_bytes: int, ranks: int) -> float:
         """Interpolated between measured sizes."""
-        return _interpolated(self["nccl_us"][operation], num_bytes)
+        return _interpolated(_of_ranks(self["nccl_us"][operation], ranks), num_bytes)
 
-    def custom_all_reduce_us(self, num_bytes: int) -> float:
+    def custom_all_reduce_us(self, num_bytes: int, ranks: int) -> float:
         """Time of a launch of the custom all-reduce without its gap, interpolated between measured sizes."""
-        return _interpolated(self["custom_all_reduce_us"], num_bytes) - float(self["graph_node_us"])
+        whole = _interpolated(_of_ranks(self["custom_all_reduce_us"], ranks), num_bytes)
+        return whole - float(self["graph_node_us"])
+
+
+def _of_ranks(tables: dict[str, list[list[float]]], ranks: int) -> list[list[float]]:
+    """The measurement with the fewest GPUs that are at least `ranks`, or the one with the most."""
+    counts = sorted(map(int, tables))
+    return tables[str(next((count for count in counts if count >= ranks), counts[-1]))]
 
 
 def _interpolated(points: list[list[float]], num_bytes: int) -> float:

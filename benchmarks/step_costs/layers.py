@@ -68,6 +68,9 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 def num_shared(config: Mapping[str, Any]) -> int:
     """Shared experts of the width of routed ones."""
+    if width := config.get("shared_expert_intermediate_size"):
+        count, rest = divmod(width, config["moe_intermediate_size"])
+        return 0 if rest else int(count)
     return int(config.get("n_shared_experts") or 0)
 
 
@@ -147,7 +150,8 @@ def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, Any]:
     if not moe:
         return {"dense": 3 * hidden * config["intermediate_size"], "gate": 0}
     expert = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
-    shared = num_shared(config) * expert + 3 * hidden * (config.get("shared_expert_intermediate_size") or 0)
+    width = config.get("shared_expert_intermediate_size")
+    shared = num_shared(config) * expert if width is None else 3 * hidden * width
     return {"dense": shared, "gate": num_experts(config) * hidden, "expert": expert}
 
 

@@ -79,12 +79,12 @@ class AloneSymmetricMemory:
 
 @cost_of(*OPERATIONS, "broadcast")
 def collective(a: Any, s: Setting) -> Cost:
-    """a: out, given, group, and the operation's name. Time from the measured table, for 8 ranks of a node."""
+    """a: out, given, group, and the operation's name. Time from the measured table."""
     ranks, operation = a.group.size(), OPERATIONS.get(a.name, "all_gather")
     moved = max(size(*a.out), size(*a.given))
     rounds = 2 if operation == "all_reduce" else 1
     sent = rounds * moved * (ranks - 1) / ranks
-    time = a.group.hardware.nccl_us(operation, moved)
+    time = a.group.hardware.nccl_us(operation, moved, ranks)
     return Cost(size(*a.given), size(*a.out), nvlink=sent, link_us=time)
 
 

@@ -19,9 +19,9 @@ from benchmarks.step_work import share_touched
 
 @dataclass(frozen=True)
 class Form:
-    """Layout of a model on ranks. tp: ranks that split attention, dense layers and, without `ep`, experts.
+    """Layout of a model on ranks. tp: ranks that split attention and dense layers.
 
-    ep: ranks with different experts. dp: attention groups.
+    ep: groups of ranks with different experts, which the ranks of a group split. dp: attention groups.
     """
 
     name: str
@@ -33,12 +33,23 @@ class Form:
     def ranks(self) -> int:
         return self.tp * self.dp
 
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that split an expert."""
+        return self.ranks // self.ep
+
+    @property
+    def travels(self) -> bool:
+        """True if tokens are dispatched to their experts' ranks; otherwise each rank has all tokens."""
+        return self.ep > 1 and self.dp > 1
+
     def nodes(self, hardware: Hardware) -> int:
         return -(-self.ranks // hardware.per_node)
 
 
 FORMS = {
-    "tp1": Form("tp1"), "tp4": Form("tp4", tp=4), "tp8": Form("tp8", tp=8), "dp8ep8": Form("dp8ep8", dp=8, ep=8),
+    "tp1": Form("tp1"), "tp4": Form("tp4", tp=4), "tp8": Form("tp8", tp=8), "tp8ep2": Form("tp8ep2", tp=8, ep=2),
+    "dp8ep8": Form("dp8ep8", dp=8, ep=8),
     "dp16ep16": Form("dp16ep16", dp=16, ep=16),
 }  # fmt: skip
 
@@ -110,7 +121,7 @@ def _rate(config: Mapping[str, Any], hardware: Hardware) -> float:
 
 def _products(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: int) -> Roofline:
     """Weights, products and messages of `tokens` tokens of a rank; nothing of attention."""
-    tp, ranks = form.tp, form.tp if form.ep == 1 else 1  # ranks of a token's weights, and of an expert's
+    tp, ranks = form.tp, form.expert_tp
     experts, top_k = num_experts(config), config.get("num_experts_per_tok") or 0
     touched = share_touched(tokens * form.dp, top_k, experts) * experts / form.ep
     of_expert, of_others = bytes_of(config)
@@ -119,7 +130,8 @@ def _products(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens:
     for count, layer in layers_of(config):
         common = (layer.attention + layer.dense) / tp
         weight_bytes += count * (common * of_others + layer.gate * BF16 + touched * layer.expert / ranks * of_expert)
-        active += count * (common + top_k * layer.expert / ranks)
+        chosen = top_k if form.travels else top_k / form.ep  # of a token on this rank, or of its tokens on all ranks
+        active += count * (common + chosen * layer.expert / ranks)
         mixtures += count if layer.expert else 0
     nvlink, network = _links(config, form, hardware, tokens, mixtures, config["num_hidden_layers"])
     flops = 2.0 * tokens * active
@@ -134,7 +146,7 @@ def _links(
     """Bytes that a rank sends over NVLink and the network: dispatch in FP8 and combine in bf16 of each (token, expert)
     pair, over the network once for each token; or two all-reduces a layer (a multimem kernel moves each row twice)."""
     hidden = config["hidden_size"]
-    if form.ep == 1:
+    if not form.travels:
         rows = 2 * layers * tokens * hidden * BF16 * 2 * (form.tp - 1) / form.tp
         return rows, 0.0
     quantized = hidden + hidden // 128 * 4 if bytes_of(config)[1] == 1 else hidden * BF16

@@ -58,7 +58,7 @@ class Case:
     def name(self) -> str:
         work = f"B{self.batch}" if self.prefill is None else f"prefill{self.prefill}"
         rows = "" if self.vendors else "-triton"
-        rows += f"-{self.dispatch}" if self.form.ep > 1 and self.dispatch != "deepep" else ""
+        rows += f"-{self.dispatch}" if self.form.travels and self.dispatch != "deepep" else ""
         work += f"-{self.drafter}{'x' * (self.drafter == 'mtp2')}{self.mtp}" if self.mtp else ""
         work += f"-tree{self.topk}" if self.topk > 1 else ""
         work += f"-threshold{self.threshold}" if self.threshold < 1 else ""
@@ -133,7 +133,9 @@ def _settings(case: Case) -> dict[str, Any]:
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
     experts, top_k = num_experts(case.config), case.config.get("num_experts_per_tok") or 0
-    shared = num_fused(case.config) if case.form.ep == 1 else 0  # fused into the routed ones
+    shared = num_fused(case.config)  # fused into the routed ones
+    if case.form.travels or 8 * shared * (case.form.ep - 1) > top_k:  # as `MoEConfig.num_shared_slots`
+        shared = 0
 
     def with_tokens(tokens: int) -> Setting:
         local = experts // case.form.ep
@@ -213,11 +215,11 @@ def _flags(case: Case, folder: Path) -> list[Any]:
     if case.attention != "auto":
         flags += ["--attention-backend", case.attention]
     if form.ranks > 1:
-        flags += ["--tp-size", form.ranks]
+        flags += ["--tp-size", form.ranks, "--ep-size", form.ep]
     if form.dp > 1:
         flags += ["--enable-dp-attention", "--dp-size", form.dp]
-    if form.ep > 1:
-        flags += ["--ep-size", form.ep, "--moe-a2a-backend", case.dispatch]
+    if form.travels:
+        flags += ["--moe-a2a-backend", case.dispatch]
     if (nodes := form.nodes(case.hardware)) > 1:
         flags += ["--nnodes", nodes, "--node-rank", 0, "--dist-init-addr", "127.0.0.1:30999"]
     return flags

@@ -92,7 +92,7 @@ def _all_reduce(a: Any, s: Setting, sent: float, received: float) -> Cost:
     results = size(given(a.out), given(a.quantized), given(a.scales))
     return Cost(
         (1 + received) * rows + residual + size(given(a.weight)), residual + results, nvlink=sent * rows,
-        link_us=s.hardware.custom_all_reduce_us(rows),
+        link_us=s.hardware.custom_all_reduce_us(rows, a.RANKS),
     )  # fmt: skip
 
 
@@ -256,7 +256,8 @@ def router_select(a: Any, s: Setting) -> Cost:
 @cost_of("route_kernel")
 def route(a: Any, s: Setting) -> Cost:
     """Both parts in one launch; its programs wait for each other in between."""
-    return _around_a_barrier(router_logits(a, s), router_select(a, s), s)
+    both = _around_a_barrier(router_logits(a, s), router_select(a, s), s)
+    return replace(both, prefetched=_ahead(a))
 
 
 @cost_of("norm_route_kernel")
@@ -267,7 +268,12 @@ def norm_route(a: Any, s: Setting) -> Cost:
     first = Cost(logits.read + size(a.residual, a.norm), logits.written, logits.flops)
     written = choice.written + size(a.residual, a.normed) + quantized
     both = _around_a_barrier(first, Cost(choice.read + size(a.x, a.residual, a.norm), written), s)
-    return replace(both, prefetched={memory_of(a.ahead): float(a.AHEAD)} if a.AHEAD else {})
+    return replace(both, prefetched=_ahead(a))
+
+
+def _ahead(a: Any) -> dict[int, float]:
+    """The weight that a router's launch requests."""
+    return {memory_of(a.ahead): float(a.AHEAD)} if a.AHEAD else {}
 
 
 def _around_a_barrier(first: Cost, then: Cost, s: Setting) -> Cost:

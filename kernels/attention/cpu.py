@@ -36,9 +36,10 @@ class CpuMLA(_Backend):
         )
 
     def absorbed(
-        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
-    ) -> Tensor:
-        """See the protocol; `value_width` is C where the rotary width is not 64."""
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `AbsorbsSinks`."""
         q = rows(q)
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
@@ -47,7 +48,8 @@ class CpuMLA(_Backend):
         struct = find(queries, plan)
         self._lib.moe_absorbed(
             kind_of(q.dtype), form, q.data_ptr(), q.stride(0), q.stride(1), cache.data_ptr(), cache.stride(0),
-            struct.address, heads, latent, width - latent, scale, out.data_ptr(),
+            struct.address, heads, latent, width - latent, scale, None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
         )  # fmt: skip
         return out
 

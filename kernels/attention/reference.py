@@ -31,7 +31,7 @@ class TorchMLA:
     def capabilities(self) -> AttentionCapabilities:
         return AttentionCapabilities(
             chunks=ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks),
-            sparse=SparseAttention(lambda selected: None, self.sparse),
+            sparse=SparseAttention(lambda selected: None, self.sparse, sinks=True),
         )
 
     def plan(self, batch: AttentionBatch) -> Any:
@@ -68,8 +68,11 @@ class TorchMLA:
         queries.refuse_tree("expanded")
         return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
 
-    def sparse(self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int) -> Tensor:
-        """See `SparseAttention`."""
+    def sparse(
+        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `SparseRun`."""
         out = q.new_empty(q.shape[0], q.shape[1], value_width)
         block = max(1, MAX_SCORES // max(1, q.shape[2] * selected.slots.shape[1]))
         for start in range(0, len(q), block):
@@ -80,7 +83,7 @@ class TorchMLA:
             keys = keys.masked_fill((slots < 0).unsqueeze(-1), 0.0)  # [t, K, C+P]
             scores = torch.bmm(q[part].float(), keys.transpose(1, 2)).mul_(scale)  # [t, H, K]
             scores.masked_fill_((slots < 0).unsqueeze(1), float("-inf"))
-            out[part] = torch.bmm(scores.softmax(-1), keys[..., :value_width])
+            out[part] = torch.bmm(_weights(scores, sinks), keys[..., :value_width])
         return out
 
     # -- context chunks
@@ -190,10 +193,16 @@ def _attend(
         if lse is not None:
             sums = scores.logsumexp(-1).view(num_groups, size, per_group)
             lse[start:stop] = sums.transpose(0, 1).reshape(size, num_heads)
-        if sinks is not None:
-            own = sinks.view(num_groups, 1, per_group, 1).expand(-1, size, -1, -1).reshape(*scores.shape[:2], 1)
-            scores = torch.cat((scores, own), -1).softmax(-1)[..., :-1]
-        else:
-            scores = scores.softmax(-1)
-        mixed = torch.bmm(scores, values)  # [G, t*H/G, V]
+        own = (
+            None if sinks is None else sinks.view(num_groups, 1, per_group).expand(-1, size, -1).reshape(num_groups, -1)
+        )
+        mixed = torch.bmm(_weights(scores, own), values)  # [G, t*H/G, V]
         out[start:stop] = mixed.view(num_groups, size, per_group, -1).transpose(0, 1).reshape(size, num_heads, -1)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [B, M, s]; sinks [B, M] or [M] take part, without a weight."""
+    if sinks is None:
+        return scores.softmax(-1)
+    own = sinks.expand(scores.shape[:2]).unsqueeze(-1)
+    return torch.cat((scores, own), -1).softmax(-1)[..., :-1]

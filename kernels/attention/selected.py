@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -70,6 +70,24 @@ def num_visible(queries: PagedQueries) -> list[int]:
     return [past + (bits & (1 << 64) - 1).bit_count() for past, bits in zip(before, queries.visible.tolist())]
 
 
+class SparseRun(Protocol):
+    """`MLABackend.absorbed` over the selected rows of the cache."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """q [T, H, C+P], cache [num_slots, C+P] -> [T, H, C].
+
+        Args:
+            value_width: C. P may be 0: a row is key and value as a whole (DeepSeek V4).
+            sinks: float32 [H], a logit of each head that takes part in the softmax of every query and has no value.
+
+        Raises:
+            ValueError: P is 0 or `sinks` is given, and `SparseAttention.sinks` is False.
+        """
+
+
 @dataclass(frozen=True)
 class SparseAttention:
     """MLA over selected tokens; reads no other row of the cache."""
@@ -77,10 +95,12 @@ class SparseAttention:
     plan: Callable[[Selected], Any]
     """Host work, once per step, before the slots are set."""
 
-    run: Callable[[Tensor, Tensor, Selected, float, Any, int], Tensor]
-    """(q, cache, selected, scale, plan, value_width) -> `MLABackend.absorbed` of q [T, H, C+P] over the selected rows
-    of the cache: [T, H, C]."""
+    run: SparseRun
 
     plan_in_place: Callable[[Selected], RenewablePlan | None] | None = None
     """`plan` at fixed addresses, for captured launches (`AttentionCapabilities.plan_in_place`): `selected` is large
     enough for all counts; its lists and tensors are overwritten at later steps, and `renew` applies them."""
+
+    sinks: bool = False
+    """`run` supports sinks and rows that are values as a whole. The row in `kernels.tables` has a field of this
+    name."""

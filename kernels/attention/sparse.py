@@ -6,7 +6,7 @@ Legend: T query tokens, H heads, C kv_lora_rank, P rotary width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -28,7 +28,17 @@ class OwnRequests:
         self.own.renew()
 
 
-def over_absorbed(backend: MLABackend) -> SparseAttention:
+class AbsorbsSinks(MLABackend, Protocol):
+    """An `MLABackend` whose absorbed form has sinks, and no rotary channels where `value_width` is the whole width."""
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`MLABackend.absorbed`; `sinks` as in `SparseRun`."""
+
+
+def over_absorbed(backend: AbsorbsSinks) -> SparseAttention:
     """Sparse attention by a backend's `absorbed`: each query token as a request of its own, on pages of one token. A
     token's result has the bits of `absorbed` over the same tokens, if the backend is batch-invariant."""
 
@@ -41,7 +51,10 @@ def over_absorbed(backend: MLABackend) -> SparseAttention:
         own = None if planner is None else planner(AttentionBatch(queries, None))
         return None if own is None else OwnRequests(queries, own)
 
-    def run(q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: OwnRequests, value_width: int) -> Tensor:
-        return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width)
+    def run(
+        q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: OwnRequests, value_width: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width, sinks)
 
-    return SparseAttention(plan, run, plan_in_place)
+    return SparseAttention(plan, run, plan_in_place, sinks=True)

@@ -11,12 +11,13 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ UNITS = (
     "permutation",
     "indexer",
     "delta",
+    "compression",
+    "streams",
     "lora",
     "decoder",
     "decode_step",
@@ -54,6 +57,8 @@ FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
+LOCK, BUILD = ".lock", ".build"
+"""Suffixes beside a library: held while it is compiled; the compilation's temporary files."""
 PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vectors"}
 
 P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -64,11 +69,9 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P]),
     "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L, P]),
     "moe_expert_bytes": (L, [N, L, L, P, P]),
-    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P]),
-    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P, P, P]),
-    "moe_biased_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P, P]),
-    "moe_biased_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, P, P, P]),
-    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, P]),
+    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P, P, F]),
+    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P, P, P, P, F]),
+    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, P, F]),
     "moe_coded_bytes": (L, [P, L, L]),
     "moe_coded_pack": (None, [P, P, L, P, P, L, L, P]),
     "moe_coded_quantize": (None, [P, N, P, L, L, L, P, N]),
@@ -76,13 +79,13 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_fp8_round": (None, [N, P, L, L, L]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
-    "moe_silu_and_mul": (None, [N, P, L, P, L, L]),
+    "moe_silu_and_mul": (None, [N, P, L, P, L, L, F]),
     "moe_rotate": (None, [N, P, L, L, P, P, L, N, L, L]),
     "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, N, P, L, L, L, F]),
     "moe_write_kv": (None, [P, L, L, P, L, L, P, N, P, L, P, L, L, L, L, L]),
     "moe_write_kv_fp8": (None, [N, N, P, L, L, P, N, P, L, L, L, L]),
-    "moe_route": (None, [N, N, P, L, L, L, P, P, P, P, P]),
-    "moe_absorbed": (None, [N, N, P, L, L, P, L, P, L, L, L, F, P]),
+    "moe_route": (None, [N, N, P, L, L, L, P, P, P, P, P, P]),
+    "moe_absorbed": (None, [N, N, P, L, L, P, L, P, L, L, L, F, P, P]),
     "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, L, F, P, P]),
     "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, N, L, L, L, L, F, P]),
     "moe_gather": (None, [P, L, L, P, P]),
@@ -107,6 +110,8 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
     "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
     "moe_gated_delta": (None, [N, P, P, L, P, L, P, P]),
+    "moe_compress": (None, [N, P, P, L, P, L]),
+    "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -125,8 +130,6 @@ class Library:
     moe_expert_bytes: Any
     moe_experts: Any
     moe_routed: Any
-    moe_biased_experts: Any
-    moe_biased_routed: Any
     moe_mlp: Any
     moe_coded_bytes: Any
     moe_coded_pack: Any
@@ -135,6 +138,8 @@ class Library:
     moe_fp8_round: Any
     moe_rms_norm: Any
     moe_gated_delta: Any
+    moe_compress: Any
+    moe_mix_streams: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any
     moe_rotate: Any
@@ -239,8 +244,28 @@ def _finish(process: subprocess.Popen[str], command: list[str], folder: str) -> 
         raise LibraryError(f"{command[0]} failed ({process.returncode}): " + " | ".join(lines[:3]))
 
 
+@contextmanager
+def _build_folder(target: Path) -> Iterator[str]:
+    """A folder for the temporary files of a compilation that holds the lock of `target`."""
+    folder = target.with_suffix(BUILD)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Removes the build folders of killed processes: their locks are free."""
+    for folder in cache.glob(f"*{BUILD}"):
+        with suppress(OSError), open(folder.with_suffix(LOCK), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder, _compilers(folder) as start:
+    with _build_folder(target) as folder, _compilers(folder) as start:
         objects = [f"{folder}/{unit}.o" for unit in UNITS]
         commands = [
             [compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", file] for unit, file in zip(UNITS, objects)
@@ -296,9 +321,10 @@ def _built(flags: list[str]) -> Path:
     if target.exists():
         return target
     # Processes that start together wait for the first to compile; the rename keeps races safe.
-    with open(target.with_suffix(".lock"), "w") as lock:
+    with open(target.with_suffix(LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            _remove_abandoned(folder)
             start = time.perf_counter()
             # a warning, which commands without log lines show too: it takes a minute
             logger.warning("compiling CPU kernels with %s (once for this machine; kept in %s)", compiler, folder)

@@ -67,6 +67,7 @@ class _MoE(ctypes.Structure):
         ("cell", P),
         ("first", L),
         ("gate_bf16", L),
+        ("limit", ctypes.c_float),
     ]
 
 
@@ -94,6 +95,8 @@ class PackedExperts(Protocol):
     def data(self) -> Any: ...
     @property
     def bias(self) -> Any: ...
+    @property
+    def limit(self) -> float: ...
     @property
     def num_experts(self) -> int: ...
     @property
@@ -212,7 +215,7 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     struct = _MoE(
         layer.gate.data_ptr(), None if bias is None else bias.data_ptr(), ctypes.addressof(router), panels.address,
         panels.form, panels.down_form, layer.experts.num_experts, layer.router.top_k, layer.experts.width,
-        *map(weight_struct, shared), gate_bf16=kind_of(layer.gate.dtype),
+        *map(weight_struct, shared), gate_bf16=kind_of(layer.gate.dtype), limit=layer.experts.limit,
     )  # fmt: skip
     return FusedMoE(kind, ctypes.addressof(struct), layer.experts.hidden, struct, library, (router, layer))
 

@@ -42,7 +42,7 @@ class CpuExperts:
     def capabilities(self) -> ExpertsCapabilities:
         coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two)
         return ExpertsCapabilities(
-            {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True
+            {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True, clamps=True
         )
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
@@ -121,16 +121,11 @@ class CpuExperts:
             offsets, counts, capacity = None, sizes.data_ptr(), x.shape[1]
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
-        if weights.bias is not None:
-            biases = biases_struct(weights.bias)
-            self._lib.moe_biased_experts(
-                kind_of(x.dtype), x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden,
-                weights.width, data.address, ctypes.addressof(biases), out.data_ptr(), data.form, data.down_form,
-            )  # fmt: skip
-            return out
+        biases = None if weights.bias is None else biases_struct(weights.bias)
         self._lib.moe_experts(
             kind_of(x.dtype), x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden,
             weights.width, data.address, out.data_ptr(), data.form, data.down_form,
+            None if biases is None else ctypes.addressof(biases), weights.limit,
         )  # fmt: skip
         return out
 
@@ -151,19 +146,12 @@ class CpuExperts:
         if add is not None and (add.dtype != x.dtype or add.shape != x.shape or add.stride(-1) != 1):
             add = add.to(x.dtype).expand(x.shape).contiguous()
         out = torch.empty((tokens, weights.hidden), dtype=x.dtype)
-        if weights.bias is not None:
-            biases = biases_struct(weights.bias)
-            self._lib.moe_biased_routed(
-                kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(),
-                topk_ids.data_ptr(), weights.num_experts, weights.hidden, weights.width, data.address,
-                ctypes.addressof(biases), out.data_ptr(), data.form, data.down_form,
-            )  # fmt: skip
-            return out if add is None else out.add_(add)
+        biases = None if weights.bias is None else biases_struct(weights.bias)
         self._lib.moe_routed(
             kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
             weights.num_experts, weights.hidden, weights.width, data.address,
             None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(), data.form,
-            data.down_form,
+            data.down_form, None if biases is None else ctypes.addressof(biases), weights.limit,
         )  # fmt: skip
         return out
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
+from moe_engine.kernels.ops.reference import clamped
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
@@ -107,6 +108,7 @@ class DeepGemmExperts:
             column_scales=not gemm.exponents,
             routed_rows=self.routed_rows,
             takes_shared=True,
+            clamps=True,
             read_first=lambda weights, slot: weights.data.gate_up.data[slot:],
             warm_up=self.warm_up,
         )
@@ -202,7 +204,8 @@ class DeepGemmExperts:
             raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
         if layer.few is not None and topk_ids.numel() <= FEW_ROWS * weights.num_experts:
             assert self._few is not None
-            return self._few.routed_rows(x, topk_weights, topk_ids, layer.few, add)
+            few = replace(layer.few, limit=weights.limit)
+            return self._few.routed_rows(x, topk_weights, topk_ids, few, add)
         alignment, by_ends = self._gemm.alignment, self._gemm.row_alignment(topk_ids.device) > 0
         order = permutation.sort_by_expert(topk_ids, weights.num_experts, alignment, marks_padding=not by_ends)
         groups = self._gemm.aligned(order)
@@ -217,7 +220,8 @@ class DeepGemmExperts:
             permutation.permute(quantized.data, order.positions, rows.data, quantized.scales, rows.scales)
             first = self._gemm.operand(rows)
         middle, valid = self._first(first, weights, groups), RowGroups(order.ends, alignment)
-        second = self._gemm.silu_mul_groups(middle, valid, layer.down.scales is not None, layer.power_of_two)
+        fp8 = layer.down.scales is not None
+        second = self._gemm.silu_mul_groups(middle, valid, fp8, layer.power_of_two, weights.limit)
         return ExpertRows(self._last(second, weights, groups), order.positions, topk_weights, add)
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
@@ -235,7 +239,7 @@ class DeepGemmExperts:
         assert batch.offsets is not None
         groups = self._gemm.groups(batch.offsets, len(x))
         middle = self._first(self._spread(batch, weights.data, groups), weights, groups)
-        return self._last(self._second(middle, weights.data, groups), weights, groups)[groups.place]
+        return self._last(self._second(middle, weights, groups), weights, groups)[groups.place]
 
     def _first(self, x: Operand | Tensor, weights: ExpertWeights, groups: Groups) -> Tensor:
         """x [rows, D] in aligned positions -> gate and up [rows, 2I]."""
@@ -251,11 +255,11 @@ class DeepGemmExperts:
         self._gemm.grouped(x, stack.operand, out, groups)
         return out
 
-    def _second(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
+    def _second(self, middle: Tensor, weights: ExpertWeights, groups: Groups) -> Operand | Tensor:
         """The input of the second product, in aligned positions."""
         if groups.num_rows > ROOMY * len(groups.place):  # a decode step: most aligned rows are padding
-            return self._gemm.spread(self._active(middle[groups.place], layer), groups)
-        return self._active(middle, layer)
+            return self._gemm.spread(self._active(middle[groups.place], weights), groups)
+        return self._active(middle, weights)
 
     def _spread(self, batch: ExpertBatch, layer: Layer, groups: Groups) -> Operand | Tensor:
         return self._gemm.spread(batch.x if layer.gate_up.scales is None else self._operand(batch, layer), groups)
@@ -266,11 +270,14 @@ class DeepGemmExperts:
             return self._gemm.rows(batch.x, layer.power_of_two)
         return batch.x, batch.scales
 
-    def _active(self, middle: Tensor, layer: Layer) -> Operand | Tensor:
+    def _active(self, middle: Tensor, weights: ExpertWeights) -> Operand | Tensor:
         """silu(gate) * up of middle [rows, 2I], in the second product's input format."""
+        layer: Layer = weights.data
         if layer.down.scales is not None:
-            return self._gemm.silu_mul(middle, layer.power_of_two)
+            return self._gemm.silu_mul(middle, layer.power_of_two, weights.limit)
         gate, up = middle.chunk(2, dim=-1)
+        if weights.limit:
+            gate, up = clamped(gate, up, weights.limit)
         return F.silu(gate).mul_(up)
 
     def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
@@ -307,7 +314,8 @@ class DeepGemmExperts:
         shape = batch.x.shape[:-1]
         middle = torch.empty(*shape, 2 * weights.width, dtype=torch.bfloat16, device=groups.sizes.device)
         multiply(first, layer.gate_up.operand, middle)
-        second = self._gemm.silu_mul_groups(middle, groups, layer.down.scales is not None, layer.power_of_two)
+        fp8 = layer.down.scales is not None
+        second = self._gemm.silu_mul_groups(middle, groups, fp8, layer.power_of_two, weights.limit)
         out = middle.new_empty(*shape, weights.hidden)
         multiply(second, layer.down.operand, out)
         return out

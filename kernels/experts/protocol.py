@@ -66,6 +66,9 @@ class ExpertsCapabilities:
     biases: bool = False
     """Products with `ExpertWeights.bias`. The row in `kernels.tables` has the same field."""
 
+    clamps: bool = False
+    """Activations with `ExpertWeights.limit`. The row in `kernels.tables` has the same field."""
+
     warm_up: Callable[[StepShapes], int] | None = None
     """Runs everything that the kernel compiles at first use, see `vendors.warming`; returns the number of products
     run."""

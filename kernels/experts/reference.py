@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities
+from moe_engine.kernels.ops.reference import clamped
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
@@ -22,7 +23,7 @@ class TorchExperts:
     """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
-    capabilities = ExpertsCapabilities(takes_shared=True, biases=True)
+    capabilities = ExpertsCapabilities(takes_shared=True, biases=True, clamps=True)
     _permutation = TorchPermutation()
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
@@ -51,6 +52,8 @@ class TorchExperts:
                 target.copy_(_biased(rows, gate_up[expert], down[expert], weights.bias, expert))
                 continue
             gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
+            if weights.limit:
+                gate, up = clamped(gate, up, weights.limit)
             target.copy_(F.linear(F.silu(gate).mul_(up), down[expert]))
         return out
 
@@ -67,7 +70,7 @@ class TorchExperts:
 def _biased(rows: Tensor, gate_up: Tensor, down: Tensor, bias: ExpertBiases, expert: int) -> Tensor:
     """rows [M, D] through an expert with biases and the clamped activation."""
     gate, up = (F.linear(rows, gate_up).float() + bias.gate_up[expert]).chunk(2, dim=-1)
-    gate, up = gate.clamp(max=bias.limit), up.clamp(-bias.limit, bias.limit)
+    gate, up = clamped(gate, up, bias.limit)
     inner = ((up + 1) * (gate * torch.sigmoid(bias.alpha * gate))).to(rows.dtype)
     return F.linear(inner, down).float() + bias.down[expert]
 

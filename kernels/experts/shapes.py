@@ -13,8 +13,8 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `format`: of
-    weights in 4 bits."""
+    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `clamped`:
+    with `ExpertWeights.limit`. `format`: of weights in 4 bits."""
 
     name: str
     num_experts: int
@@ -24,6 +24,7 @@ class ExpertModel:
     fp8: bool
     biased: bool = False
     format: GroupCodes | None = None
+    clamped: bool = False
 
     def part(self, ranks: int) -> ExpertModel:
         """What one of `ranks` has of each expert."""
@@ -82,6 +83,7 @@ FOUR_BIT_MODELS = (
     KIMI_K2,
     replace(DEEPSEEK_V3, name="deepseek-v3-nvfp4", fp8=False, format=NVFP4),
     replace(DEEPSEEK_V3, name="deepseek-v3-awq", fp8=False, format=AWQ),
+    ExpertModel("deepseek-v4-flash", 256, 6, 4096, 2048, fp8=False, format=MXFP4, clamped=True),
 )
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (1024, 4096, 8192)

@@ -76,13 +76,14 @@ class CpuLinear:
         )
         return out
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
         if down.in_features % 16 or gate_up.bias is not None or down.bias is not None:
             return None
-        return partial(self.run_mlp, gate_up=gate_up, down=down)
+        return partial(self.run_mlp, gate_up=gate_up, down=down, limit=limit)
 
-    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
-        """down(silu(gate(x)) * up(x)) [T, N] for weights without bias, gate_up [2I, D] (gate first), I % 16 == 0."""
+    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> Tensor:
+        """down(silu(gate(x)) * up(x)) [T, N] for weights without bias, gate_up [2I, D] (gate first), I % 16 == 0.
+        limit: that of `fuse_mlp`."""
         first, second = gate_up.data, down.data
         x = rows(x)
         tokens, k = x.shape
@@ -95,7 +96,7 @@ class CpuLinear:
         out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.moe_mlp(
             kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, out.data_ptr(), n,
-            first.form, second.form,
+            first.form, second.form, limit,
         )  # fmt: skip
         return out
 

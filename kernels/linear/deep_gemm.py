@@ -92,15 +92,15 @@ class DeepGemmLinear(CublasLinear):
         assert self._gemm.heads_quantized is not None
         return self._gemm.heads_quantized(x, weight.data, format.power_of_two, exponents=format.exponents)
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
         if not (isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)):
             return None
-        return partial(self.run_mlp, gate_up=gate_up, down=down)
+        return partial(self.run_mlp, gate_up=gate_up, down=down, limit=limit)
 
-    def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+    def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> Tensor:
         """The activation between the two products is quantized in the kernel that computes it."""
         inner = self.run(x, gate_up)  # [T, 2I]
-        return self._product(lambda: self._gemm.dense_silu_mul(inner, down.data.power_of_two), down, len(inner))
+        return self._product(lambda: self._gemm.dense_silu_mul(inner, down.data.power_of_two, limit), down, len(inner))
 
     def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
         """The product of `count` tokens with an FP8 weight: [T, N]."""

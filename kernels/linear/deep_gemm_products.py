@@ -45,7 +45,7 @@ class Quantization(Protocol):
     def quantize_rows(self, x: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows: ...
 
     def silu_mul_quantize(
-        self, gate_up: Tensor, power_of_two: bool = False, exponents: bool = False
+        self, gate_up: Tensor, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
     ) -> QuantizedRows: ...
 
 
@@ -57,10 +57,11 @@ class GroupQuantization(Protocol):
     ) -> QuantizedRows: ...
 
     def silu_mul_quantize_groups(
-        self, gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
-    ) -> QuantizedRows: ...
+        self, gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False,
+        limit: float = 0.0,
+    ) -> QuantizedRows: ...  # fmt: skip
 
-    def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups) -> Tensor: ...
+    def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,10 @@ class DeepGemm:
         """`quantized` as an operand."""
         return self.operand(self.quantized(x, power_of_two))
 
-    def silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
-        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized."""
-        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
+    def silu_mul(self, gate_up: Tensor, power_of_two: bool, limit: float = 0.0) -> Operand:
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized. limit: as in `Ops.silu_and_mul`."""
+        exact = power_of_two or self.exponents
+        return self.operand(self._quantization.silu_mul_quantize(gate_up, exact, limit=limit))
 
     def dense_rows(self, x: Activation, power_of_two: bool) -> Operand:
         """`rows` of a dense product, with scales that no call packs."""
@@ -169,9 +171,9 @@ class DeepGemm:
         rows = self._quantization.quantize_rows(x, power_of_two or self.exponents, self.exponents)
         return rows.data, rows.scales
 
-    def dense_silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
+    def dense_silu_mul(self, gate_up: Tensor, power_of_two: bool, limit: float = 0.0) -> Operand:
         """`silu_mul` of a dense product."""
-        rows = self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, self.exponents)
+        rows = self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, self.exponents, limit)
         return rows.data, rows.scales
 
     def group_rows(self, x: Tensor, groups: RowGroups, power_of_two: bool) -> Operand:
@@ -179,12 +181,14 @@ class DeepGemm:
         rows = self._groups.quantize_groups(x, groups, power_of_two or self.exponents, self.exponents)
         return rows.data, rows.scales
 
-    def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups, fp8: bool, power_of_two: bool) -> Operand | Tensor:
+    def silu_mul_groups(
+        self, gate_up: Tensor, groups: RowGroups, fp8: bool, power_of_two: bool, limit: float = 0.0
+    ) -> Operand | Tensor:
         """silu(gate) * up of the valid rows of gate_up [G, C, 2I] or [M, 2I], gate first; quantized with `fp8`."""
         if not fp8:
-            return self._groups.silu_mul_groups(gate_up, groups)
+            return self._groups.silu_mul_groups(gate_up, groups, limit)
         exact = power_of_two or self.exponents
-        rows = self._groups.silu_mul_quantize_groups(gate_up, groups, exact, self.exponents)
+        rows = self._groups.silu_mul_quantize_groups(gate_up, groups, exact, self.exponents, limit)
         return rows.data, rows.scales
 
     def operand(self, rows: QuantizedRows) -> Operand:

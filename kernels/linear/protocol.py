@@ -70,8 +70,9 @@ class LinearKernel(Protocol):
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         """x [T, K] (rows may be strided) -> x @ weight.T + bias, [T, N] contiguous, accumulated in float32."""
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
-        """A gated MLP in one call; gate_up holds the gate's rows first. None if these weights are not supported."""
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
+        """A gated MLP in one call; gate_up holds the gate's rows first. limit: that of `Ops.silu_and_mul`. None if
+        these weights or a limit are not supported."""
 
     def prepare_heads(self, weight: Tensor) -> PreparedLinear:
         """weight [H, N, K]: one small matrix per head (MLA's absorbed products)."""

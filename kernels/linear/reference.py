@@ -31,7 +31,7 @@ class TorchLinear:
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         return F.linear(x, weight.data, weight.bias)
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
         return None
 
     def prepare_heads(self, weight: Tensor) -> PreparedLinear:

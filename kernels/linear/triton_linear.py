@@ -92,15 +92,15 @@ class TritonLinear(CublasLinear):
     def _product(self, rows: QuantizedRows, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
         return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)
 
-    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
         if not (isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)):
             return None
-        return partial(self.run_mlp, gate_up=gate_up, down=down)
+        return partial(self.run_mlp, gate_up=gate_up, down=down, limit=limit)
 
-    def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+    def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> Tensor:
         """The activation between the two products is quantized as it is computed: no bf16 copy of [T, I]."""
         inner = self.run(x, gate_up)  # [T, 2I]
-        return self._product(silu_mul_quantize(inner, down.data.power_of_two), down, x.dtype)
+        return self._product(silu_mul_quantize(inner, down.data.power_of_two, limit=limit), down, x.dtype)
 
 
 def _rows(x: Activation, weight: BlockWeight) -> QuantizedRows:

@@ -12,11 +12,12 @@ from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 
 
 class _Router(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("experts", "top_k", "sigmoid", "groups", "topk_groups", "group_score")),
+        *((name, ctypes.c_int32) for name in ("experts", "top_k", "score", "groups", "topk_groups", "group_score")),
         ("renormalize", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("bias_on_logits", ctypes.c_int32),
@@ -26,15 +27,15 @@ class _Router(ctypes.Structure):
 @lru_cache
 def router_struct(spec: RouterSpec) -> _Router:
     """The C struct of a router; raises ValueError for an invalid router."""
-    scores = {None: 0, "max": 1, "top2": 2}
-    if spec.score not in ("sigmoid", "softmax") or spec.group_score not in scores:
+    scores, group_scores = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}, {None: 0, "max": 1, "top2": 2}
+    if spec.score not in scores or spec.group_score not in group_scores:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
     groups = spec.num_groups if spec.group_score else 1
     if spec.num_experts % groups or not 0 < spec.top_k <= spec.num_experts or spec.topk_groups > spec.num_groups:
         raise ValueError(f"invalid router: {spec}")
-    numbers = (spec.num_experts, spec.top_k, spec.score == "sigmoid", groups, spec.topk_groups)
+    numbers = (spec.num_experts, spec.top_k, scores[spec.score], groups, spec.topk_groups)
     return _Router(
-        *map(int, numbers), scores[spec.group_score], int(spec.renormalize), spec.scale, int(spec.bias_on_logits)
+        *map(int, numbers), group_scores[spec.group_score], int(spec.renormalize), spec.scale, int(spec.bias_on_logits)
     )
 
 
@@ -46,12 +47,48 @@ def _slots(slots: Tensor) -> Tensor:
     return slots if slots.is_contiguous() else slots.contiguous()
 
 
+class _Streams(ctypes.Structure):
+    """`moe::Streams` of streams.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "width", "count", "numbers", "iterations")),
+        *((name, ctypes.c_void_p) for name in ("fn", "base", "scale", "parts")),
+        *((name, ctypes.c_float) for name in ("eps", "floor")),
+    )
+
+
+_MAX_STREAMS, _STREAM_CHUNK = 8, 1024
+"""Largest number of streams, and channels of a task, of streams.cpp."""
+
+
 class CpuOps:
     name = "cpu"
-    capabilities = OpsCapabilities()
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
+
+    @property
+    def capabilities(self) -> OpsCapabilities:
+        return OpsCapabilities(mix_streams=self.mix_streams)
+
+    def mix_streams(self, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
+        """See `MixStreams`."""
+        n, numbers = weights.count, len(weights.base)
+        tokens, width = len(residual), weights.fn.shape[1] // n
+        if n > _MAX_STREAMS or residual.stride(1) != 1:
+            return mix_streams(x, residual, weights)
+        out = residual.new_empty(tokens, width)
+        parts = torch.empty(tokens, -(-width // _STREAM_CHUNK), numbers + 1)
+        x = None if x is None else rows(x.to(residual.dtype))
+        struct = _Streams(
+            tokens, width, n, numbers, weights.iterations, weights.fn.data_ptr(), weights.base.data_ptr(),
+            weights.scale.data_ptr(), parts.data_ptr(), weights.eps, weights.floor,
+        )  # fmt: skip
+        self._lib.moe_mix_streams(
+            kind_of(residual.dtype), ctypes.byref(struct), None if x is None else x.data_ptr(),
+            0 if x is None else x.stride(0), residual.data_ptr(), residual.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
@@ -75,12 +112,12 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         gate_up = rows(gate_up)
         count, width = gate_up.shape
         out = torch.empty((count, width // 2), dtype=gate_up.dtype)
         self._lib.moe_silu_and_mul(
-            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2
+            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2, limit
         )
         return out
 
@@ -137,16 +174,18 @@ class CpuOps:
         return gate
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = rows(x)
         tokens, width = x.shape
         weights = torch.empty((tokens, spec.top_k), dtype=torch.float32)
         ids = torch.empty((tokens, spec.top_k), dtype=torch.int32)
+        experts = None if experts is None else experts.to(torch.int32).contiguous()
         used = bias if spec.has_bias else None
         self._lib.moe_route(
             kind_of(x.dtype), kind_of(gate.dtype), x.data_ptr(), x.stride(0), tokens, width, gate.data_ptr(),
             None if used is None else used.data_ptr(), ctypes.addressof(router_struct(spec)), weights.data_ptr(),
-            ids.data_ptr(),
+            ids.data_ptr(), None if experts is None else experts.data_ptr(),
         )  # fmt: skip
         return weights, with_padding(ids, real)

@@ -9,12 +9,13 @@ activation dtype or fp32; positions are int64, slots int32 or int64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
@@ -36,17 +37,24 @@ class RotaryTable:
     def width(self) -> int:
         return self.cos_sin.shape[1]
 
+    def reversed(self) -> RotaryTable:
+        """A table of its own that rotates back, by the negative angles (DeepSeek V4's attention results)."""
+        cos, sin = self.cos_sin.chunk(2, -1)
+        return RotaryTable(torch.cat((cos, -sin), -1), self.interleaved)
+
 
 @dataclass(frozen=True)
 class RouterSpec:
     """Router: expert selection and weights from logits, as in DeepSeek V2 and V3 and common variants.
 
-    score: ``sigmoid`` or ``softmax`` over all E, in float32. With `has_bias` the selection (not the weight) uses
-    score + bias; with `bias_on_logits` the bias is added to the logits instead (gpt-oss). `group_score`: None (no
-    groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
-    Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by their sum (+1e-20);
-    `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them with weight 1, as
-    choices from K on and experts from E on.
+    score: ``sigmoid``, ``softmax`` over all E, or ``sqrtsoftplus``, the square root of log(1 + exp(logit)) (DeepSeek
+    V4), in float32. With `has_bias` the selection (not the weight) uses score + bias; with `bias_on_logits` the bias is
+    added to the logits instead (gpt-oss). `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a
+    group) or ``max`` (V2). Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by
+    their sum (+1e-20); `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them
+    with weight `shared_weight`, as choices from K on and experts from E on. With `shared_gate` the gate has a row E,
+    and that weight is multiplied by the sigmoid of its logit. With `held` the choices are slots of a rank that holds
+    the experts [first, first + held) and the shared ones after them; -1: an expert of another rank.
     """
 
     num_experts: int
@@ -60,6 +68,25 @@ class RouterSpec:
     scale: float = 1.0
     num_shared: int = 0
     bias_on_logits: bool = False
+    shared_weight: float = 1.0
+    shared_gate: bool = False
+    first: int = 0
+    held: int | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Routed experts in slots before the shared ones."""
+        return self.num_experts if self.held is None else self.held
+
+    @property
+    def of_all_ranks(self) -> RouterSpec:
+        """With experts as choices."""
+        return replace(self, first=0, held=None)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the gate."""
+        return self.num_experts + self.shared_gate
 
     @property
     def num_choices(self) -> int:
@@ -157,22 +184,29 @@ class OpsCapabilities:
     add_rows_rms_norm: Callable[[ExpertRows, Tensor, Tensor, float], Tensor] | None = None
     """(rows, residual, weight, eps): `Ops.add_rms_norm` of the experts' sum, in one launch."""
 
-    route_int64: Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None], tuple[Tensor, Tensor]] | None = (
-        None
-    )
+    route_int64: (
+        Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+        | None
+    ) = None
     """`Ops.route` with int64 ids, written in this type by its last launch."""
+
+    route_ahead: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """`Ops.route`, with one argument more: `ahead`, as of `Absorb`."""
 
     add_norm_route: AddNormRoute | None = None
     """Set if small steps take one launch."""
 
     routes_shared: bool = False
-    """`Ops.route` supports `RouterSpec.num_shared`."""
+    """`Ops.route` supports `RouterSpec.num_shared`, `shared_gate` and `held`."""
 
     absorb: Absorb | None = None
 
     grouped_rows: GroupedRows | None = None
 
     gates: Gates | None = None
+
+    mix_streams: MixStreams | None = None
+    """None: in torch, `kernels.ops.streams`."""
 
 
 class Ops(Protocol):
@@ -189,8 +223,9 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns rms_norm(residual). x and residual [T, D]."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]."""
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+        """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]. With a limit gate is at most `limit` and up within
+        +-limit."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place."""
@@ -227,10 +262,11 @@ class Ops(Protocol):
         while loading."""
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x [T, D], gate [E, D] from `prepare_gate`, bias [E] float32 -> weights [T, K] float32, expert ids [T, K]
-        int32.
+        int32. With `experts` int32 [T, K] these are the ids, and only their weights come from x.
 
         Logits and all later values are float32. Tokens whose `real` int32 [T] is 0 (padding of a captured step) choose
         no expert: their ids are -1.

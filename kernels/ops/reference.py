@@ -5,6 +5,8 @@ Legend: T tokens, D hidden, H heads, R rotary width, C kv_lora_rank, E experts, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,15 +31,17 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if limit:
+            gate, up = clamped(gate, up, limit)
         return F.silu(gate).mul_(up)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        _rotate_(x[..., x.shape[-1] - table.width :], positions, table)
+        rotate_(x[..., x.shape[-1] - table.width :], positions, table)
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        _rotate_(x[..., : table.width], positions, table)
+        rotate_(x[..., : table.width], positions, table)
 
     def write_latent(
         self,
@@ -55,7 +59,7 @@ class TorchOps:
         rows = torch.empty(kv_a.shape, dtype=cache.dtype if form == PLAIN else kv_a.dtype, device=cache.device)
         rows[:, :latent] = self.rms_norm(kv_a[:, :latent], weight, eps)
         rows[:, latent:] = kv_a[:, latent:]
-        _rotate_(rows[:, latent:].unsqueeze(1), positions, table)
+        rotate_(rows[:, latent:].unsqueeze(1), positions, table)
         _write(cache, slots, rows if form == PLAIN else latent_records.pack(rows, latent, form, scale))
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -67,26 +71,33 @@ class TorchOps:
         return gate.float()
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.float(), gate.float())  # [T, E]
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        logits = F.linear(x.float(), gate.float())  # [T, E], with a column for the shared experts
+        logits, of_shared = logits[:, : spec.num_experts], logits[:, spec.num_experts :]
         if spec.bias_on_logits and bias is not None:
             logits, bias = logits + bias, None
-        scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
-        choice = scores if bias is None else scores + bias
-        if spec.group_score is not None and spec.num_groups > spec.topk_groups:
-            choice = _mask_groups(choice, spec)
-        ids = choice.topk(spec.top_k, dim=-1).indices  # [T, K]
+        scores = SCORES[spec.score](logits)
+        ids = _best(scores, bias, spec) if experts is None else experts.long()  # [T, K]
         weights = scores.gather(1, ids)
         if spec.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if spec.scale != 1.0:
             weights = weights * spec.scale
         if spec.num_shared:
-            shared = torch.arange(spec.num_experts, spec.num_experts + spec.num_shared, device=ids.device)
-            ids = torch.cat((ids, shared.expand(len(ids), -1)), 1)
-            weights = F.pad(weights, (0, spec.num_shared), value=1.0)
-        return weights, with_padding(ids.int(), real)
+            each = of_shared.sigmoid() if spec.shared_gate else torch.ones_like(weights[:, :1])
+            weights = torch.cat((weights, (spec.shared_weight * each).expand(-1, spec.num_shared)), 1)
+        return weights, with_padding(in_slots(ids.int(), spec), real)
+
+
+def in_slots(ids: Tensor, spec: RouterSpec) -> Tensor:
+    """The experts [T, K] as slots of the rank, with the shared ones [T, K + num_shared]."""
+    if spec.held is not None:
+        own = ids - spec.first
+        ids = torch.where((own >= 0) & (own < spec.held), own, -1)
+    shared = torch.arange(spec.num_held, spec.num_held + spec.num_shared, dtype=ids.dtype, device=ids.device)
+    return torch.cat((ids, shared.expand(len(ids), -1)), 1) if spec.num_shared else ids
 
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -94,6 +105,22 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     if cache.element_size() == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache.index_copy_(0, slots.long(), rows)
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+"""By `RouterSpec.score`."""
+
+
+def _best(scores: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
+    """The chosen experts [T, K]."""
+    choice = scores if bias is None else scores + bias
+    if spec.group_score is not None and spec.num_groups > spec.topk_groups:
+        choice = _mask_groups(choice, spec)
+    return choice.topk(spec.top_k, dim=-1).indices
 
 
 def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
@@ -105,7 +132,7 @@ def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).view_as(choice)
 
 
-def _rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+def rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
     """Rotates all channels of x [T, H, R] in place, in float32."""
     half = table.width // 2
     cos, sin = table.cos_sin.index_select(0, positions.reshape(-1)).unsqueeze(1).split(half, dim=-1)  # [T, 1, R/2]
@@ -117,6 +144,11 @@ def _rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
     rotated = a * cos - b * sin, a * sin + b * cos
     first.copy_(rotated[0])
     second.copy_(rotated[1])
+
+
+def clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """gate at most `limit`, up within +-limit."""
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
 def with_padding(ids: Tensor, real: Tensor | None) -> Tensor:

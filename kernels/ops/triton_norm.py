@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
@@ -53,14 +54,19 @@ def rms_norm_kernel(
 
 
 @dependent_jit
-def silu_and_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch."""
+def silu_and_mul_kernel(
+    gate_up, out, stride, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CLAMP: tl.constexpr
+):  # fmt: skip
+    """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch. CLAMP:
+    gate is at most `limit`, up within +-limit."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < WIDTH
     gate = tl.load(gate_up + row * stride + column, live, 0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + WIDTH + column, live, 0.0).to(tl.float32)
+    if CLAMP:
+        gate, up = clamp_gate_up(gate, up, limit)
     kind = out.dtype.element_ty
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
     tl.store(out + row * WIDTH + column, (active * up).to(kind), live)
@@ -105,16 +111,17 @@ def _tile(width: int) -> tuple[int, int, int]:
     return rows, block, warps_for(rows * block)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [N, 2I], contiguous rows -> [N, I]."""
+def silu_and_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    """gate_up [N, 2I], contiguous rows -> [N, I]. limit: as in `Ops.silu_and_mul`."""
     gate_up = with_contiguous_rows(gate_up)
     count, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (count, triton.cdiv(width, _SILU_BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up, out, stride_of(gate_up, 0), WIDTH=width, BLOCK=_SILU_BLOCK, num_warps=warps_for(_SILU_BLOCK)
-        )
+            gate_up, out, stride_of(gate_up, 0), limit, WIDTH=width, BLOCK=_SILU_BLOCK, CLAMP=limit > 0,
+            num_warps=warps_for(_SILU_BLOCK),
+        )  # fmt: skip
     return out
 
 
@@ -134,12 +141,18 @@ def norm_case(
     return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
 
 
-def silu_case(label: str, width: int) -> AotCase:
+def silu_case(label: str, width: int, clamp: bool = False) -> AotCase:
     """The specialization launched by `silu_and_mul` for I = `width`."""
-    signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16"}
-    constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK}
+    signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16", "limit": "fp32"}
+    constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK, "CLAMP": clamp}
     return AotCase(
-        f"silu_and_mul_{label}_bf16", silu_and_mul_kernel, signature, constants, warps_for(_SILU_BLOCK), 3, False
+        f"silu_and_mul_{label}{'_clamped' * clamp}_bf16",
+        silu_and_mul_kernel,
+        signature,
+        constants,
+        warps_for(_SILU_BLOCK),
+        3,
+        False,
     )
 
 
@@ -151,4 +164,5 @@ def aot_cases() -> list[AotCase]:
     norms.append(norm_case("v3", 7168, 1, True, pair=True))
     norms += [norm_case("v3", 7168, 1, True, dtype) for dtype in (torch.float16, torch.float32)]
     widths = [("v3_shared", 2048), ("v3_dense", 18432), ("v2_lite_dense", 10944), ("llama", 14336)]
-    return norms + [silu_case(label, width) for label, width in widths]
+    silu = [silu_case(label, width) for label, width in widths]
+    return [*norms, *silu, silu_case("v4_shared", 2048, clamp=True)]

@@ -49,17 +49,17 @@ from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, bytes_ahead, prefe
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@dependent_jit(do_not_specialize=["num_tokens", "scale_stride"], do_not_specialize_on_alignment=["real"])
+@dependent_jit(do_not_specialize=["num_tokens", "scale_stride", "first"], do_not_specialize_on_alignment=["real"])
 def norm_route_kernel(
     x, residual, norm, normed, out, scales, gate, logits, bias, real, weights, ids, barrier, ahead,
-    x_stride, scale_stride, num_tokens, eps, scale,
+    x_stride, scale_stride, num_tokens, eps, scale, first,
     BLOCKS: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr, GATED: tl.constexpr, SHARED_WEIGHT: tl.constexpr,
+    HELD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """residual += x; normed = rms_norm(residual), with QUANTIZE also as e4m3 in `out`, with scales; weights and ids as
@@ -69,7 +69,7 @@ def norm_route_kernel(
     prefetch_shared(ahead, AHEAD)
     all_logits(
         x, residual, norm, gate, logits, barrier, x_stride, num_tokens,
-        EXPERTS, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,
+        EXPERTS + GATED, HIDDEN, PART, PARTS, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D, True,
     )  # fmt: skip
     # from here on the residual changes
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -87,9 +87,9 @@ def norm_route_kernel(
             POWER_OF_TWO, kind,
         )  # fmt: skip
         choose(
-            logits, bias, real, weights, ids, num_tokens, scale, row, inverse,
-            PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS,
-            RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
+            logits, bias, real, None, weights, ids, num_tokens, scale, first, row, inverse,
+            PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SCORE, HAS_BIAS, BIAS_ON_LOGITS,
+            RENORMALIZE, GATED, SHARED_WEIGHT, HELD, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL, False,
         )  # fmt: skip
 
 
@@ -115,14 +115,14 @@ def add_norm_route(
     normed = torch.empty_like(residual)
     rows = QuantizedRows.empty(count, hidden, device, exponents=format.exponents) if format.rows else None
     weights, ids = empty_choice(count, spec, ids_dtype, device)
-    logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=device)
+    logits = torch.empty((grid[2], count, spec.num_logits), dtype=torch.float32, device=device)
     num_ahead = bytes_ahead(ahead, BESIDE_ROUTER)
     programs = min(resident_programs(device), max(grid[0] * grid[1] * grid[2], count))
     norm_route_kernel[(programs,)](
         x, residual, weight, normed, None if rows is None else rows.data, None if rows is None else rows.scales, gate,
         logits, bias if spec.has_bias and bias is not None else logits, real, weights, ids, barrier,
         ahead if num_ahead else None, stride_of(x, 0), 0 if rows is None else rows.scale_stride, count, eps, spec.scale,
-        **constants, AHEAD=num_ahead, num_warps=warps, num_stages=stages, **OPTIONS,
+        spec.first, **constants, AHEAD=num_ahead, num_warps=warps, num_stages=stages, **OPTIONS,
     )  # fmt: skip
     return normed if rows is None else QuantizedActivation(rows, normed, x.dtype), weights, ids
 
@@ -139,7 +139,7 @@ def _plan(
     exact: bool, real: Tensor | None,
 ) -> tuple[dict[str, Any], tuple[int, int, int], int, int]:  # fmt: skip
     """(constants, grid of the logits, warps, stages). 32 channels of a row per thread: more spill."""
-    logits, grid, warps, stages = logits_plan(count, hidden, spec.num_experts, dtype, exact=exact)
+    logits, grid, warps, stages = logits_plan(count, hidden, spec.num_logits, dtype, exact=exact)
     choice = select_plan(spec, grid[2], spec.has_bias and has_bias, real is not None)
     norm = {"BLOCKS": norm_blocks(hidden), "QUANTIZE": format.rows, "POWER_OF_TWO": format.power_of_two}
     return norm | logits | choice, grid, max(warps, norm_blocks(hidden) // 8), stages
@@ -158,7 +158,7 @@ def norm_route_case(
     signature = dict.fromkeys(("x", "residual", "normed"), kind) | {
         "norm": "*fp32", "gate": "*bf16" if exact else "*fp32", "logits": "*fp32", "bias": "*fp32", "weights": "*fp32",
         "ids": f"*{element(ids_dtype)}", "barrier": "*i64", "x_stride": "i32:16", "scale_stride": "i32",
-        "num_tokens": "i32", "eps": "fp32", "scale": "fp32",
+        "num_tokens": "i32", "eps": "fp32", "scale": "fp32", "first": "i32",
     }  # fmt: skip
     signature |= {"out": "*fp8e4nv", "scales": "*fp32"} if format.rows else {}
     constants |= {} if format.rows else {"out": None, "scales": None}

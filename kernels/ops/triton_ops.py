@@ -46,7 +46,7 @@ class TritonOps:
         absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
-            None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
+            self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows),
         )  # fmt: skip
 
@@ -86,8 +86,8 @@ class TritonOps:
         assert isinstance(normed, QuantizedActivation)
         return normed
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return triton_norm.silu_and_mul(gate_up)
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+        return triton_norm.silu_and_mul(gate_up, limit)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table)
@@ -121,15 +121,25 @@ class TritonOps:
         return triton_router.prepare_gate(gate)
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return triton_router.route(x, gate, bias, spec, self._barrier(x.device), self._deterministic, real)
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        barrier = self._barrier(x.device)
+        return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int32, experts)
 
     def route_int64(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         barrier = self._barrier(x.device)
-        return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int64)
+        return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int64, experts)
+
+    def route_ahead(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None,
+        experts: Tensor | None, ahead: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        given = self._barrier(x.device), self._deterministic, real, torch.int32, experts
+        return triton_router.route(x, gate, bias, spec, *given, ahead)
 
     def add_norm_route(
         self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float, gate: Tensor,

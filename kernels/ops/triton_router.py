@@ -21,6 +21,7 @@ from moe_engine.kernels.ops.router_kernels import route_kernel, router_logits_ke
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, bytes_ahead
 
 _GROUP_SCORES = {None: 0, "max": 1, "top2": 2}
 
@@ -53,39 +54,54 @@ def prepare_gate(gate: Tensor) -> Tensor:
 
 def route(
     x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, barrier: Tensor, deterministic: bool = False,
-    real: Tensor | None = None, ids_dtype: torch.dtype = torch.int32,
+    real: Tensor | None = None, ids_dtype: torch.dtype = torch.int32, experts: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`Ops.route`: ties by lower id. Raises ValueError for an invalid router.
 
     Args:
         gate: float32 or bfloat16.
         barrier: `barrier_state` of x's device, of launches on one stream.
+        ahead: a weight that is read soon; `ONE_LAUNCH_TOKENS` or fewer tokens request it.
         deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """
     count, hidden = x.shape
     x = with_contiguous_rows(x)
+    experts = None if experts is None else experts.to(torch.int32).contiguous()
     weights, ids = empty_choice(count, spec, ids_dtype, x.device)
     logits_constants, grid, warps, stages = logits_plan(
-        count, hidden, spec.num_experts, x.dtype, deterministic, gate.dtype == torch.bfloat16
+        count, hidden, spec.num_logits, x.dtype, deterministic, gate.dtype == torch.bfloat16
     )
     has_bias = spec.has_bias and bias is not None
-    constants = select_plan(spec, grid[2], has_bias, real is not None)
+    constants = select_plan(spec, grid[2], has_bias, real is not None) | {"GIVEN": experts is not None}
     if not count:
         return weights, ids
-    logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=x.device)
+    logits = torch.empty((grid[2], count, spec.num_logits), dtype=torch.float32, device=x.device)
     bias = bias if has_bias else logits
     if count <= ONE_LAUNCH_TOKENS:
         programs = min(resident_programs(x.device), max(grid[0] * grid[1] * grid[2], count))
+        num_ahead = bytes_ahead(ahead, BESIDE_ROUTER)
         route_kernel[(programs,)](
-            x, gate, logits, bias, real, weights, ids, barrier, stride_of(x, 0), count, spec.scale,
-            **logits_constants | constants, num_warps=warps, num_stages=stages, **OPTIONS,
+            x, gate, logits, bias, real, experts, weights, ids, barrier, ahead if num_ahead else None, stride_of(x, 0),
+            count, spec.scale, spec.first, **logits_constants | constants, AHEAD=num_ahead, num_warps=warps,
+            num_stages=stages, **OPTIONS,
         )  # fmt: skip
         return weights, ids
     router_logits_kernel[grid](
         x, gate, logits, stride_of(x, 0), count, **logits_constants, num_warps=warps, num_stages=stages
     )
     router_select_kernel[(count,)](
-        logits, bias, real, weights, ids, count, spec.scale, **constants, num_warps=_select_warps(constants)
+        logits,
+        bias,
+        real,
+        experts,
+        weights,
+        ids,
+        count,
+        spec.scale,
+        spec.first,
+        **constants,
+        num_warps=_select_warps(constants),
     )
     return weights, ids
 
@@ -119,7 +135,7 @@ def logits_plan(
 
 def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool) -> dict:
     """Constants of the selection kernel."""
-    if spec.score not in ("sigmoid", "softmax") or spec.group_score not in _GROUP_SCORES:
+    if spec.score not in ("sigmoid", "softmax", "sqrtsoftplus") or spec.group_score not in _GROUP_SCORES:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
     limited = spec.group_score is not None and spec.num_groups > spec.topk_groups
     groups = spec.num_groups if limited else 1
@@ -130,8 +146,9 @@ def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool) ->
         "PARTS": parts, "EXPERTS": spec.num_experts, "GROUPS": groups, "TOP_GROUPS": spec.topk_groups if limited else 1,
         "TOP_K": spec.top_k, "SHARED": spec.num_shared,
         "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
-        "SIGMOID": spec.score == "sigmoid", "HAS_BIAS": has_bias and not spec.bias_on_logits,
+        "SCORE": spec.score, "HAS_BIAS": has_bias and not spec.bias_on_logits,
         "BIAS_ON_LOGITS": has_bias and spec.bias_on_logits, "RENORMALIZE": spec.renormalize,
+        "GATED": int(spec.shared_gate), "SHARED_WEIGHT": spec.shared_weight, "HELD": spec.num_held,
         "BLOCK_G": next_power_of_2(groups), "BLOCK_M": next_power_of_2(spec.num_experts // groups),
         "BLOCK_K": next_power_of_2(spec.num_choices), "HAS_REAL": has_real,
     }  # fmt: skip
@@ -144,21 +161,24 @@ def _select_warps(constants: dict) -> int:
 
 def route_cases(
     label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False,
-    exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32,
+    exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32, given: bool = False,
+    num_ahead: int = 0,
 ) -> list[AotCase]:  # fmt: skip
     """The specializations launched by `route` for `count` tokens: one kernel, or two."""
-    logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
-    constants = select_plan(spec, grid[2], spec.has_bias, has_real) | ({} if has_real else {"real": None})
+    logits_constants, grid, warps, stages = logits_plan(count, hidden, spec.num_logits, dtype, deterministic, exact)
+    constants = select_plan(spec, grid[2], spec.has_bias, has_real) | {"GIVEN": given}
+    constants |= ({} if has_real else {"real": None}) | ({} if given else {"given": None})
     name = f"{label}_{'any' if deterministic else count}_{element(dtype)}{'_exact' * exact}{'_masked' * has_real}"
-    name += "_int64" * (ids_dtype == torch.int64)
+    name += f"{'_int64' * (ids_dtype == torch.int64)}{'_given' * given}"
     parts = {"logits": "*fp32", "num_tokens": "i32"}
-    chosen = {"bias": "*fp32", "weights": "*fp32", "ids": f"*{element(ids_dtype)}", "scale": "fp32"}
-    chosen |= {"real": "*i32:1"} if has_real else {}
+    chosen = {"bias": "*fp32", "weights": "*fp32", "ids": f"*{element(ids_dtype)}", "scale": "fp32", "first": "i32"}
+    chosen |= ({"real": "*i32:1"} if has_real else {}) | ({"given": "*i32:1"} if given else {})
     rows = {"x": f"*{element(dtype)}", "gate": "*bf16" if exact else "*fp32", "stride": "i32:16"}
     matrix = dtype == torch.bfloat16
     if count <= ONE_LAUNCH_TOKENS:
-        signature = parts | chosen | rows | {"barrier": "*i64"}
-        both = logits_constants | constants
+        signature = parts | chosen | rows | {"barrier": "*i64"} | ({"ahead": "*fp8e4nv"} if num_ahead else {})
+        both = logits_constants | constants | {"AHEAD": num_ahead} | ({} if num_ahead else {"ahead": None})
+        name += "_ahead" * bool(num_ahead)
         return [AotCase(f"route_{name}", route_kernel, signature, both, warps, stages, matrix, OPTIONS)]
     return [
         AotCase(
@@ -175,12 +195,17 @@ V2 = RouterSpec(160, 6, "softmax", False, 8, 3, "max", False, 16.0)
 V2_LITE = RouterSpec(64, 6, "softmax")
 GPT_OSS = RouterSpec(128, 4, "softmax", True, renormalize=True, bias_on_logits=True)
 QWEN3_MOE = RouterSpec(128, 8, "softmax", renormalize=True)
+QWEN3_NEXT = RouterSpec(512, 10, "softmax", renormalize=True, num_shared=1, shared_gate=True)
+GLM = RouterSpec(160, 8, "sigmoid", True, renormalize=True, scale=2.5, num_shared=1, shared_weight=0.5, held=80)
+"""On two groups of ranks."""
+V4 = RouterSpec(256, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5)
 
 
 def aot_cases() -> list[AotCase]:
-    """The routers of DeepSeek-V3, V2, V2-Lite and Qwen3's mixtures and gpt-oss, for one, some and many tokens."""
+    """The routers of DeepSeek, Qwen, gpt-oss and GLM, for one, some and many tokens."""
     routers = [("v3", 7168, V3), ("v2", 5120, V2), ("v2_lite", 2048, V2_LITE), ("qwen3", 2048, QWEN3_MOE)]
-    routers.append(("gpt_oss", 2880, GPT_OSS))
+    routers += [("gpt_oss", 2880, GPT_OSS), ("v4", 4096, V4)]
+    routers += [("qwen3_next", 2048, QWEN3_NEXT), ("glm_ep2", 5120, GLM)]
     cases = [
         case
         for label, hidden, spec in routers
@@ -189,8 +214,12 @@ def aot_cases() -> list[AotCase]:
     ]
     for count in (1, 128, 8192):
         cases += route_cases("v3", 7168, V3, count, torch.bfloat16)
+    for count in (1, 128):
+        cases += route_cases("v3", 7168, V3, count, torch.bfloat16, exact=True, num_ahead=2 * 256 * 7168)
     for ids_dtype in (torch.int32, torch.int64):
         more = route_cases("v3", 7168, V3, 128, torch.bfloat16, exact=True, has_real=True, ids_dtype=ids_dtype)
         cases += more
+    for count in (1, 8192):
+        cases += route_cases("v4_hash", 4096, V4, count, torch.bfloat16, exact=True, given=True)
     cases += route_cases("v3", 7168, V3, 1, torch.bfloat16, deterministic=True)
     return cases + route_cases("v3", 7168, V3, 128, torch.float32)

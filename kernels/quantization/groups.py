@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import QuantizedRows
-from moe_engine.kernels.quantization.reference import quantize_rows
+from moe_engine.kernels.quantization.reference import quantize_rows, silu_mul
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,18 @@ def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, ex
 
 
 def silu_mul_quantize_groups(
-    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
 ) -> QuantizedRows:
-    """gate_up [G, C, 2I] or [M, 2I], gate first -> silu(gate) * up of its valid rows, quantized."""
-    return quantize_groups(_silu_mul(gate_up), groups, power_of_two, exponents)
+    """gate_up [G, C, 2I] or [M, 2I], gate first -> silu(gate) * up of its valid rows, quantized. limit: as in
+    `Ops.silu_and_mul`."""
+    return quantize_groups(silu_mul(gate_up, limit), groups, power_of_two, exponents)
 
 
-def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:
+def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor:
     """The same, unquantized: [G, C, I] or [M, I]."""
-    return _silu_mul(gate_up).to(gate_up.dtype)
+    return silu_mul(gate_up, limit).to(gate_up.dtype)
 
 
 def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
     """rows [M, K] *= weights float32 [M], in place, at least for the valid rows. Returns rows."""
     return rows.mul_(weights.unsqueeze(1))
-
-
-def _silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return F.silu(gate) * up

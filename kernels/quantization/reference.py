@@ -55,10 +55,19 @@ def rms_norm_quantize(
     return normed if keep else None, quantize_rows(normed, power_of_two)
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
-    """gate_up [M, 2I], gate first -> silu(gate) * up, quantized, [M, I]."""
+def silu_mul_quantize(
+    gate_up: Tensor, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
+) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> silu(gate) * up, quantized, [M, I]. limit: as in `Ops.silu_and_mul`."""
+    return quantize_rows(silu_mul(gate_up, limit), power_of_two, exponents)
+
+
+def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    """The same unquantized, in float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return quantize_rows(F.silu(gate) * up, power_of_two, exponents)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,6 +16,7 @@ from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile, store_scale
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -37,11 +38,12 @@ def group_rows(sizes, group, capacity, ALIGN: tl.constexpr):
 
 @dependent_jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["sizes"])
 def groups_kernel(
-    x, sizes, weights, out, scales, capacity, scale_column, scale_skip,
+    x, sizes, weights, out, scales, capacity, scale_column, scale_skip, limit,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, GATED: tl.constexpr, QUANTIZE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x; GATED: silu(x[:, :WIDTH]) * x[:, WIDTH:]; WEIGHTED: * weights [M]. QUANTIZE: as e4m3.
+    """out [M, WIDTH] = x; GATED: silu(x[:, :WIDTH]) * x[:, WIDTH:], with CLAMP the first at most `limit`, the second
+    within +-limit; WEIGHTED: * weights [M]. QUANTIZE: as e4m3.
 
     Scale of row m of group g and block b: scales[g * scale_skip + m + b * scale_column], or an
     exponent (`store_scale`).
@@ -61,7 +63,10 @@ def groups_kernel(
         place = x + line[:, None] * (WIDTH * (1 + GATED)) + cols[None, :]
         tile = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         if GATED:
-            tile = tile * tl.sigmoid(tile) * tl.load(place + WIDTH, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(place + WIDTH, mask=mask, other=0.0).to(tl.float32)
+            if CLAMP:
+                tile, up = clamp_gate_up(tile, up, limit)
+            tile = tile * tl.sigmoid(tile) * up
         if WEIGHTED:
             tile *= tl.load(weights + line, mask=inside, other=0.0)[:, None]
         target = out + line[:, None] * WIDTH + cols[None, :]
@@ -81,20 +86,21 @@ def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, ex
 
 
 def silu_mul_quantize_groups(
-    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
 ) -> QuantizedRows:
     """See `groups.silu_mul_quantize_groups`."""
     width = gate_up.shape[-1] // 2
     rows = empty_rows(gate_up, width, exponents)
-    _launch(gate_up, groups, rows, _constants(groups, width, gated=True, power_of_two=power_of_two))
+    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, clamps=limit > 0)
+    _launch(gate_up, groups, rows, constants, limit=limit)
     return rows
 
 
-def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:
+def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor:
     """See `groups.silu_mul_groups`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _launch(gate_up, groups, out, _constants(groups, width, gated=True, quantize=False))
+    _launch(gate_up, groups, out, _constants(groups, width, gated=True, quantize=False, clamps=limit > 0), limit=limit)
     return out
 
 
@@ -108,7 +114,7 @@ def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
 
 def _launch(
     x: Tensor, groups: RowGroups, out: Tensor | QuantizedRows, constants: dict[str, Any],
-    weights: Tensor | None = None,
+    weights: Tensor | None = None, limit: float = 0.0,
 ) -> None:  # fmt: skip
     if not x.numel():
         return
@@ -120,7 +126,7 @@ def _launch(
     blocks = triton.cdiv(constants["WIDTH"], BLOCK)
     most = x.shape[-2] if groups.alignment else capacity
     groups_kernel[(count, blocks, programs_per_group(count, blocks, most))](
-        x, groups.sizes, weights, data, scales, capacity, *strides, **constants, num_warps=4
+        x, groups.sizes, weights, data, scales, capacity, *strides, limit, **constants, num_warps=4
     )
 
 
@@ -131,11 +137,11 @@ def programs_per_group(count: int, blocks: int, most: int) -> int:
 
 def _constants(
     groups: RowGroups, width: int, gated: bool = False, quantize: bool = True, power_of_two: bool = False,
-    weighted: bool = False,
+    weighted: bool = False, clamps: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "WIDTH": width, "ROWS": TILE_ROWS, "ALIGN": groups.alignment, "GATED": gated, "QUANTIZE": quantize,
-        "POWER_OF_TWO": power_of_two, "WEIGHTED": weighted,
+        "POWER_OF_TWO": power_of_two, "WEIGHTED": weighted, "CLAMP": clamps,
     }  # fmt: skip
 
 
@@ -149,11 +155,12 @@ def aot_cases() -> list[AotCase]:
         ("silu_mul_padded_2048", padded, 2048, {"gated": True}),
         ("silu_mul_padded_2048_exponents", padded, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_aligned_2048", aligned, 2048, {"gated": True, "power_of_two": True}),
+        ("silu_mul_clamped_2048", padded, 2048, {"gated": True, "power_of_two": True, "clamps": True}),
         ("silu_mul_bf16_1408", padded, 1408, {"gated": True, "quantize": False}),
         ("weighted_aligned_7168", aligned, 7168, {"quantize": False, "weighted": True}),
     ):
         constants = _constants(groups, width, **options)
-        signature = {"x": "*bf16", "sizes": "*i32:1", "capacity": "i32", **strides}
+        signature = {"x": "*bf16", "sizes": "*i32:1", "capacity": "i32", "limit": "fp32", **strides}
         signature["out"] = "*fp8e4nv" if constants["QUANTIZE"] else "*bf16"
         kind = "*i32" if name.endswith("exponents") else "*fp32"
         pointers = {"scales": (kind, constants["QUANTIZE"]), "weights": ("*fp32", constants["WEIGHTED"])}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -72,10 +73,11 @@ def quantize_kernel(
 
 @dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def silu_mul_quantize_kernel(
-    gate_up, out, scales, num_rows, scale_stride,
-    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    gate_up, out, scales, num_rows, scale_stride, limit,
+    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
+    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128). CLAMP: gate
+    is at most `limit`, up within +-limit."""
     wait_for_inputs()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
@@ -86,6 +88,8 @@ def silu_mul_quantize_kernel(
     source = gate_up + line * X_STRIDE + cols[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    if CLAMP:
+        gate, up = clamp_gate_up(gate, up, limit)
     quantized, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
     tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     store_scale(scales, block, rows, scale_stride, scale, inside)
@@ -158,15 +162,18 @@ def quantize_rows(x: Tensor, power_of_two: bool = False, exponents: bool = False
     return rows
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
-    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32."""
+def silu_mul_quantize(
+    gate_up: Tensor, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
+) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32. limit: as in
+    `Ops.silu_and_mul`."""
     gate_up = _lines(gate_up)
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = QuantizedRows.empty(m, width, gate_up.device, exponents=exponents)
     if m:
         silu_mul_quantize_kernel[_tiles(m, width)](
-            gate_up, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
-            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, num_warps=4,
+            gate_up, rows.data, rows.scales, m, rows.scale_stride, limit, WIDTH=width, X_STRIDE=_stride(gate_up),
+            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, CLAMP=limit > 0, num_warps=4,
         )  # fmt: skip
     return rows
 
@@ -224,10 +231,14 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(f"fp8_quantize_{width}", quantize_kernel, signature, constants, 4, 3, False))
     constants, signature = constants | {"POWER_OF_TWO": True}, signature | {"scales": "*i32"}
     cases.append(AotCase("fp8_quantize_18432_exponents", quantize_kernel, signature, constants, 4, 3, False))
-    for width in (2048, 18432):
-        constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
-        signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}
-        cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, constants, 4, 3, False))
+    for width, clamp in ((2048, False), (18432, False), (2048, True)):
+        constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True, "CLAMP": clamp}
+        signature = {"gate_up": "*bf16", "num_rows": "i32", "limit": "fp32", **pointers}
+        cases.append(
+            AotCase(
+                f"fp8_silu_mul_{width}{'_clamped' * clamp}", silu_mul_quantize_kernel, signature, constants, 4, 3, False
+            )
+        )
     norms = (
         (1536, False, False, False),
         (1536, False, True, False),

@@ -22,7 +22,7 @@ from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, St
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.protocol import BlockFP8, QuantizedWeight
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "BF16", "F8_E8M0", "U8")
@@ -88,6 +88,11 @@ class BlockFP8Format:
             return Fraction(dtype_bytes)
         return 1 + Fraction(4, prod(self.block))
 
+    @property
+    def in_blocks(self) -> frozenset[str]:
+        """Of `kept` those families whose weights are FP8 blocks."""
+        return self.kept
+
     def held_by(self, kept: frozenset[str]) -> BlockFP8Format:
         """The format in which kernels hold the weights, if rows of these families multiply them as stored."""
         return replace(self, kept=kept)
@@ -95,7 +100,7 @@ class BlockFP8Format:
     def kept_on(self, device: str) -> bool:
         return device == "cuda" and self.block == _KERNEL_BLOCK
 
-    def kernel_format(self, prefix: str) -> BlockFP8 | None:
+    def kernel_format(self, prefix: str) -> KernelFormat | None:
         from moe_engine.kernels.quantization.protocol import BlockFP8
 
         return BlockFP8(self.scale_format == "ue8m0") if self.has_kernel_formats else None

@@ -39,6 +39,7 @@ class FP4(SchemeBase):
     Attributes:
         group: 16 for NVFP4, 32 for MXFP4.
         codes: end of the name of the tensor of codes.
+        scale: end of the name of the tensor of scales.
         whole: end of the name of the scale of a matrix; empty: there is none.
         divides: the scale of a matrix divides.
         scale_dtype: of the scales of a kernel's weights.
@@ -49,6 +50,7 @@ class FP4(SchemeBase):
     whole: str = ""
     divides: bool = False
     scale_dtype: str = "bfloat16"
+    scale: str = "weight_scale"
 
     coded: ClassVar[bool] = True
 
@@ -57,21 +59,21 @@ class FP4(SchemeBase):
         return (".weight_scale", ".weight_scale_2", ".weight_global_scale", *_UNUSED)
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
-        return f"{prefix}.{self.codes}" in names and f"{prefix}.weight_scale" in names
+        return f"{prefix}.{self.codes}" in names and f"{prefix}.{self.scale}" in names
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
         n, k = shape
         scales = ("F8_E4M3",) if self.group == 16 else ("U8", "F8_E8M0")
         found = [
-            StoredTensor(f"{prefix}.{self.codes}", (n, -(-k // 2)), ("U8",)),
-            StoredTensor(f"{prefix}.weight_scale", (n, -(-k // self.group)), scales),
+            StoredTensor(f"{prefix}.{self.codes}", (n, -(-k // 2)), ("U8", "I8")),
+            StoredTensor(f"{prefix}.{self.scale}", (n, -(-k // self.group)), scales),
         ]
         if self.whole:
             found.append(StoredTensor(f"{prefix}.{self.whole}", (1,), SCALES, _ONE))
         unused = (prefix + end for end in _UNUSED if prefix + end in names)
         return (*found, *(StoredTensor(name, (1,), SCALES, _ONE) for name in unused))
 
-    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+    def bytes_per_element(self, shape: Shape) -> Fraction:
         return Fraction(1, 2) + Fraction(4 if self.scale_dtype == "float32" else 2, self.group)
 
     def of_dtype(self, dtype: str) -> Self:
@@ -94,7 +96,8 @@ class FP4(SchemeBase):
 
         codes, scale, *rest = self.tensors(prefix, shape, source.names)
         columns, within = cover(cut.cols, shape[1], 2)
-        with source.open(codes, Cut(cut.rows, columns)) as part:
+        with source.open(codes, Cut(cut.rows, columns)) as stored:
+            part = stored.view(torch.uint8)
             values = torch.stack((part & 15, part >> 4), -1).flatten(1)[:, within]
         first, last, _ = (cut.cols or slice(None)).indices(shape[1])
         scales = _floats(read_scales(source, scale, Cut(cut.rows)))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Dtypes of unquantized tensors."""
+INTEGERS = ("I64", "I32")
+"""Dtypes of tables of numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,8 @@ PLAIN = PlainFormat()
 def plain_tensor(name: str, shape: Shape) -> StoredTensor:
     """An unquantized tensor."""
     return StoredTensor(name, shape, FLOATS, blocks=True)
+
+
+def integer_tensor(name: str, shape: Shape) -> StoredTensor:
+    """A table of numbers."""
+    return StoredTensor(name, shape, INTEGERS)

@@ -16,6 +16,7 @@ from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
+from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
@@ -80,6 +81,9 @@ def kept_format(
             return replace(declared, kept=four_bits, on_gpu=True)
         kept = declared.kept_by(device, coded, blocks)
         return declared.held_by(kept) if kept else PLAIN
+    if isinstance(declared, FP4ExpertsFormat):
+        held = declared.held_on(device, coded, blocks, four_bits)
+        return held if held.kept else PLAIN
     if isinstance(declared, BlockFP8Format):
         return declared.held_by(blocks) if declared.kept_on(device) and blocks else PLAIN
     if isinstance(declared, FusedExpertsFormat):

@@ -151,7 +151,7 @@ class Decoder:
             head = (EMBEDDING,)
         yield Reloadable((EMBEDDING,), self.embedding, self._make_embedding)
         first = "model.layers.0.input_layernorm"
-        yield Reloadable((f"{first}.",), self._first_norm, partial(self.make_norm, prefix=first))
+        yield Reloadable(self.norm_prefixes(first), self._first_norm, partial(self.make_norm, prefix=first))
         for i, layer in enumerate(self.layers):
             is_last = i + 1 == len(self.layers)
             yield from self.layer_modules(
@@ -170,10 +170,14 @@ class Decoder:
 
         own = (f"{name}.self_attn.", f"{name}.linear_attn.")
         yield Reloadable(own, layer.attention, attention)
-        yield Reloadable((f"{post}.",), layer.post_norm, partial(self.make_norm, prefix=post))
+        yield Reloadable(self.norm_prefixes(post), layer.post_norm, partial(self.make_norm, prefix=post))
         blocks = (f"{name}.mlp.", f"{name}.{block}.")
         yield Reloadable(blocks, layer.feed_forward, partial(self.make_feed_forward, layer_index))
-        yield Reloadable((f"{next_norm}.",), layer.next_norm, partial(self.make_norm, prefix=next_norm))
+        yield Reloadable(self.norm_prefixes(next_norm), layer.next_norm, partial(self.make_norm, prefix=next_norm))
+
+    def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
+        """The beginnings of the names of the tensors that `make_norm` reads."""
+        return (f"{prefix}.",)
 
     def _make_embedding(self, reader: WeightSource) -> Embedding:
         return Embedding(self.config, reader, self.parallel)
@@ -231,13 +235,22 @@ class Decoder:
 
     def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """`attention_args` of the batch; on many ranks with the step's sizes set."""
+        return self.attention_args(self.begin_step(batch))
+
+    def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """`step_args` of MTP layers."""
+        return self.step_args(batch)
+
+    def begin_step(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch for all layers; on many ranks with the step's sizes set."""
         if self.parallel.world_size > 1:
-            batch = with_sizes(batch, self.parallel)
+            moe = self.config.moe
+            batch = with_sizes(batch, self.parallel, hashes=moe is not None and moe.hash_layers > 0)
         elif self.backends.regions is not None:
             batch = for_regions(batch, self.backends.regions)
         if self.adapters is not None:
             self.adapters.begin(batch.adapters, batch.sizes)
-        return self.attention_args(batch)
+        return batch
 
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with positions by which kernels read the rotary table."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
-from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.batch import ForwardBatch, RoutedTokens
 from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
@@ -26,9 +26,9 @@ class FeedForward(Protocol):
     def input_format(self) -> ActivationFormat:
         """Activation format of x."""
 
-    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
-        """x [T, D] -> [T, D], new memory. `phase`: the step's phase, the same on every rank. `real`: as in
-        `ForwardBatch`, of these tokens."""
+    def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
+        """x [T, D] -> [T, D], new memory. `phase`: the step's phase, the same on every rank. `tokens`: these
+        tokens."""
 
 
 class DecoderLayer:
@@ -53,14 +53,14 @@ class DecoderLayer:
         """`batch` and `more` are the arguments of the attention after `hidden`."""
         mixed, chosen = self.attention.forward(hidden, batch, *more), None
         if self._moe is not None:
-            hidden, chosen = self._moe.after_norm(self.post_norm, mixed, residual, real=batch.real)
+            hidden, chosen = self._moe.after_norm(self.post_norm, mixed, residual, tokens=batch.routed)
         else:
             hidden = self.post_norm.add(mixed, residual)
         if self.deepstack is not None:
             self.deepstack.add(residual, batch)
         if self._moe is not None:
-            return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.real, chosen), residual)
-        return self.next_norm.add(self.feed_forward.forward(hidden, real=batch.real), residual)
+            return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.routed, chosen), residual)
+        return self.next_norm.add(self.feed_forward.forward(hidden, tokens=batch.routed), residual)
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """The residual stream [T, D] after this layer."""

@@ -101,22 +101,27 @@ class Head:
     def __call__(self, hidden: Tensor, step: StepSizes | None = None) -> Tensor:
         if self._group.size == 1:
             return self._linear(hidden).float()
-        logits = self._of_all(hidden, step) if self._spans else self._of_group(hidden)  # [S, R * W]
-        return logits[:, : self._vocab_size].float().contiguous()
+        parts = self._of_all(hidden, step) if self._spans else self._of_group(hidden)
+        ranks, rows, width = parts.shape
+        logits = torch.empty(rows, ranks, width, dtype=torch.float32, device=parts.device)
+        logits.copy_(parts.transpose(0, 1))  # order and dtype in one pass over memory
+        return logits.flatten(1)[:, : self._vocab_size].contiguous()
 
     def _of_group(self, hidden: Tensor) -> Tensor:
+        """[R, S, W]."""
         if not len(hidden):
-            return hidden.new_empty(0, self._vocab_size)
-        return self._group.all_gather(self._linear(hidden)).transpose(0, 1).flatten(1)
+            return hidden.new_empty(1, 0, self._vocab_size)
+        return self._group.all_gather(self._linear(hidden))
 
     def _of_all(self, hidden: Tensor, step: StepSizes | None) -> Tensor:
+        """[R, S, W]."""
         if step is None:
             raise ValueError(
                 "the head is sharded over several attention groups: logits needs the step's sizes; or "
                 "--enable-dp-lm-head"
             )
         if not any(step.logits):
-            return hidden.new_empty(0, self._vocab_size)
+            return hidden.new_empty(1, 0, self._vocab_size)
         all_rows = gather_rows(self._group, hidden[step.own_logits], step.logit_shares)  # [N, D]
         columns = self._linear(all_rows)  # [N, W]
         if self._repeats > 1:  # every rank of a group gets the group's rows

@@ -17,7 +17,7 @@ from moe_engine.kernels.quantization.protocol import Activation, ActivationForma
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import DeltaConfig, ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.linear import Projection, load_linear, load_stacked
+from moe_engine.models.layers.linear import Projection, format_for, load_linear, load_stacked
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -45,7 +45,12 @@ class GatedDeltaNet:
         self._shape = DeltaShape(key_heads, value_heads, whole.key, whole.value, whole.taps)
         prefix, values = f"model.layers.{layer_index}.{NAME}", whole.value_heads * whole.value
         linear = backends.linear
-        self._qkvz, self._ba = (load_stacked(linear, reader, rows) for rows in input_rows(whole, prefix, hidden, share))
+        qkvz, ba = input_rows(whole, prefix, hidden, share)
+        self._num_ba = sum(part.cut.shape(part.shape)[0] for part in ba)
+        plain = all(format_for(linear.capabilities.quantized, reader, rows) is None for rows in (qkvz, ba))
+        self._qkvz = load_stacked(linear, reader, [*qkvz, *ba] if plain else qkvz)
+        """With the rows of `ba`, which are few, unless one of both stays quantized."""
+        self._ba = None if plain else load_stacked(linear, reader, ba)
         self._out = load_linear(linear, reader, [f"{prefix}.out_proj"], [hidden], values, in_share=share)
         heads = (whole.value_heads,)
         a_log, dt_bias = (
@@ -69,7 +74,11 @@ class GatedDeltaNet:
         return self._qkvz.input_format
 
     def forward(self, hidden: Activation, batch: ForwardBatch, *_: Any) -> Tensor:
-        inputs = DeltaInputs(self._qkvz(hidden), self._ba(hidden))
+        qkvz = self._qkvz(hidden)
+        if self._ba is None:
+            inputs = DeltaInputs(qkvz[:, : -self._num_ba], qkvz[:, -self._num_ba :])
+        else:
+            inputs = DeltaInputs(qkvz, self._ba(hidden))
         states = DeltaStates(*batch.kv[self._layer_index])
         mixed = self._kernel.run(inputs, self._weights, states, batch.state_runs, self._shape)  # [T, Hv Dv]
         return self._out(mixed)

@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.protocol import (
     common_format,
     unquantized,
 )
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -37,8 +38,8 @@ class GatedMLP(MLP):
         self._gate = reader.tensor(gate, (1, hidden), dtype=torch.float32).to(reader.dtype)
         self.input_format: ActivationFormat = common_format(UNQUANTIZED, self._inner_format)
 
-    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
-        out = super().forward(as_format(x, self._inner_format), phase, real)
+    def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
+        out = super().forward(as_format(x, self._inner_format), phase, tokens)
         if self._gates is not None:
             return self._gates.rows(out, unquantized(x), self._gate)
         return out.mul_(functional.linear(unquantized(x), self._gate).sigmoid_())

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.quantization.protocol import Activation, as_format
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.weights import WeightSource
@@ -26,6 +27,7 @@ class MLP:
         width: of the unsharded MLP.
         share: this rank's part of the width; the result is then a partial sum.
         tokens: input tokens.
+        limit: clamp of the activation (`Ops.silu_and_mul`); 0: none.
     """
 
     def __init__(
@@ -38,16 +40,17 @@ class MLP:
         bias: bool = False,
         share: Share = WHOLE,
         tokens: TokenLayout = TokenLayout.ALL,
+        limit: float = 0.0,
     ) -> None:
         kernel = backends.linear
         self.tokens = tokens
         gate_up = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
-        self._silu_and_mul = backends.ops.silu_and_mul
+        self._silu_and_mul, self._limit = backends.ops.silu_and_mul, limit
         self.input_format = self._gate_up.input_format
         """Activation format of x."""
-        self._fused = kernel.fuse_mlp(self._gate_up.weight, self._down.weight)
+        self._fused = kernel.fuse_mlp(self._gate_up.weight, self._down.weight, limit)
         self.adapters: StepAdapters | None = None
         """LoRA adapters of the step; None without LoRA."""
 
@@ -77,7 +80,7 @@ class MLP:
             return cls(backends, reader, prefix, hidden, width, bias, Share.of(parallel.world))
         return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
 
-    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
+    def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
         if self._fused is not None and (self.adapters is None or not self.adapters.active):
             return self._fused(as_format(x, self.input_format))
-        return self._down(self._silu_and_mul(self._gate_up(x)))
+        return self._down(self._silu_and_mul(self._gate_up(x), self._limit))

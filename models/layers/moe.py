@@ -16,7 +16,7 @@ from moe_engine.kernels.decoder.counting import CountPlace
 from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
-from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.ops.reference import in_slots, with_padding
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -27,8 +27,10 @@ from moe_engine.kernels.quantization.protocol import (
     common_format,
     unquantized,
 )
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.expert_format import width_group
+from moe_engine.models.layers.expert_table import read_expert_table
 from moe_engine.models.layers.gated_mlp import GatedMLP
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
@@ -51,9 +53,15 @@ Choice = tuple[Tensor, Tensor]
 """Weights float32 and slots [T, K] of a step's tokens."""
 
 
-def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
-    """The router settings for the kernels; num_shared: shared experts fused into the routed ones."""
+def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> RouterSpec:
+    """The router settings for the kernels; num_shared: shared experts fused into the routed ones. With them the ranks
+    of `ep` hold different routed experts, and each adds its part of the shared ones' result."""
+    count, several = ep.width(moe.num_experts), bool(num_shared) and ep.size > 1
     return RouterSpec(
+        shared_gate=bool(num_shared) and moe.shared_gate,
+        shared_weight=1 / ep.size if several else 1.0,
+        first=ep.rank * count if several else 0,
+        held=count if several else None,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         score=moe.score,
@@ -87,8 +95,9 @@ class MoE:
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
     shared expert, and the result is a partial sum.
 
-    Shared experts are fused into the routed ones if that costs no copy: a rank that holds a part of every expert stores
-    them in the slots after the routed ones, and the router chooses them for every token.
+    Without all-to-all, shared experts are fused into the routed ones if that costs no copy: every rank stores them in
+    the slots after its routed ones, and the router chooses them for every token. A gate of theirs is a row of the
+    router's. Groups of ranks with different experts all compute them, for a part of their weight.
     """
 
     def __init__(
@@ -106,10 +115,13 @@ class MoE:
         prefix = f"model.layers.{layer_index}.{names.block}"
         router = f"{prefix}.{names.router}"
         gate = reader.tensor(router, (moe.num_experts, hidden), dtype=reader.gate_dtype(router))
-        self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.{names.router_bias}"
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
-        self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias else None
+        hashes = moe.hashes(layer_index)
+        self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias and not hashes else None
+        table = f"{prefix}.{names.router_table}"
+        self._table = read_expert_table(reader, table, config.vocab_size, moe) if hashes else None
+        """Experts by token id [V, K] int32, in a layer that chooses by it."""
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
@@ -117,13 +129,18 @@ class MoE:
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
         self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
-        num_shared = self._num_fused(backends, parallel, reader)
-        self._spec = router_spec(moe, num_shared)
+        num_shared = self._num_fused(moe, backends, parallel, reader)
+        self._spec = router_spec(moe, num_shared, Share.of(parallel.ep))
+        if self._spec.shared_gate:
+            name = f"{prefix}.{names.shared_gate}"
+            gate = torch.cat((gate, reader.tensor(name, (1, hidden), dtype=reader.gate_dtype(name))))
+        self._gate = backends.ops.prepare_gate(gate)  # [E, D], with a row E for the shared experts' gate
         held = held_experts(moe, layer_index, parallel)
         self.weights = self.stored.load(reader, [*held, *range(moe.num_experts, moe.num_experts + num_shared)])
         """Weights of the experts in this rank's slots."""
         self._read_first = backends.experts.capabilities.read_first if num_shared else None
-        self._routed = make_routed_experts(backends.experts, self.weights, parallel)
+        slots = backends.experts, self.weights
+        self._routed = LocalExperts(*slots) if num_shared else make_routed_experts(*slots, parallel)
         self._shared: MLP | None = None
         if moe.shared_width and not num_shared:
             share = WHOLE if travels else Share.of(parallel.world)
@@ -131,10 +148,11 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                self._shared = MLP(*of_mlp, share=share)
+                self._shared = MLP(*of_mlp, share=share, limit=moe.limit if moe.clamped else 0.0)
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
+        self._route_ahead = backends.ops.capabilities.route_ahead
         self._norm_route = backends.ops.capabilities.add_norm_route
         self.fused = self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
@@ -144,11 +162,12 @@ class MoE:
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
-    def _num_fused(self, backends: Backends, parallel: ParallelContext, reader: WeightSource) -> int:
+    def _num_fused(self, moe: MoEConfig, backends: Backends, parallel: ParallelContext, reader: WeightSource) -> int:
         """Number of shared experts in slots of their own after the routed ones: all of them, or 0."""
         able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
-        holds_all = parallel.dispatcher is None and parallel.experts is None and parallel.ep_size == 1
-        if not (able and holds_all and backends.fuse_shared_experts) or self.stored.shared_gate:
+        in_order = parallel.dispatcher is None and parallel.experts is None
+        wanted = moe.num_shared_slots(parallel.ep_size)
+        if not (able and in_order and wanted and backends.fuse_shared_experts):
             return 0
         return self.stored.num_fusible(reader)
 
@@ -162,7 +181,7 @@ class MoE:
 
     def _fuse(self, kernel: ExpertsKernel, parallel: ParallelContext) -> FusedMoE | None:
         fuse = kernel.capabilities.fuse_layer
-        if fuse is None or self._tables is not None or parallel.dispatcher is not None:
+        if fuse is None or self._tables is not None or self._table is not None or parallel.dispatcher is not None:
             return None
         if self.weights.num_experts < self._spec.num_experts:
             return None
@@ -223,7 +242,7 @@ class MoE:
     @property
     def read_first(self) -> Tensor | None:
         """Memory that the first product reads whatever the router chooses; None without shared experts in slots."""
-        return self._read_first(self.weights, self._spec.num_experts) if self._read_first is not None else None
+        return self._read_first(self.weights, self._spec.num_held) if self._read_first is not None else None
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -232,27 +251,28 @@ class MoE:
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
     def after_norm(
-        self, norm: RMSNorm, x: Tensor, residual: Tensor, phase: Phase = "prefill", real: Tensor | None = None
+        self, norm: RMSNorm, x: Tensor, residual: Tensor, phase: Phase = "prefill", tokens: RoutedTokens | None = None
     ) -> tuple[Activation, Choice | None]:
         """residual [T, D] += x in place; the norm of it, as input of `forward`, and the router's choice if one call
         computes both: `chosen` of the methods below."""
-        fused = self._norm_route if len(residual) and not norm.sums_ranks else None
+        fused = self._norm_route if len(residual) and norm.fuses_router and self._table is None else None
         if fused is None:
             return norm.add(x, residual), None
+        real = None if tokens is None else tokens.real
         early = real if self._tables is None else None
         int64 = phase in self._int64 and not self._counting
-        gate = (self._gate, self._bias, self._spec, early, int64, self.read_first)
+        gate = (self._gate, self._bias, self._asked, early, int64, self.read_first)
         hidden, weights, ids = norm.add_with(fused, x, residual, *gate)
         return hidden, self._in_slots(weights, ids, real)
 
     def forward(
-        self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None, chosen: Choice | None = None
+        self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> Tensor:
         if self.fused is not None and (self.adapters is None or not self.adapters.active):
             return self._forward_fused(x)  # type: ignore[arg-type]  # `input_format` has no rows
         if self._overlap is not None and self._overlap.shared_expert:
-            return finish(self.stages(x, phase, real, chosen))
-        weights, ids = chosen or self._choose(x, real, phase)
+            return finish(self.stages(x, phase, tokens, chosen))
+        weights, ids = chosen or self._choose(x, tokens, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
 
@@ -272,22 +292,24 @@ class MoE:
         """True if `expert_rows` is supported, for a norm that sums them."""
         return self.fused is None and isinstance(self._routed, LocalExperts) and self._routed.leaves_rows
 
-    def expert_rows(self, x: Activation, real: Tensor | None = None, chosen: Choice | None = None) -> ExpertRows:
+    def expert_rows(
+        self, x: Activation, tokens: RoutedTokens | None = None, chosen: Choice | None = None
+    ) -> ExpertRows:
         """`forward` before the sum over experts, if it `leaves_rows`."""
         assert isinstance(self._routed, LocalExperts)
-        weights, ids = chosen or self._choose(x, real, "prefill")
+        weights, ids = chosen or self._choose(x, tokens, "prefill")
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
 
     def addends(
-        self, x: Activation, phase: Phase, real: Tensor | None = None, chosen: Choice | None = None
+        self, x: Activation, phase: Phase, tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
         `forward` adds them at no cost."""
         routed, overlap = self._routed, self._overlap
         if self._shared is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, real, chosen), None
-        weights, ids = chosen or self._choose(x, real, phase)
+            return self.forward(x, phase, tokens, chosen), None
+        weights, ids = chosen or self._choose(x, tokens, phase)
         if overlap is not None and overlap.shared_expert:
             sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
             shared = self._shared.forward(x)
@@ -300,7 +322,8 @@ class MoE:
     @property
     def is_plain(self) -> bool:
         """True if `before` and `after` are currently equivalent to `forward`."""
-        return self.fused is None and self._overlap is None and self._tables is None and not self._counting
+        moved = self._tables is not None or self._table is not None
+        return self.fused is None and self._overlap is None and not moved and not self._counting
 
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and the shared expert's result [T, D]."""
@@ -311,12 +334,24 @@ class MoE:
         """[T, D]."""
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def _choose(self, x: Activation, real: Tensor | None, phase: Phase) -> tuple[Tensor, Tensor]:
+    def _choose(self, x: Activation, tokens: RoutedTokens | None, phase: Phase) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]; -1 for tokens that are not `real`."""
+        real, experts = None if tokens is None else tokens.real, None
+        if self._table is not None:
+            assert tokens is not None, "a layer that chooses experts by token id needs the ids"
+            experts = self._table.index_select(0, tokens.ids)
         early = real if self._tables is None else None  # tables map logical experts only
         wide = self._route_int64 if phase in self._int64 and not self._counting else None
-        weights, ids = (wide or self._route)(unquantized(x), self._gate, self._bias, self._spec, early)
-        return self._in_slots(weights, ids, real)
+        router = (unquantized(x), self._gate, self._bias, self._asked, early, experts)
+        ahead = self.read_first if self._route_ahead is not None and wide is None else None
+        if ahead is not None and self._route_ahead is not None:
+            return self._in_slots(*self._route_ahead(*router, ahead), real)
+        return self._in_slots(*(wide or self._route)(*router), real)
+
+    @property
+    def _asked(self) -> RouterSpec:
+        """What the router writes: experts instead of this rank's slots while they are counted."""
+        return self._spec.of_all_ranks if self._counting else self._spec
 
     @property
     def _counting(self) -> bool:
@@ -327,17 +362,20 @@ class MoE:
         if self._tables is not None:
             ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
         if self._recorder is not None and self._recorder.counting:
-            self._recorder.on_select(self.layer_index, ids[:, : self._spec.top_k].contiguous())
+            chosen = ids[:, : self._spec.top_k].contiguous()
+            self._recorder.on_select(self.layer_index, chosen)
+            if self._spec.held is not None:
+                ids = with_padding(in_slots(chosen, self._spec), real)
         return weights, ids
 
     def stages(
-        self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None, chosen: Choice | None = None
+        self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> Stages:
         """`forward` as a generator that yields during dispatch and combine, for overlap."""
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, real, chosen)
-        weights, ids = chosen or self._choose(x, real, phase)
+            return self.forward(x, phase, tokens, chosen)
+        weights, ids = chosen or self._choose(x, tokens, phase)
         sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield

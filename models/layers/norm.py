@@ -71,9 +71,14 @@ class RMSNorm:
         return self._rms_norm(x, self.weight, self.eps)
 
     @property
-    def sums_ranks(self) -> bool:
-        """True if `add` sums the rows of all ranks."""
-        return self._all_reduce is not None
+    def width(self) -> int:
+        """Channels of a result."""
+        return len(self.weight)
+
+    @property
+    def fuses_router(self) -> bool:
+        """True if `add_with` is supported."""
+        return self._all_reduce is None
 
     def add_with(self, fused: AddNormRoute, x: Tensor, residual: Tensor, *router: Any) -> tuple[Any, Tensor, Tensor]:
         """`add`, and the router of its result by the same call; router: the arguments of `fused` after eps."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation
-from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.batch import ForwardBatch, RoutedTokens
 from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.moe import Choice, MoE
 from moe_engine.models.layers.norm import RMSNorm
@@ -25,6 +25,7 @@ from moe_engine.parallel.dp_gather_scatter import (
     TokenLayout,
 )
 from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.parallel.uneven import gather_rows
 
 
 class ShardedLayer:
@@ -66,26 +67,26 @@ class ShardedLayer:
         """`forward` as a generator that yields during dispatch and combine."""
         step, comm = batch.sizes, self._comm
         assert step is not None
-        mixed = residual[:0]
+        mixed = residual[:0, : self.post_norm.width]
         if len(hidden):
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]
         chosen: Choice | None = None
         if self._moe is not None and not comm.gathers_for_ffn:
-            hidden, chosen = self._moe.after_norm(self.post_norm, mixed, rows, step.phase, batch.real)
+            hidden, chosen = self._moe.after_norm(self.post_norm, mixed, rows, step.phase, batch.routed)
         else:
             hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if self.deepstack is not None:
             self.deepstack.add(residual, batch)  # of whose rows `rows` is a view
         other: Tensor | None = None
         if staged and self._moe is not None:
-            mixed = yield from self._moe.stages(hidden, step.phase, batch.real, chosen)
+            mixed = yield from self._moe.stages(hidden, step.phase, batch.routed, chosen)
         elif self._pairs and self._moe is not None:
-            mixed, other = self._moe.addends(hidden, step.phase, batch.real, chosen)
+            mixed, other = self._moe.addends(hidden, step.phase, batch.routed, chosen)
         elif self._moe is not None:
-            mixed = self._moe.forward(hidden, step.phase, batch.real, chosen)
+            mixed = self._moe.forward(hidden, step.phase, batch.routed, chosen)
         else:
-            mixed = self.feed_forward.forward(hidden, step.phase, batch.real)
+            mixed = self.feed_forward.forward(hidden, step.phase, batch.routed)
         mixed = comm.reduce(mixed, step)
         return comm.to_attention(self.next_norm.add(mixed, rows, other), step)
 
@@ -108,9 +109,9 @@ def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_
     return GatherScatter(parallel, layout)
 
 
-def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
-    """The batch with its `sizes`: the exchanged sizes, or its own if the model has one attention group; and with `real`
-    of the tokens that this rank routes.
+def with_sizes(batch: ForwardBatch, parallel: ParallelContext, hashes: bool = False) -> ForwardBatch:
+    """The batch with its `sizes`: the exchanged sizes, or its own if the model has one attention group; and with its
+    `rank_tokens`. hashes: some layers choose experts by token id; collective if ids of other ranks are needed.
 
     Raises:
         ValueError: sizes are missing, or do not match the batch.
@@ -120,15 +121,19 @@ def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
             raise ValueError("with DP attention a batch needs `sizes`: see StepSizes.exchange")
         prefills = batch.attention.prefill is not None and batch.attention.prefill.num_tokens > 0
         sizes = StepSizes.known(parallel, [batch.num_tokens], [len(batch.logits_rows)], prefills)
-        return replace(batch, sizes=sizes, real=_routed(batch.real, sizes, parallel))
+        return replace(batch, sizes=sizes, rank_tokens=_routed(batch, sizes, parallel, hashes))
     if batch.sizes.tokens[parallel.attn_dp_rank] != batch.num_tokens:
         raise ValueError(f"the batch has {batch.num_tokens} tokens, its sizes have {batch.sizes.tokens}")
-    return batch if batch.real is None else replace(batch, real=_routed(batch.real, batch.sizes, parallel))
+    return replace(batch, rank_tokens=_routed(batch, batch.sizes, parallel, hashes))
 
 
-def _routed(real: Tensor | None, sizes: StepSizes, parallel: ParallelContext) -> Tensor | None:
-    """`real` of this rank's share if tokens are dispatched. Without a dispatcher a rank routes the tokens of all
-    groups; with several groups it has the values of one only."""
-    if real is None or parallel.dispatcher is not None:
-        return None if real is None else real[sizes.own_tokens]
-    return real if parallel.attn_dp_size == 1 else None
+def _routed(batch: ForwardBatch, sizes: StepSizes, parallel: ParallelContext, hashes: bool) -> RoutedTokens:
+    """This rank's share if tokens are dispatched. Without a dispatcher a rank routes the tokens of all groups: their
+    ids are gathered if layers read them, and all are real."""
+    ids, real = batch.input_ids, batch.real
+    if parallel.dispatcher is None and parallel.attn_dp_size == 1:
+        return RoutedTokens(ids, real)
+    own = ids[sizes.own_tokens]
+    if parallel.dispatcher is not None:
+        return RoutedTokens(own, None if real is None else real[sizes.own_tokens])
+    return RoutedTokens(gather_rows(parallel.world, own.unsqueeze(1), sizes.shares).squeeze(1) if hashes else own)

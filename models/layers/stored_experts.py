@@ -50,7 +50,6 @@ class StoredExperts:
         )  # fmt: skip
         self._cut = part.cut_in_groups(moe.width, group)
         self._width = moe.width if self._cut is None else self._cut.stop - self._cut.start
-        self.shared_gate = moe.shared_gate
 
     def num_fusible(self, reader: WeightSource) -> int:
         """Shared experts that `load` takes as experts E and on; 0: their width or storage differs from the routed
@@ -71,6 +70,8 @@ class StoredExperts:
             kept = self.kernel.capabilities.quantized[type(format)]
             make = kept.allocate if down == format or kept.of_two is None else partial(kept.of_two, down)
             weights = make(*sizes, reader.device, format)
+        if self._moe.clamped:
+            weights.limit = self._moe.limit
         if self._moe.biased:
             weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
             weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)

@@ -78,7 +78,7 @@ class ServerArgs:
         "out: reasoning stays in the text; the embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("deepseek-v4", "deepseek-v41", "nemotron_3",
+            ("deepseek-v41", "nemotron_3",
              "apertus2509", "beam", "dots", "ling3", "k2_horizon", "kimi_k3", "muse", "poolside_v1", "minimax-m3",
              "nanbeige", "step3p5", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),

@@ -27,7 +27,7 @@ from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import MIN_GAIN
-from moe_engine.worker.eplb.eplb_manager import Planner
+from moe_engine.worker.eplb.eplb_planner import Planner
 from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.startup.expert_setup import moe_layers, mtp_moe_layers
 from moe_engine.worker.startup.speculation_setup import mtp_layers

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ import zmq.asyncio
 from moe_engine.core import messages
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
-from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client_api import (
     CALL_SECONDS,
@@ -38,8 +36,8 @@ from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.dp_routing import Room, Router
 from moe_engine.frontend.inbox import Inbox
 from moe_engine.frontend.known_prefixes import PromptBlocks
+from moe_engine.frontend.scheduler_endpoint import SchedulerEndpoint
 from moe_engine.processes.frames import FrameReader
-from moe_engine.processes.zmq_sockets import JobKeys, connect
 from moe_engine.types import FinishReason
 from moe_engine.validation import prepared
 
@@ -57,63 +55,6 @@ GRACE_SECONDS = 10.0
 STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 """Errors of a socket that was closed because its core was stopped."""
 SHUT_DOWN = "this engine was shut down"
-
-
-@dataclass
-class _SchedulerEndpoint:
-    """One scheduler: a core process, or an attention group behind it."""
-
-    core: CoreProcess
-    group: int
-    to_core: zmq.Socket[bytes]
-    status: SharedStatus
-    lost: str | None = None
-    """Cause of the group's loss, if its core continues without it."""
-    begun: list[AddRequest] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """Requests that began in this turn of the event loop, and ids of those whose readers left: not yet sent."""
-
-    @property
-    def dead(self) -> str | None:
-        """Why it cannot receive requests, or None."""
-        return self.core.dead or self.lost
-
-    def add(self, request: AddRequest) -> None:
-        """Sends a request, in one message with all others that begin in this turn of the event loop: else an idle
-        scheduler would compute the first one of a batch alone, and read the weights once more for the others."""
-        self._end_turn_later()
-        self.begun.append(request)
-
-    def leave(self, rid: str) -> None:
-        """Aborts a request without a reader, in one message with all others that lose theirs in this turn of the event
-        loop: the scheduler ends them together, and admits none of them to the row of another."""
-        self._end_turn_later()
-        self.left.append(rid)
-
-    def send(self, message: messages.Message) -> None:
-        self._send_begun()
-        self._send(message)
-
-    def end_turn(self) -> None:
-        """Sends what this turn of the event loop has collected."""
-        self._send_begun()
-        left, self.left = self.left, []
-        if left:
-            self._send(messages.AbortRequest(left, reason="client disconnected"))
-
-    def _end_turn_later(self) -> None:
-        if not self.begun and not self.left:
-            asyncio.get_running_loop().call_soon(self.end_turn)
-
-    def _send_begun(self) -> None:
-        begun, self.begun = self.begun, []
-        if begun:
-            self._send(begun[0] if len(begun) == 1 else messages.AddRequests(begun))
-
-    def _send(self, message: messages.Message) -> None:
-        if not self.dead and not self.to_core.closed:
-            # A PUSH socket without a high-water mark never blocks. asyncio's sockets create a future for each message.
-            self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
 
 class CoreClient:
@@ -138,14 +79,14 @@ class CoreClient:
         self._by_room = by_room
         self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
         self._endpoints = [
-            _SchedulerEndpoint(core, group, _push(address, core.keys), status)
+            SchedulerEndpoint.to(core, group, address, status)
             for core in self._cores
             for group, (address, status) in enumerate(zip(core.to_core_addresses, core.statuses))
         ]
         room = Room(info.max_total_num_tokens, info.max_running_requests, info.host_tier_tokens)
         self._router = Router(len(self._endpoints), method, room)
         self._inboxes: dict[str, Inbox] = {}
-        self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, tuple[SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self.closing = False
         """Whether shutdown of the cores has begun."""
@@ -232,13 +173,13 @@ class CoreClient:
             for endpoint, found in zip(endpoints, await asyncio.gather(*asked, return_exceptions=True))
         ]
 
-    def _replica_of(self, endpoint: _SchedulerEndpoint) -> int | None:
+    def _replica_of(self, endpoint: SchedulerEndpoint) -> int | None:
         return self._cores.index(endpoint.core) if len(self._cores) > 1 else None
 
-    def _args_for(self, endpoint: _SchedulerEndpoint, args: CallArgs) -> dict[str, Any]:
+    def _args_for(self, endpoint: SchedulerEndpoint, args: CallArgs) -> dict[str, Any]:
         return dict(args(self._replica_of(endpoint)) if callable(args) else args)
 
-    def _group_answers(self, endpoint: _SchedulerEndpoint, found: Any, deadline: float) -> GroupAnswers:
+    def _group_answers(self, endpoint: SchedulerEndpoint, found: Any, deadline: float) -> GroupAnswers:
         replica = self._replica_of(endpoint)
         if isinstance(found, TimeoutError):
             late = f"the scheduler of group {endpoint.group} did not answer within {deadline:g} s"
@@ -252,7 +193,7 @@ class CoreClient:
     async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS) -> list[Any]:
         return values_of(await self.ask_ranks(method, args, deadline), method)
 
-    def _alive(self) -> list[_SchedulerEndpoint]:
+    def _alive(self) -> list[SchedulerEndpoint]:
         alive = [endpoint for endpoint in self._endpoints if not endpoint.dead]
         if not alive:
             raise EngineDeadError(self._cause())
@@ -286,7 +227,7 @@ class CoreClient:
             )
         return number
 
-    async def _call(self, endpoint: _SchedulerEndpoint, call: messages.Call) -> Any:
+    async def _call(self, endpoint: SchedulerEndpoint, call: messages.Call) -> Any:
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = endpoint, future
@@ -305,7 +246,7 @@ class CoreClient:
 
     def healths(self) -> list[Health]:
         """One per scheduler."""
-        return [_health(endpoint) for endpoint in self._endpoints]
+        return [endpoint.health() for endpoint in self._endpoints]
 
     def cause_of_death(self) -> str | None:
         """Why no request can be served any more; None while a replica is alive."""
@@ -314,7 +255,7 @@ class CoreClient:
     def stop_stalled(self, stall: Any) -> None:
         """Kills replicas for which `stall(health)` returns a reason. Their requests fail with that reason."""
         for endpoint in self._endpoints:
-            reason = None if endpoint.dead else stall(_health(endpoint))
+            reason = None if endpoint.dead else stall(endpoint.health())
             if reason:
                 endpoint.core.kill(reason)
 
@@ -386,7 +327,7 @@ class CoreClient:
         core.kill("the frontend no longer reads its messages")
 
     def _on_step_output(
-        self, endpoints: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
+        self, endpoints: list[SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
     ) -> None:
         if not 0 <= message.group < len(endpoints):
             frames.drop(f"a step of group {message.group}; this core has {len(endpoints)}")
@@ -466,27 +407,3 @@ class CoreClient:
 
     def _cause(self) -> str:
         return "; ".join(dict.fromkeys(endpoint.dead for endpoint in self._endpoints if endpoint.dead))
-
-
-def _push(address: str, keys: JobKeys | None) -> zmq.Socket[bytes]:
-    socket = zmq.Context(zmq.asyncio.Context.instance()).socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    connect(socket, address, keys)
-    return socket
-
-
-def _health(endpoint: _SchedulerEndpoint) -> Health:
-    status = endpoint.status.read()
-    return Health(
-        alive=endpoint.dead is None,
-        ready=status.ready,
-        last_step=status.step,
-        last_step_age=status.step_age,
-        silence=status.silence,
-        oldest_queued_age=0.0 if endpoint.dead else status.oldest_queued_age,
-        num_running=0 if endpoint.dead else status.num_running,
-        num_waiting=0 if endpoint.dead else status.num_waiting,
-        num_used_tokens=0 if endpoint.dead else status.num_used_tokens,
-        dead=endpoint.dead,
-    )

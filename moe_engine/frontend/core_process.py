@@ -24,6 +24,7 @@ from moe_engine.processes.address_space import address_space_hint
 from moe_engine.processes.child import ChildProcess
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.stopped import HELD_SECONDS, StoppedProcessDetector
+from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import bind
 
 logger = logging.getLogger("moe_engine")
@@ -31,6 +32,8 @@ logger = logging.getLogger("moe_engine")
 CORE_MODULE = "moe_engine.cluster.core_main"
 REPORT_SECONDS = 30.0
 """Time for the frontend to read the last message of a core that has exited."""
+FAILED_CORE_SECONDS = 3.0
+"""Time for a core that has reported its failure to kill its ranks, which may be stopped by a signal, and to exit."""
 
 
 class CoreProcess:
@@ -175,10 +178,18 @@ class CoreProcess:
             loop.call_soon(listener, dead)
 
     def note_failure(self, message: str) -> None:
-        """Records the cause that the core reported."""
+        """Records the cause that the core, or a rank of its group, reported. The core is killed if it does not exit: it
+        may be stopped by a signal."""
         with self._lock:
-            self.dead = self.dead or f"{self.name} (pid {self.pid}) failed: {message}"
+            known, self.dead = self.dead, self.dead or f"{self.name} (pid {self.pid}) failed: {message}"
         self._reported.set()
+        if known is None:
+            start_watched(f"end of {self.name}", self._end_failed, lambda message: None)
+
+    def _end_failed(self) -> None:
+        time.sleep(FAILED_CORE_SECONDS)
+        if self._child.returncode is None:
+            self.kill("it did not exit after its failure")
 
     def _exited(self, how: str, code: int) -> None:
         if code == REPORTED_FAILURE and not self._expected:

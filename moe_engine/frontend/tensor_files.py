@@ -23,7 +23,7 @@ FIELD = "serialized_named_tensors"
 FILE = "model.safetensors"
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64",
 }  # fmt: skip
 HOW = f"send {FIELD} as a list of safetensors.torch.save({{name: tensor}}) in base64"
 
@@ -84,7 +84,8 @@ class TensorFiles:
         for name, tensor in tensors.items():
             dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
             if dtype is None:
-                raise InputError(f"named_tensors: {name} is {tensor.dtype}; weights are floats", field="named_tensors")
+                message = f"named_tensors: {name} is {tensor.dtype}, which no checkpoint has"
+                raise InputError(message, field="named_tensors")
             stop = start + tensor.numel() * ELEMENT_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
             start = stop

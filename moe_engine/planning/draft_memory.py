@@ -25,7 +25,11 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         # states of each row's last token; with several layers also of earlier tokens, and a copy of these during an
         # update
         states = given.limits.running * (2 * layers - 1)
-        kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
+        tapped = 0
+        if model.streams is not None and given.graphs.sizes:
+            tapped = given.graphs.up_to(given.limits.running).max_tokens
+        num_bytes = (states + tapped) * model.draft_state_width * size
+        kept = LedgerRow("draft states", num_bytes, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
     if given.uses_ngrams:
         if given.machine.device == "cpu":
@@ -54,6 +58,8 @@ def step_bytes(given: SizingInput) -> int:
     if given.draft is not None:
         unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
         step = max(step, sizes.largest_step_activation_bytes(given.draft, max(tokens, unseen), size))
+    if given.uses_mtp and given.model.streams is not None:  # streams of the model, a copy, and those of the MTP layer
+        return step + 3 * tokens * given.model.draft_state_width * size
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
 
 

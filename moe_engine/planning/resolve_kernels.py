@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import expert_widths, need_of_model
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_dtype import kv_forms
+from moe_engine.planning.resolve_dtype import DTYPE_BYTES, kv_forms
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.validate import attention_groups
 
@@ -55,6 +56,10 @@ def resolve_kernels(
         ConfigError: a requested backend cannot run on this machine.
     """
     given = args.memory.page_size
+    if given and given % model.page_multiple:
+        multiple = model.page_multiple
+        raise ConfigError(f"--page-size {given}: {model.source} has entries of {multiple} tokens; use a multiple of it")
+    _check_entries(model, dtype)
     deterministic = args.backends.enable_deterministic_inference
     captured = uncaptured is None
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
@@ -62,7 +67,7 @@ def resolve_kernels(
     dispatch = parallel.dispatch
     placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
     need = replace(need, chains=chains, trees=trees, experts=expert_widths(model, *placed))
-    pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
+    pages = (given,) if given else tuple(page for page in _page_sizes(need, model) if _fits(args, page))
     forms = kv_forms(args, kv_dtype, model, draft, deterministic)
     plan = _plan(machine, need, asked, pages, captured, forms)
     page, kv_dtype = plan.need.page_size, plan.need.kv_dtype
@@ -72,6 +77,8 @@ def resolve_kernels(
     if given is None:
         row = plan.row("attention").name
         reason = f"{row} attention runs on single tokens" if page == 1 else f"{row} attention reads pages of {page}"
+        if model.page_multiple > 1:
+            reason = f"entries of {model.page_multiple} tokens are in one page"
         record.note("page_size", page, reason)
     drafts = None
     if draft is not None:
@@ -84,6 +91,21 @@ def resolve_kernels(
 def asked_backends(args: EngineArgs) -> dict[str, str]:
     """Row of each kernel family that the flags request."""
     return {family: getattr(args.backends, name) for family, name in FLAGS.items()}
+
+
+def _check_entries(model: ModelConfig, dtype: str) -> None:
+    """Raises ConfigError for entries whose bytes cannot be divided over their tokens, as copies of pages need."""
+    for rate, widths in map(model.entry_parts, range(model.num_layers)):
+        if any(DTYPE_BYTES[dtype] * width % rate for width in widths):
+            raise ConfigError(
+                f"--dtype {dtype}: entries of {rate} tokens with {min(widths)} channels ({model.source}) have less "
+                "than one byte for each token; use float32"
+            )
+
+
+def _page_sizes(need: Need, model: ModelConfig) -> tuple[int, ...]:
+    """Page sizes worth choosing from, whose pages have whole entries."""
+    return tuple(dict.fromkeys(math.lcm(page, model.page_multiple) for page in page_sizes_of(need)))
 
 
 def _fits(args: EngineArgs, page: int) -> bool:

@@ -9,10 +9,13 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.expert_format import experts_format, width_group
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
 from moe_engine.parallel.all_reduce.choice import AllReduceChoice
 from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
+from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.resolution_log import Record
@@ -21,6 +24,8 @@ from moe_engine.processes.dist_secret import DistSecret
 
 FP8_BLOCK = 128
 """Channels that share a scale."""
+UNEVEN = 1.1
+"""The largest part of an expert over an equal one for which ranks count as even."""
 ONE_RANK = Topology()
 START_SECONDS = 1200.0
 
@@ -97,7 +102,7 @@ def resolve_parallel(
     backend = dispatch_backend(args)
     if backend != "none" and not model.is_moe:
         raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
-    ep_size = expert_parallel(args, backend, record)
+    ep_size = expert_parallel(args, backend, record, model, device)
     _check_replicas(replicas, num_nodes)
     _check_enough_ranks(
         flags, attn_dp, ep_size, num_nodes, "" if "nnodes" in args.given or place is None else place.origin
@@ -143,7 +148,8 @@ def with_dispatch_dtype(
         return plan
     experts, moe = kernels.model.row("experts"), model.moe
     reads = experts.reads_fp8 is not None and experts.reads_fp8(kernels.model.device)
-    stored = model.weight_format.name == "fp8" and model.weight_format.kept_on(kernels.model.device.kind)
+    format = model.weight_format
+    stored = format.name == "fp8" and format.kept_on(kernels.model.device.kind) and experts_format(model) is None
     whole = moe is not None and not model.hidden_size % FP8_BLOCK and not moe.width % FP8_BLOCK
     if not (reads and stored and whole):
         return plan
@@ -290,8 +296,10 @@ def dispatch_backend(args: EngineArgs) -> str:
     return "deepep"
 
 
-def expert_parallel(args: EngineArgs, backend: str, record: Record) -> int:
-    """--ep-size; if left out, all ranks with a dispatcher, which spans all ranks."""
+def expert_parallel(
+    args: EngineArgs, backend: str, record: Record, model: ModelConfig | None = None, device: str = "cuda"
+) -> int:
+    """--ep-size; if left out, all ranks with a dispatcher, which spans all ranks, else `even_groups` of the model."""
     flags = args.parallel
     if "ep_size" in args.given and flags.ep_size != flags.tp_size and flags.enable_ep_moe:
         raise ConfigError(
@@ -304,7 +312,39 @@ def expert_parallel(args: EngineArgs, backend: str, record: Record) -> int:
         return record.note("ep_size", flags.tp_size, "--enable-ep-moe: all ranks")
     if backend != "none":
         return record.note("ep_size", flags.tp_size, f"--moe-a2a-backend {backend} spans all ranks")
-    return flags.ep_size
+    if model is None or device != "cuda":
+        return flags.ep_size
+    groups = even_groups(model, flags.tp_size)
+    if groups == flags.ep_size or args.experts.ep_num_redundant_experts:
+        return flags.ep_size
+    return record.note(
+        "ep_size",
+        groups,
+        f"{flags.tp_size} ranks hold uneven parts of an expert's scale blocks, {groups} groups even ones",
+    )
+
+
+def even_groups(model: ModelConfig, tp_size: int) -> int:
+    """The fewest groups of ranks with different experts whose ranks hold nearly equal parts of them on a GPU.
+
+    A part has whole scale blocks: 12 blocks on 8 ranks are two on some ranks and one on others, and a step takes as
+    long as two; in two groups of four ranks each has three blocks of half the experts. Fewer blocks than ranks are
+    split and dequantized at load.
+    """
+    moe, format = model.moe, model.weight_format
+    if not model.is_moe or moe is None:
+        return 1
+    blocks = isinstance(format, BlockFP8Format) and format.kept_on("cuda")
+    group = width_group(model, blocks)
+    for ep in range(1, tp_size):
+        ranks = tp_size // ep
+        if tp_size % ep or moe.num_experts % ep or moe.width % ranks:
+            continue
+        cut = Share(0, ranks).cut_in_groups(moe.width, group)
+        part = moe.width if cut is None else cut.stop
+        if part % group == 0 and part * ranks <= UNEVEN * moe.width:
+            return ep
+    return 1
 
 
 def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tuple[int, int, str | None]:

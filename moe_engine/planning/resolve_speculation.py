@@ -192,6 +192,11 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "give an EAGLE head in --speculative-draft-model-path, or use NGRAM, which needs no weights, or STANDALONE "
             "with a draft model"
         )
+    if model.streams is not None and model.num_nextn_predict_layers > 1:
+        raise NotAvailableYet(
+            f"{asked}: not supported yet: {model.num_nextn_predict_layers} MTP layers of {model.architecture}, which "
+            "have heads of their own; use NGRAM"
+        )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(
             f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
@@ -217,7 +222,7 @@ def _refuse_windows(topk: int, *models: ModelConfig) -> None:
     for model in models:
         if model.windows:
             window = min(own for own in model.windows if own is not None)
-            shorter = f", or --context-length {window}" if model.other_layers is None else ""
+            shorter = f", or --context-length {window}" if not model.keeps_windows else ""
             raise ConfigError(
                 f"--speculative-eagle-topk {topk} with {model.source}: draft trees need layers without a sliding "
                 f"window; use --speculative-eagle-topk 1{shorter}"

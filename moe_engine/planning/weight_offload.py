@@ -113,7 +113,7 @@ def layer_bytes(
     rotary = sizes.tensor_bytes(model, (), *further)
 
     def of(layer: int, is_moe: bool) -> int:
-        specs = (*attention_tensors(model, layer), *feed_forward_tensors(model, is_moe))
+        specs = (*attention_tensors(model, layer), *feed_forward_tensors(model, is_moe, layer))
         named = [spec.within(f"model.layers.{layer}") for spec in specs]
         return sizes.tensor_bytes(model, named, *further) - rotary
 

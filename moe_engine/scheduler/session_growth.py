@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moe_engine.scheduler.step_sums import MEMORY
+
 MAX_TURNS = 64
 """Lengths of sessions that are distinguished, in turns of mean growth; also the turns that are looked ahead, at
 most."""
 STEPS = 64
-MEMORY = 1 / 256
-"""Weight of a new observation."""
 
 
 def rounded(share: float) -> float:

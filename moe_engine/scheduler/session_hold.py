@@ -11,9 +11,9 @@ are cheap to recompute and would grow in their place.
 the horizon, by expectation (`session_growth`), and at least for their net growth in a steady state: without it, a held
 session would be recomputed before its space had paid off.
 - The request that has waited longest may evict held KV if evictions for this reason have cost at most `ROTATION` of the
-  time. Its wait is therefore at most the time to recompute the KV evicted for the requests before it and for the
-  expected growth of their sessions, divided by `ROTATION`. A limit in seconds (`--session-hold SECONDS`) lets it run
-  earlier, at any cost.
+  time (`session_rotation`). Its wait is therefore at most the time to recompute the KV evicted for the requests before
+  it and for the expected growth of their sessions, divided by `ROTATION`. A limit in seconds (`--session-hold SECONDS`)
+  lets it run earlier, at any cost.
 
 A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. If requests
 do not return, no KV is held. With a host tier evicted KV is loaded back, so sessions are held on device and host
@@ -28,18 +28,16 @@ from dataclasses import dataclass
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.return_times import MEMORY, ReturnTimes, StepTimes
+from moe_engine.scheduler.return_times import ReturnTimes, StepTimes
 from moe_engine.scheduler.session_growth import MAX_TURNS, Projection, ReturnShares, rounded
-from moe_engine.scheduler.step_sums import Steps
+from moe_engine.scheduler.session_rotation import Rotation
+from moe_engine.scheduler.step_sums import MEMORY, Steps
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request
 
 MAX_SESSIONS = 512
 HEAD, TAIL = 32, 16
 """Tokens by which an ended request is recognized: the first tokens, and the last cached tokens."""
-ROTATION = 0.025
-"""Max share of the time for recomputing KV that was evicted so that another session can run: half of the allowed loss
-of throughput (0.05)."""
 LEAST_CACHED = 0.5
 """Cached share of a session's KV below which the session counts as evicted."""
 PLANNING = 0.05
@@ -60,6 +58,18 @@ class _Session:
     """Probability that another turn follows."""
     is_lost: bool = False
     """Whether it has been silent for so long that it counts as ended."""
+
+
+class _Mean:
+    """Mean of values: all weigh the same at first, later older ones less."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._num = 0
+
+    def add(self, value: float) -> None:
+        self._num += 1
+        self.value += (value - self.value) * max(MEMORY, 1 / self._num)
 
 
 class SessionHold:
@@ -87,14 +97,14 @@ class SessionHold:
         self._sessions: dict[int, _Session] = {}
         """Sessions in the order of their ends."""
         self._by_head: dict[Hashable, dict[int, _Session]] = {}
-        self._num = self._num_returned = self._num_first = 0
+        self._num = 0
+        """Ended requests so far: the number of the last session."""
         self._running: dict[str, Request] = {}
         self._by_length = ReturnShares()
         self._projection = Projection(0.0, self._by_length.shares(), 0)
         self.times, self.returns = StepTimes(max_running), ReturnTimes()
-        self._output = self._prompt = self._first = self._length = self._gap = 0.0
-        """Means per turn: output tokens, new prompt tokens of returning and of first turns, tokens at its end; seconds
-        between two ends."""
+        self._output, self._prompt, self._first, self._gap = _Mean(), _Mean(), _Mean(), _Mean()
+        """Per turn: output tokens, new prompt tokens of returning and of first turns; seconds between two ends."""
         self._last_end = 0.0
         self.holds_back = False
         """Whether the last admission passed over requests because of held sessions."""
@@ -102,13 +112,7 @@ class SessionHold:
         self._before: dict[Waiting, int] = {}
         """By waiting request whose KV is held: tokens held with higher precedence."""
         self._reserve = 0.0
-        self._passed: dict[Waiting, None] = {}
-        """Requests that were passed over, the longest waiting first."""
-        self._credit, self._credited = 0.0, 0.0
-        """Budget in seconds of recomputation that rotation may cause; time of its last increase."""
-        self._rotating: Waiting | None = None
-        """The request that may run by evicting held KV; the recomputation takes `_rotation_cost` seconds."""
-        self._rotation_cost = 0.0
+        self._rotation = Rotation()
         self._next_plan = 0.0
 
     @classmethod
@@ -142,11 +146,9 @@ class SessionHold:
             return
         now, tokens = self._clock(), request.prompt_ids + request.output_ids
         self._num += 1
-        weight = max(MEMORY, 1 / self._num)
-        self._output += (len(request.output_ids) - self._output) * weight
-        self._length += (len(tokens) - self._length) * weight
+        self._output.add(len(request.output_ids))
         if self._num > 1:
-            self._gap += (max(now - self._last_end, 1e-6) - self._gap) * max(MEMORY, 1 / (self._num - 1))
+            self._gap.add(max(now - self._last_end, 1e-6))
         self._last_end = now
         head = request.namespace, tuple(tokens[:HEAD])
         session = _Session(node, node.end, now, head, tuple(tokens[node.end - TAIL : node.end]))
@@ -170,8 +172,7 @@ class SessionHold:
             if fits and tuple(tokens[end - TAIL : end]) == session.tail:
                 found, length = number, end
         if found is None:
-            self._num_first += 1
-            self._first += (len(tokens) - self._first) * max(MEMORY, 1 / self._num_first)
+            self._first.add(len(tokens))
             return
         session = self._sessions[found]
         session.entry = entry
@@ -181,16 +182,14 @@ class SessionHold:
             self._by_length.found(self._turns(session.end))
         self._by_length.observe(self._turns(session.end), True)
         self.returns.returned(self._clock() - session.ended)
-        new = len(tokens) - session.end
-        self._num_returned += 1
-        self._prompt += (new - self._prompt) * max(MEMORY, 1 / self._num_returned)
+        self._prompt.add(len(tokens) - session.end)
 
     # -- what is held
 
     @property
     def growth(self) -> float:
         """Tokens that a turn adds to its session."""
-        return self._prompt + self._output
+        return self._prompt.value + self._output.value
 
     def _turns(self, length: float) -> int:
         """A session's length in turns of mean growth."""
@@ -214,7 +213,7 @@ class SessionHold:
         if now < self._next_plan:
             return
         room = available + self._below
-        self._choose(now, room - num_running * self._output)
+        self._choose(now, room - num_running * self._output.value)
         self._next_plan = now + (self._clock() - now) / PLANNING
 
     def _rank(self, now: float, horizon: float) -> list[_Session]:
@@ -291,15 +290,15 @@ class SessionHold:
         for request in self._running.values():
             if request.row >= 0:  # not retracted
                 has = request.num_computed
-                end = max(len(request.prompt_ids) + self._output, has)
+                end = max(len(request.prompt_ids) + self._output.value, has)
                 turns = self._turns(end)
                 members.append((turns, has, end, shares[turns]))
         for session in holds:
             members.append((self._turns(session.end), session.end, session.end, session.returns))
-        cycle = self._gap * max(len(members), 1)
+        cycle = self._gap.value * max(len(members), 1)
         self._projection = Projection(self.growth, shares, int(horizon / cycle) + 1 if cycle else 1)
         self._projection.add_all(members)
-        size = self._first + self._output
+        size = self._first.value + self._output.value
         begins = len(members) / self._projection.num_turns(self._turns(size))  # as many as end, in a steady state
         self._projection.add_arrivals(begins, self._turns(size), size)
 
@@ -310,9 +309,9 @@ class SessionHold:
         the pool unused for T seconds at most. Both are equal at R = G T log(1 + horizon / T), without ends at G
         horizon.
         """
-        if not self._gap:
+        if not self._gap.value:
             return 0.0
-        rate, ends = self.growth / self._gap, (1 - self.returns.share) / self._gap
+        rate, ends = self.growth / self._gap.value, (1 - self.returns.share) / self._gap.value
         return rate * math.log1p(horizon * ends) / ends if ends > 1e-9 else rate * horizon
 
     def must_wait(self, entry: Waiting, total: int, room: float) -> bool:
@@ -321,7 +320,7 @@ class SessionHold:
             return False
         if not (self._held or self._displaced or self._running):
             return False
-        size = len(entry.tokens) + self._output
+        size = len(entry.tokens) + self._output.value
         before: float | None = self._before.get(entry)
         if before is None:
             ahead = max(self._reserve, self._projection.peak_with(self._turns(size), size))
@@ -332,18 +331,10 @@ class SessionHold:
         now = self._clock()
         if self._is_over(entry):
             return False
-        if not self._passed:
-            self._credited = now
-        self._passed.setdefault(entry)
-        if entry is not self._longest():
+        if not self._rotation.pass_over(entry, now):
             return True
-        cost = (total + self._projection.growth_of(self._turns(size), size)) * self.times.per_token
-        self._credit = min(self._credit + (now - self._credited) * ROTATION, cost)
-        self._credited = now
-        if self._credit < cost:
-            return True
-        self._rotating, self._rotation_cost = entry, cost
-        return False
+        recomputed = total + self._projection.growth_of(self._turns(size), size)
+        return not self._rotation.affords(entry, recomputed * self.times.per_token, now)
 
     def admitted(self, entry: Waiting) -> None:
         """Records that a request runs."""
@@ -352,26 +343,13 @@ class SessionHold:
         if entry.request.rid not in self._running:
             self._running[entry.request.rid] = entry.request
             if entry not in self._before and (self._held or self._reserve):
-                size = len(entry.tokens) + self._output
+                size = len(entry.tokens) + self._output.value
                 self._projection.add(self._turns(size), size)
-        if self._passed and entry in self._passed:
-            del self._passed[entry]
-        if entry is self._rotating:
-            self._credit -= self._rotation_cost
-            self._rotating = None
-
-    def _longest(self) -> Waiting | None:
-        """The request that was passed over first and still waits."""
-        while self._passed:
-            first = next(iter(self._passed))
-            if first.is_queued:
-                return first
-            del self._passed[first]
-        return None
+        self._rotation.admitted(entry)
 
     def may_evict(self, entry: Waiting) -> bool:
         """Whether a request is worth examining although many were passed over."""
-        return entry in self._before or entry is self._longest() or self._is_over(entry)
+        return entry in self._before or entry is self._rotation.first() or self._is_over(entry)
 
     def _is_over(self, entry: Waiting) -> bool:
         return self._limit is not None and self._clock() - entry.request.queued_at >= self._limit

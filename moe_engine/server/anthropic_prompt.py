@@ -9,7 +9,7 @@ from moe_engine.errors import InputError
 from moe_engine.server.anthropic_types import CountRequest, MessagesRequest
 from moe_engine.server.openai_images import PlacedImage
 from moe_engine.server.openai_types import ChatRequest
-from moe_engine.validation import checked
+from moe_engine.validation import checked, string_at
 
 NAMES = (
     (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
@@ -105,13 +105,13 @@ def _assistant(blocks: list[Any], field: str) -> dict[str, Any]:
     for i, block in enumerate(blocks):
         place = f"{field}[{i}]"
         if block["type"] == "text":
-            texts.append(_field(block, "text", place))
+            texts.append(string_at(block, "text", place))
         elif block["type"] == "thinking":
-            thoughts.append(_field(block, "thinking", place))
+            thoughts.append(string_at(block, "thinking", place))
         elif block["type"] == "tool_use":
             arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
-            function = {"name": _field(block, "name", place), "arguments": arguments}
-            calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
+            function = {"name": string_at(block, "name", place), "arguments": arguments}
+            calls.append({"id": string_at(block, "id", place), "type": "function", "function": function})
         elif block["type"] != "redacted_thinking":
             raise _unavailable(block, place)
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
@@ -134,7 +134,7 @@ def _user(blocks: list[Any], role: str, field: str, *, images: bool) -> list[dic
                 found = [{"type": "text", "text": found}]
             shown = [_part(part, f"{place}.content[{j}]", images=images) for j, part in enumerate(found)]
             content = _joined(shown, "Error: " if block.get("is_error") else "")
-            out.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
+            out.append({"role": "tool", "tool_call_id": string_at(block, "tool_use_id", place), "content": content})
         else:
             parts.append(_part(block, place, images=images))
     if parts or not out:
@@ -146,11 +146,11 @@ def _part(block: Any, place: str, *, images: bool) -> dict[str, Any]:
     """A part of a chat message: text, also of a document, or an image."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "text":
-        return {"type": "text", "text": _field(block, "text", place)}
+        return {"type": "text", "text": string_at(block, "text", place)}
     if kind == "document":
         return {"type": "text", "text": _document(block, place)}
     if kind == "search_result":
-        lines = (_field(block, "title", place), _field(block, "source", place), _content(block, place))
+        lines = (string_at(block, "title", place), string_at(block, "source", place), _content(block, place))
         return {"type": "text", "text": "\n\n".join(lines)}
     if kind != "image":
         raise _unavailable(block, place)
@@ -174,7 +174,7 @@ def _document(block: Any, place: str) -> str:
     if kind not in ("text", "content"):
         field = f"{place}.source.type"
         raise InputError(f"{field}: documents of type {kind!r:.60} are not available here; send text", field=field)
-    text = _field(source, "data", f"{place}.source") if kind == "text" else _content(source, f"{place}.source")
+    text = string_at(source, "data", f"{place}.source") if kind == "text" else _content(source, f"{place}.source")
     return f"{block['title']}\n\n{text}" if isinstance(block.get("title"), str) else text
 
 
@@ -195,8 +195,8 @@ def _image_address(block: Any, place: str) -> str:
         words = f"expected base64 or url, got {source.get('type')!r:.60}"
         raise InputError(f"{place}.source.type: {words}", field=f"{place}.source.type")
     if source["type"] == "url":
-        return _field(source, "url", f"{place}.source")
-    kind, data = _field(source, "media_type", f"{place}.source"), _field(source, "data", f"{place}.source")
+        return string_at(source, "url", f"{place}.source")
+    kind, data = string_at(source, "media_type", f"{place}.source"), string_at(source, "data", f"{place}.source")
     if not kind.startswith("image/"):
         words = f"expected a type of images such as image/png, got {kind!r:.60}"
         raise InputError(f"{place}.source.media_type: {words}", field=f"{place}.source.media_type")
@@ -210,15 +210,8 @@ def _text(content: Any, field: str) -> str:
     for i, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":
             raise _unavailable(block, f"{field}[{i}]")
-        texts.append(_field(block, "text", f"{field}[{i}]"))
+        texts.append(string_at(block, "text", f"{field}[{i}]"))
     return "\n".join(texts)
-
-
-def _field(block: Any, name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InputError(f"{place}.{name}: expected a string, got {value!r:.60}", field=f"{place}.{name}")
-    return value
 
 
 def _unavailable(block: Any, place: str) -> InputError:

@@ -70,17 +70,13 @@ class Bodies:
 
     async def plan(self, request: Request, name: str) -> Plan:
         """Raises InputError: the body is too large, not a JSON object, or invalid for the endpoint."""
-        done = await self._run(request, name)
+        done = await self.plan_or_answer(request, name)
         assert isinstance(done, Plan)
         return done
 
-    async def plan_or_answer(self, request: Request, name: str) -> Plan | Response:
-        """Raises like `plan`."""
-        return await self._run(request, name)
-
     async def answer(self, request: Request, name: str) -> Response:
         """Raises like `plan`."""
-        done = await self._run(request, name)
+        done = await self.plan_or_answer(request, name)
         assert isinstance(done, Response)
         return done
 
@@ -89,7 +85,8 @@ class Bodies:
         if self._processes is not None:
             self._processes.close()
 
-    async def _run(self, request: Request, name: str) -> Plan | Response:
+    async def plan_or_answer(self, request: Request, name: str) -> Plan | Response:
+        """Raises like `plan`."""
         body = Body(request, self._max_bytes)
         begun = await body.read(self._max_bytes if self._processes is None else PROCESS_BYTES)
         mark_body_read()

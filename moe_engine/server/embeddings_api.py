@@ -28,7 +28,7 @@ class EmbeddingsApi:
         """Embeddings, OpenAI's format."""
         plan = await self._state.bodies.plan(request, "embeddings")
         encoding_format, model = plan.options
-        job = await self._run(request, plan)
+        job = await encode_plan(self._state, request, plan)
         data: list[Embedding] = [
             {"object": "embedding", "embedding": _shown(encoding, encoding_format), "index": encoding.index}
             for encoding in encodings_of(job)
@@ -51,7 +51,7 @@ class EmbeddingsApi:
     async def encode(self, request: Request) -> Response:
         """Vector of a prompt, or of each of a batch."""
         plan = await self._state.bodies.plan(request, "encode")
-        job = await self._run(request, plan)
+        job = await encode_plan(self._state, request, plan)
         outputs = [encoding.output() for encoding in encodings_of(job)]
         return json_response(outputs if job.is_list else outputs[0])
 
@@ -65,10 +65,12 @@ class EmbeddingsApi:
         refuse_unavailable(request)
         return Plan(self._state.frontend.read(encode_input(request)))
 
-    async def _run(self, request: Request, plan: Plan) -> Job:
-        job = await self._state.frontend.begin(plan.read)
-        await cancel_on_disconnect(request, self._state.frontend.collect(job))
-        return job
+
+async def encode_plan(state: ServerState, request: Request, plan: Plan) -> Job:
+    """Runs the plan to its end. Raises ClientDisconnectedError: the client disconnected, and the job is cancelled."""
+    job = await state.frontend.begin(plan.read)
+    await cancel_on_disconnect(request, state.frontend.collect(job))
+    return job
 
 
 def encodings_of(job: Job) -> list[Encoding]:

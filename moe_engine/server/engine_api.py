@@ -68,7 +68,7 @@ class EngineApi:
         abort = bool(asked.abort_all_requests)
         updated = self.updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
         done = await asyncio.shield(asyncio.ensure_future(updated))  # continues if the client disconnects
-        return _updated(done)
+        return updated_response(done)
 
     async def update_tensors(self, request: Request) -> Response:
         """Replaces some weights, under the names of the checkpoint.
@@ -82,7 +82,9 @@ class EngineApi:
             asked.weight_version,
             abort=bool(asked.abort_all_requests),
         )
-        return _updated(await asyncio.shield(asyncio.ensure_future(updated)))  # continues if the client disconnects
+        return updated_response(
+            await asyncio.shield(asyncio.ensure_future(updated))
+        )  # continues if the client disconnects
 
     async def update_version(self, request: Request) -> Response:
         """Renames the weights, without a change of them."""
@@ -193,7 +195,7 @@ class EngineApi:
         return _lines("Stop profiling.", await self._profiling.stop())
 
 
-def _updated(done: Updated) -> Response:
+def updated_response(done: Updated) -> Response:
     answer: WeightsUpdated = {
         "success": done.success,
         "message": done.message,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.core_process import FAILED_CORE_SECONDS, CoreProcess
 from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.start import frontend_settings, kill_cores, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.planning import explain
@@ -49,8 +49,6 @@ DEAD_ENGINE_GRACE_SECONDS = 1.0
 """Seconds for which the server still responds after the engine died, so that every client receives the error."""
 DEAD_ENGINE_DRAIN_SECONDS = 5.0
 """Longest wait after that for clients that read or send too slowly: a supervisor waits for the server's end."""
-FAILED_CORE_SECONDS = 3.0
-"""Time for a core that has reported its failure to kill its ranks, which may be stopped by a signal."""
 
 
 def serve(args: EngineArgs) -> int:

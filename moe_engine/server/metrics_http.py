@@ -9,6 +9,19 @@ from moe_engine.server.errors import CLIENT_CLOSED_REQUEST
 from moe_engine.server.metrics import Metrics
 
 
+class ObservedSend:
+    """ASGI's `send`, with the status of the response; 499 until it begins."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = CLIENT_CLOSED_REQUEST
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
 class StatusCount:
     """ASGI middleware. Unknown paths share one label value, so that clients cannot create label values."""
 
@@ -29,16 +42,9 @@ class StatusCount:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_CLOSED_REQUEST
-
-        async def counted_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        response = ObservedSend(send)
         try:
-            await self._app(scope, receive, counted_send)
+            await self._app(scope, receive, response)
         finally:
             route = scope.get("route")
             labels = {
@@ -46,4 +52,4 @@ class StatusCount:
                 "method": scope["method"] if route is not None else "unknown",
             }
             self._requests.labels(**labels).inc()
-            self._responses.labels(**labels, status_code=str(status)).inc()
+            self._responses.labels(**labels, status_code=str(response.status)).inc()

@@ -12,7 +12,7 @@ from moe_engine.sampling_checks import SamplingFields
 from moe_engine.server.openai_images import PlacedImage
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.server.responses_types import LOGPROBS, ResponsesRequest
-from moe_engine.validation import checked
+from moe_engine.validation import checked, string_at
 
 T = TypeVar("T")
 
@@ -150,14 +150,14 @@ def _message(item: Any, field: str) -> dict[str, Any]:
             return {"role": item["role"], "content": _parts(content, f"{field}.content")}
         return {"role": item["role"], "content": _text(content, f"{field}.content")}
     if kind == "function_call":
-        function = {name: _string(item, name, field) for name in ("name", "arguments")}
-        call = {"id": _string(item, "call_id", field), "type": "function", "function": function}
+        function = {name: string_at(item, name, field) for name in ("name", "arguments")}
+        call = {"id": string_at(item, "call_id", field), "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
         output = item.get("output")
         with_images = isinstance(output, list) and any(map(_is_image, output))
         content = _parts(output, f"{field}.output") if with_images else _text(output, f"{field}.output")
-        return {"role": "tool", "tool_call_id": _string(item, "call_id", field), "content": content}
+        return {"role": "tool", "tool_call_id": string_at(item, "call_id", field), "content": content}
     if kind == "reasoning":
         thoughts = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "content": None, "reasoning_content": _text(thoughts, f"{field}.content")}
@@ -178,7 +178,7 @@ def _parts(content: list[Any], field: str) -> list[dict[str, Any]]:
         elif part.get("file_id") is not None:
             raise InputError(f"{place}.file_id: files are not stored; send image_url", field=f"{place}.file_id")
         else:
-            found.append(PlacedImage(_string(part, "image_url", place), f"{place}.image_url"))
+            found.append(PlacedImage(string_at(part, "image_url", place), f"{place}.image_url"))
     return found
 
 
@@ -194,15 +194,8 @@ def _text(content: Any, field: str) -> str:
         name = TEXTS.get(str(kind)) if isinstance(part, dict) else None
         if name is None:
             raise InputError(f"{place}.type: {kind!r:.60} is not available here; send text", field=f"{place}.type")
-        texts.append(_string(part, name, place))
+        texts.append(string_at(part, name, place))
     return "".join(texts)
-
-
-def _string(item: Any, name: str, field: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InputError(f"{field}.{name}: expected a string, got {value!r:.60}", field=f"{field}.{name}")
-    return value
 
 
 def _tool(tool: Any, field: str) -> dict[str, Any]:
@@ -210,7 +203,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         kind = "a tool with free text as input" if tool["type"] == "custom" else "a tool of OpenAI's servers"
         words = f"{field}.type: {tool['type']!r:.60} is {kind}, which is not available; send functions"
         raise InputError(words, field=f"{field}.type")
-    _string(tool, "name", field)
+    string_at(tool, "name", field)
     fields = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 

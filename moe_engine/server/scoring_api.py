@@ -14,8 +14,8 @@ from moe_engine.frontend.encoding import check_kind, encode_input
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.scoring import ScoreRequest, score_input, scores_of, softmax
 from moe_engine.server.bodies import Plan
-from moe_engine.server.embeddings_api import encodings_of
-from moe_engine.server.http_io import cancel_on_disconnect, decode_body, json_response
+from moe_engine.server.embeddings_api import encode_plan, encodings_of
+from moe_engine.server.http_io import decode_body, json_response
 from moe_engine.server.openai_answers import Classification, ClassList, Ranked, Scores
 from moe_engine.server.openai_common import usage_of
 from moe_engine.server.openai_types import ClassifyRequest, RerankRequest
@@ -33,7 +33,7 @@ class ScoringApi:
         """Scores of items for a query: probabilities of label tokens, or of a classifier's classes."""
         plan = await self._state.bodies.plan(request, "score")
         apply_softmax, model = plan.options
-        job = await self._run(request, plan)
+        job = await encode_plan(self._state, request, plan)
         rows = scores_of(job.generations, apply_softmax)
         answer: Scores = {"object": "scoring", "scores": rows, "model": model, "usage": self._usage(job)}
         return json_response(answer)
@@ -52,7 +52,7 @@ class ScoringApi:
         """Documents sorted by their scores for a query."""
         plan = await self._state.bodies.plan(request, "rerank")
         req: RerankRequest = plan.options
-        job = await self._run(request, plan)
+        job = await encode_plan(self._state, request, plan)
         ranked: list[Ranked] = [
             {
                 "score": encoding.vector()[0],
@@ -93,7 +93,7 @@ class ScoringApi:
     async def classify(self, request: Request) -> Response:
         """Probabilities of a classifier's classes."""
         plan = await self._state.bodies.plan(request, "classify")
-        job, pooling = await self._run(request, plan), self._state.client.info.pooling
+        job, pooling = await encode_plan(self._state, request, plan), self._state.client.info.pooling
         assert pooling is not None
         data: list[Classification] = []
         for encoding in encodings_of(job):
@@ -124,11 +124,6 @@ class ScoringApi:
         )
 
     # -- common
-
-    async def _run(self, request: Request, plan: Plan) -> Job:
-        job = await self._state.frontend.begin(plan.read)
-        await cancel_on_disconnect(request, self._state.frontend.collect(job))
-        return job
 
     def _usage(self, job: Job) -> Any:
         """Token counts of the prompts; the answer has no tokens."""

@@ -26,10 +26,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_engine.frontend.generation import Generation
 from moe_engine.server.errors import CLIENT_CLOSED_REQUEST
+from moe_engine.server.metrics_http import ObservedSend
 from moe_engine.server.trace_context import RequestTrace, request_trace
 
 _HEADERS = (b"traceparent", b"tracestate")
@@ -146,20 +147,13 @@ class TraceRequests:
             SpanKind.SERVER,
             attributes={"http.request.method": "POST", "url.path": scope["path"], "url.scheme": scope["scheme"]},
         )
-        status = CLIENT_CLOSED_REQUEST
-
-        async def noted_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        response = ObservedSend(send)
         token = request_trace.set(RequestTrace(trace.set_span_in_context(span, context), scope["path"]))
         try:
-            await self._app(scope, receive, noted_send)
+            await self._app(scope, receive, response)
         finally:
             request_trace.reset(token)
-            _end_request(span, scope, status)
+            _end_request(span, scope, response.status)
 
 
 def _end_request(span: Span, scope: Scope, status: int) -> None:

@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from moe_engine.frontend.group_updates import GroupUpdates, Trainer
 from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.server.engine_api import updated_response
 from moe_engine.server.http_io import decode_body, json_response, read_large
 from moe_engine.server.native_types import (
     DestroyGroupRequest,
     GroupChanged,
     InitGroupRequest,
     ReceiveWeightsRequest,
-    WeightsUpdated,
 )
 from moe_engine.server.state import ServerState
 
@@ -65,13 +65,7 @@ class TrainerApi:
             abort=bool(asked.abort_all_requests),
             seconds=asked.timeout,
         )
-        done = await _shielded(update)
-        answer: WeightsUpdated = {
-            "success": done.success,
-            "message": done.message,
-            "num_paused_requests": done.num_paused,
-        }
-        return json_response(answer, 200 if done.success else 400)
+        return updated_response(await _shielded(update))
 
 
 async def _shielded(work: Coroutine[Any, Any, Updated]) -> Updated:

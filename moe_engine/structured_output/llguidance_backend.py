@@ -74,7 +74,6 @@ class LLGuidance:
         size = len(vocabulary.tokens)
         wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(vocabulary.eos_ids))
-        self._vocabulary = vocabulary
         self._eos_ids = frozenset(vocabulary.eos_ids)
         self._json_options = _json_options(settings)
         self._end_tags = EndTags(vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.tokenizer import gme_qwen2_vl
 from moe_engine.tokenizer.chat_messages import (
     BUILT_IN_TEMPLATES,
+    DEEPSEEK_V4,
     DEEPSEEK_V32,
     GME_QWEN2_VL,
     ChatEncoder,
@@ -27,9 +28,17 @@ from moe_engine.tokenizer.chat_messages import (
     prepare_message,
     refuse_reserved,
 )
-from moe_engine.tokenizer.deepseek_v32 import is_deepseek_v32, load_deepseek_v32
+from moe_engine.tokenizer.deepseek_v4 import load_deepseek_v4
+from moe_engine.tokenizer.deepseek_v32 import load_deepseek_v32
 
 _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
+
+_ENCODERS: dict[str | None, Callable[[Path | None, Mapping[str, str]], ChatEncoder]] = {
+    DEEPSEEK_V32: load_deepseek_v32, DEEPSEEK_V4: load_deepseek_v4,
+}  # fmt: skip
+"""Encoders of models whose checkpoints have no template, by name."""
+_ENCODER_OF = {"deepseek_v32": DEEPSEEK_V32, "deepseek_v4": DEEPSEEK_V4}
+"""By `model_type`."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -143,8 +152,11 @@ def load_chat_template(
     Raises:
         ConfigError: names the flag and the problem.
     """
-    if chosen == DEEPSEEK_V32 or (chosen is None and not own and folder is not None and is_deepseek_v32(folder)):
-        return load_deepseek_v32(folder, special_tokens)
+    encoder = chosen
+    if chosen is None and not own and folder is not None:
+        encoder = _ENCODER_OF.get(_model_type(folder))
+    if encoder in _ENCODERS:
+        return _ENCODERS[encoder](folder, special_tokens)
     if chosen == GME_QWEN2_VL:
         return ChatTemplate(gme_qwen2_vl.TEMPLATE, special_tokens)
     if chosen is None:
@@ -169,6 +181,15 @@ def load_chat_template(
         if not isinstance(text, str) or not text:
             raise ConfigError(f"--chat-template {chosen}: a .json file must hold a 'chat_template' string") from None
     return ChatTemplate(text, special_tokens)
+
+
+def _model_type(folder: Path) -> str:
+    """Of config.json; empty if the file cannot be read: it is refused when the model is loaded."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("model_type")) if isinstance(config, dict) else ""
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:

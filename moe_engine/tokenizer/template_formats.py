@@ -12,6 +12,7 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("solar_open", ("<|tool_call:begin|>",)),
     ("minimax-m2", ("<minimax:tool_call>",)),
+    ("deepseekv4", ("｜DSML｜", "<tool_result>")),
     ("deepseekv32", ("｜DSML｜",)),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
@@ -56,7 +57,7 @@ def reasoning_format(template: str) -> str | None:
     if "enable_thinking" in template:
         return "qwen3"
     if tools is not None and tools.startswith("deepseek") and _SWITCH.search(template):
-        return "deepseek-v3"
+        return "deepseek-v4" if tools == "deepseekv4" else "deepseek-v3"
     opens = THINK_START in template[template.rfind("add_generation_prompt") :]
     if not opens:
         return None

@@ -26,7 +26,6 @@ from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
-from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
@@ -43,8 +42,9 @@ from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.drafted_step import DraftedStep
 from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
-from moe_engine.worker.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.step_graphs import StepGraphs
 from moe_engine.worker.step_sampling import Passes, StepSampling
+from moe_engine.worker.step_shape import StepShape
 
 if TYPE_CHECKING:  # of models with a vision tower alone
     from moe_engine.worker.image_encoder import ImageEncoder
@@ -147,6 +147,28 @@ class ModelRunner:
             ) from error
 
     def _launch(self, plan: StepPlan) -> PendingResult:
+        self._apply_edits(plan)
+        if not plan.rows:
+            self._run_idle(plan)
+            return PendingStep(plan.number, [], HostCopy([self._empty]))
+        if plan.speculation is not None:
+            return self._launch_speculative(plan, plan.speculation)
+        began = time.perf_counter()
+        fused = self._run_fused_decode(plan)
+        if fused is not None:
+            return PendingStep(plan.number, plan.rows, fused, seconds=time.perf_counter() - began)
+        self._draft_idle(plan)
+        shape = self._graph_shape(plan)
+        if shape is not None:
+            return self._launch_replayed(plan, shape, began)
+        sizes = self.shared.sizes(plan)
+        batch, hidden = self._forward(plan, sizes)  # [T, D]
+        if self.rows.states is not None:
+            self.rows.states.save_ends(plan)
+        return self._finish_step(plan, batch, hidden, sizes, began)
+
+    def _apply_edits(self, plan: StepPlan) -> None:
+        """What a plan changes before its forward: copies of KV, adapters in slots, pages, states, rows."""
         if plan.kv_ops is not None:
             assert self.kv_copies is not None
             self._phase = "copying KV"
@@ -166,31 +188,17 @@ class ModelRunner:
             self.rows.apply(plan.finished_rows, plan.new_rows, plan.row_writes)
             if self.speculation is not None:
                 self.speculation.enter(plan)
-        if plan.speculation is not None and plan.rows:
-            return self._launch_speculative(plan)
-        began = time.perf_counter()
-        if not plan.rows:
-            self._run_idle(plan)
-            return PendingStep(plan.number, [], HostCopy([self._empty]))
-        fused = self._run_fused_decode(plan)
-        if fused is not None:
-            return PendingStep(plan.number, plan.rows, fused, seconds=time.perf_counter() - began)
-        self._draft_idle(plan)
-        shape, clock = self._graph_shape(plan), self._clock()
-        if shape is not None:
-            batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
-            states = self._hidden_states(plan, batch, hidden)
-            pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
-            pending.hidden, pending.clock = states, clock
-            pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
-            if clock is not None:
-                clock.mark()
-            return pending
-        sizes = self.shared.sizes(plan)
-        batch, hidden = self._forward(plan, sizes)  # [T, D]
-        if self.rows.states is not None:
-            self.rows.states.save_ends(plan)
-        return self._finish_step(plan, batch, hidden, sizes, began)
+
+    def _launch_replayed(self, plan: StepPlan, shape: StepShape, began: float) -> PendingResult:
+        clock = self._clock()
+        batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
+        states = self._hidden_states(plan, batch, hidden)
+        pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
+        pending.hidden, pending.clock = states, clock
+        pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
+        if clock is not None:
+            clock.mark()
+        return pending
 
     def _finish_step(
         self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
@@ -258,37 +266,29 @@ class ModelRunner:
         self._phase = "building the batch"
         if parts is None:
             batch = self.builder.build(plan)
-            self.rows.note_tokens(batch.slots, batch.input_ids)
-            self._phase = "planning attention"
-            forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
-            if batch.images is not None:
-                forward = self._with_images(forward, batch.images)
+            forward = self._with_prefix(self._prepare(batch, sizes))
             self._phase = RUNNING
-            forward = self._with_prefix(forward)
             return batch, self.model.forward(forward)
         batches = [self.builder.build(part) for part, _ in parts]
-        for batch in batches:
-            self.rows.note_tokens(batch.slots, batch.input_ids)
-        self._phase = "planning attention"
-        forwards = [
-            batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, half)
-            for batch, (_, half) in zip(batches, parts)
-        ]
-        before = 0
-        for i, batch in enumerate(batches):
-            if batch.images is not None:
-                forwards[i] = self._with_images(forwards[i], batch.images, before)
-                before = len(batch.images.tokens)
+        forwards, before = [], 0
+        for batch, (_, half) in zip(batches, parts):
+            forwards.append(self._prepare(batch, half, before))
+            before += 0 if batch.images is None else len(batch.images.tokens)
         self._phase = f"{RUNNING} in two halves"
-        hidden = self._run_overlapped(forwards)
-        return concatenate(*batches), torch.cat(hidden)
+        return concatenate(*batches), torch.cat(self._run_overlapped(forwards))
 
-    def _with_images(
-        self, forward: ForwardBatch, images: StepImages, before: int = 0, keep: bool = False
+    def _prepare(
+        self, batch: StepBatch, sizes: StepSizes | None, before: int = 0, keep_images: bool = False
     ) -> ForwardBatch:
+        """Plans the attention of a batch and encodes its images; `before`: image tokens of the first half."""
+        self.rows.note_tokens(batch.slots, batch.input_ids)
+        self._phase = "planning attention"
+        forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+        if batch.images is None:
+            return forward
         assert self.images is not None
-        self._phase = f"encoding {len(images.parts)} images"
-        return replace(forward, images=self.images.rows(images, before, keep))
+        self._phase = f"encoding {len(batch.images.parts)} images"
+        return replace(forward, images=self.images.rows(batch.images, before, keep_images))
 
     def _with_prefix(self, forward: ForwardBatch) -> ForwardBatch:
         prefixes, prompts = self.fused.prefixes if self.fused is not None else None, forward.attention.prefill
@@ -338,10 +338,10 @@ class ModelRunner:
         if self.speculation is not None:
             self.speculation.draft_idle(self.shared.draft_sizes(plan))
 
-    def _launch_speculative(self, plan: StepPlan) -> PendingSpeculation:
-        """`_launch` of a plan with speculation, with the parts of `SpeculativeStep`."""
-        step, speculation = self.speculation, plan.speculation
-        if step is None or speculation is None:
+    def _launch_speculative(self, plan: StepPlan, speculation: Speculation) -> PendingSpeculation:
+        """`_launch` of a plan with speculation: in one call, replayed with its drafts, or by `_verify`."""
+        step = self.speculation
+        if step is None:
             raise ValueError(f"plan {plan.number} speculates, but this worker has no drafter")
         began = time.perf_counter()
         self._phase = "drafting"
@@ -361,6 +361,16 @@ class ModelRunner:
         drafted_shape = self._drafted_shape(plan) if follows else None
         if drafted_shape is not None and self.drafted is not None:
             return self._launch_drafted(self.drafted, plan, drafted_shape, left_out)
+        pending = self._verify(step, plan, speculation, sizes, began)
+        pending.left_out = left_out
+        if left_out or plan.masked:  # not the planned step, or waited for masks: would mislead the cost model
+            pending.seconds = StepSeconds()
+        return pending
+
+    def _verify(
+        self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation, sizes: StepSizes | None, began: float
+    ) -> PendingSpeculation:
+        """A step with the parts of `SpeculativeStep`, its forward replayed or not."""
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         taps = self.taps if speculation.follow else None
         drafted = time.perf_counter()
@@ -374,11 +384,7 @@ class ModelRunner:
         else:
             self._phase = "building the batch"
             batch = step.verifications.build(plan, verification)
-            self.rows.note_tokens(batch.slots, batch.input_ids)
-            self._phase = "planning attention"
-            forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
-            if batch.images is not None:
-                forward = self._with_images(forward, batch.images, keep=speculation.follow)
+            forward = self._prepare(batch, sizes, keep_images=speculation.follow)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             if self.rows.states is not None:
@@ -403,14 +409,12 @@ class ModelRunner:
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         model_seconds = self._logits_ended - model_began
-        seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_seconds)
-        if left_out or plan.masked:  # not the planned step, or waited for masks: would mislead the cost model
-            seconds = StepSeconds()
-        pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
-        pending.left_out, pending.cuda_graph = left_out, shape is not None
-        pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
-        pending.errors = drawn.errors
-        return pending
+        return PendingSpeculation(
+            plan.number, plan_rows, copy,
+            StepSeconds(ended - began, drafted - began, ended - follow_began, model_seconds),
+            drawn.logprobs, verification.decodes.host_nodes, prompts,
+            cuda_graph=shape is not None, errors=drawn.errors,
+        )  # fmt: skip
 
     def _launch_drafted(
         self, drafted: DraftedStep, plan: StepPlan, shape: StepShape, left_out: list[tuple[int, int]]
@@ -427,10 +431,10 @@ class ModelRunner:
         copy, nodes = drafted.follow(shape, drawn)
         if clock is not None:
             clock.mark()
-        pending = PendingSpeculation(plan.number, plan.rows, copy, StepSeconds(), left_out=left_out, cuda_graph=True)
-        pending.logprobs, pending.nodes, pending.errors = drawn.logprobs, nodes, drawn.errors
-        pending.clock = clock if not plan.masked else None
-        return pending
+        return PendingSpeculation(
+            plan.number, plan.rows, copy, StepSeconds(), drawn.logprobs, nodes, left_out=left_out, cuda_graph=True,
+            errors=drawn.errors, clock=None if plan.masked else clock,
+        )  # fmt: skip
 
     def _clock(self) -> StepClock | None:
         """Measures a captured step on the device, if the draft depth depends on the measured cost of steps."""

@@ -46,8 +46,9 @@ def _read_all(args: FilesArgs) -> None:
             return
         with os.scandir(args.path) as entries:
             for entry in entries:
-                if entry.is_file():  # no pipe
-                    _read(entry.path, args.headers_only)
+                with suppress(OSError):  # of this file only
+                    if entry.is_file():  # no pipe
+                        _read(entry.path, args.headers_only)
 
 
 def _read(path: str, headers_only: bool) -> None:

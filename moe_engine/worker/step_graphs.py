@@ -30,7 +30,7 @@ from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import StepFacts, StepPlan
+from moe_engine.types import StepPlan
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
@@ -38,8 +38,8 @@ from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.captured_groups import AttentionWindows, GroupPlans
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool
-from moe_engine.worker.kv_cache.state_pool import StatePool
-from moe_engine.worker.kv_cache.static_states import StaticStates
+from moe_engine.worker.static_inputs import StaticInputs
+from moe_engine.worker.step_shape import StepShape, common_shape
 
 logger = logging.getLogger("moe_engine")
 
@@ -62,18 +62,6 @@ class GraphBackend(Protocol):
         """Captures the launches of `run` without executing them. Memory that `run` allocates belongs to the graphs."""
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The shape of a graph: `size` requests with `count` tokens each."""
-
-    size: int
-    count: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.size * self.count
-
-
 class DraftCapture(Protocol):
     """Implemented by `draft_graphs.DraftGraphs`."""
 
@@ -90,59 +78,6 @@ class _GraphEntry:
     queries: PagedQueries
     plan: GroupPlans
     states: StateRuns | None
-
-
-class _Inputs:
-    """The static input buffers. Entries after the requests of a step are neutral padding."""
-
-    def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None) -> None:
-        tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
-        self.neutral_context = max(settings.counts)
-        """Context tokens of a padded request: its max number of query tokens."""
-        self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
-        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
-        self.slots = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
-        self.real = torch.zeros(tokens, dtype=torch.int32, device=device)  # [T]
-        self._of_tokens = [self.input_ids, self.positions, self.slots, self.real]
-        self.window_slots = torch.zeros(tokens if windows else 0, dtype=torch.int64, device=device)  # [T]
-        if windows:
-            self._of_tokens.append(self.window_slots)
-        self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
-        self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
-        self.states = None if states is None else StaticStates(states, requests, tokens, device)
-        self._used = (0, 0)  # requests and tokens of the step before
-
-    def fill(self, batch: StepBatch | None) -> None:
-        """Copies a step's tensors to the buffers; None: padding only."""
-        num_tokens = num_requests = 0
-        queries = batch.attention.decode if batch is not None else None
-        if batch is not None and queries is not None:
-            num_tokens, num_requests = queries.num_tokens, queries.num_requests
-        used_requests, used_tokens = self._used
-        if num_tokens > used_tokens:
-            self.real[used_tokens:num_tokens].fill_(1)
-        self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # in case a copy raises
-        if batch is not None and queries is not None:
-            of_tokens = [
-                (self.input_ids, batch.input_ids),
-                (self.positions, batch.positions),
-                (self.slots, batch.slots),
-            ]
-            if batch.windows is not None:
-                of_tokens.append((self.window_slots, batch.windows.slots))
-            of_requests = [(self.rows, queries.rows), (self.context_lens, queries.context_lens_device)]
-            for pairs, count in ((of_tokens, num_tokens), (of_requests, num_requests)):  # a launch for each dtype
-                torch._foreach_copy_([buffer[:count] for buffer, _ in pairs], [given for _, given in pairs])
-        if self.states is not None:
-            stored = None if batch is None else batch.stored_states
-            self.states.fill(None if queries is None else queries.rows, stored, (used_requests, used_tokens))
-        if used_tokens > num_tokens:
-            for buffer in self._of_tokens:
-                buffer[num_tokens:used_tokens].zero_()
-        if used_requests > num_requests:
-            self.rows[num_requests:used_requests].zero_()
-            self.context_lens[num_requests:used_requests].fill_(self.neutral_context)
-        self._used = (num_requests, num_tokens)
 
 
 class StepOutputs:
@@ -226,7 +161,7 @@ class StepGraphs:
         self._backend = backend
         self._outputs = outputs
         self._windows = windows
-        self._inputs = _Inputs(settings, stream, windows.table is not None, rows.states)
+        self._inputs = StaticInputs(settings, stream, windows.table is not None, rows.states)
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
@@ -350,26 +285,3 @@ class StepGraphs:
         entry.plan.renew()
         entry.launches.replay()
         return self._outputs.of(shape.num_tokens, own.num_tokens if own is not None else 0)
-
-
-def common_shape(plan: StepPlan, settings: GraphSettings) -> StepShape | None:
-    """The shape that all attention groups replay in this step; None if one of them cannot."""
-    facts = plan.dp_facts or (StepFacts.of(plan),)
-    shapes = [_uniform_shape(group) for group in facts if group.num_tokens or group.prefills]
-    counts = {shape.count for shape in shapes if shape is not None}
-    if None in shapes or len(counts) != 1:
-        return None
-    size = settings.size_for(max(shape.size for shape in shapes if shape is not None))
-    return StepShape(size or 0, counts.pop())
-
-
-def _uniform_shape(facts: StepFacts) -> StepShape | None:
-    """The shape of one attention group's batch; None unless it has decodes only, with the same number of tokens each.
-    A chain of drafts has one token more than its depth."""
-    count = facts.depth + 1 if facts.num_drafting else 1
-    size, rest = divmod(facts.num_tokens, count)
-    if facts.prefills or facts.prompt_logprobs or rest or facts.num_logits != facts.num_tokens:
-        return None
-    if facts.num_drafting not in (0, size):
-        return None
-    return StepShape(size, count)

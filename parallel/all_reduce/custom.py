@@ -64,13 +64,8 @@ class CustomAllReduce:
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits."""
-        late = self._kernels.lost_ranks()
-        if late:
-            group = self._group
-            raise PeerLost(
-                f"all-reduce through symmetric memory on rank {group.rank} of {group.size}: ranks {late} did not "
-                f"arrive within {group.timeout_s:g} s"
-            )
+        if late := self._kernels.lost_ranks():
+            raise PeerLost.late("all-reduce", self._group, late)
 
 
 def connect(group: Group, width: int, dtype: torch.dtype, memory: SymmetricMemory) -> CustomAllReduce | None:

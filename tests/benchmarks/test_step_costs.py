@@ -246,10 +246,22 @@ def test_messages_leave_the_rank_and_the_node() -> None:
 
 
 def test_collectives_take_their_measured_time() -> None:
-    assert H200.nccl_us("all_reduce", 1) == H200.nccl_us("all_reduce", 256)
-    low, high = (H200.nccl_us("all_reduce", size) for size in (1 << 20, 1 << 22))
-    assert low < H200.nccl_us("all_reduce", 2 << 20) < high
-    assert H200.nccl_us("all_reduce", 2 << 28) == pytest.approx(2 * H200.nccl_us("all_reduce", 1 << 28))
+    assert H200.nccl_us("all_reduce", 1, 8) == H200.nccl_us("all_reduce", 256, 8)
+    low, high = (H200.nccl_us("all_reduce", size, 8) for size in (1 << 20, 1 << 22))
+    assert low < H200.nccl_us("all_reduce", 2 << 20, 8) < high
+    assert H200.nccl_us("all_reduce", 2 << 29, 8) == pytest.approx(2 * H200.nccl_us("all_reduce", 1 << 29, 8))
+    assert H200.nccl_us("all_gather", 1 << 20, 2) == H200.nccl_us("all_gather", 1 << 20, 4)
+    assert H200.nccl_us("all_gather", 1 << 20, 16) == H200.nccl_us("all_gather", 1 << 20, 8)
+
+
+@pytest.mark.parametrize("gpu", [H200, Hardware.named("B200x8")])
+@pytest.mark.parametrize(("operation", "rounds"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+def test_large_collectives_move_bytes_near_the_rate_of_nvlink(gpu: Hardware, operation: str, rounds: int) -> None:
+    """A size in other units than bytes would move half or twice the rate. In-switch sums may pass a link's rate."""
+    for ranks in (4, 8):
+        sent = rounds * (1 << 28) * (ranks - 1) / ranks
+        rate = sent / gpu.nccl_us(operation, 1 << 28, ranks) * 1e6
+        assert 0.6 < rate / gpu["nvlink_bytes_per_s"] < 1.3
 
 
 def test_an_all_reduce_reads_the_rows_of_all_ranks() -> None:
@@ -262,8 +274,8 @@ def test_an_all_reduce_reads_the_rows_of_all_ranks() -> None:
     assert (one.read, one.written) == (10 * 4 * 14336 + 4 * 7168, 2 * 4 * 14336)
     assert (one.nvlink, two.nvlink) == (7 * 4 * 14336, 7 / 4 * 4 * 14336)
     took = H200.microseconds("stream", one, True)
-    assert took == pytest.approx(H200.custom_all_reduce_us(4 * 14336) + H200["graph_node_us"])
-    assert 4.15 < took < 4.95 and took < H200.nccl_us("all_reduce", 4 * 14336) / 3
+    assert took == pytest.approx(H200.custom_all_reduce_us(4 * 14336, 8) + H200["graph_node_us"])
+    assert 4.15 < took < 4.95 and took < H200.nccl_us("all_reduce", 4 * 14336, 8) / 3
 
 
 def test_time_of_a_launch() -> None:

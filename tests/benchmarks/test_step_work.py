@@ -43,8 +43,6 @@ def test_decode_step_reads_weights_once_and_every_context():
     step = work.decode_step([10, 20])
     assert step.bytes_read == pytest.approx(2 * (LAYERS + HEAD + 3 * EXPERT) + 30 * work.kv_bytes_per_token)
     assert step.flops == 2 * work.active_weights * 2 + 30 * work.decode_flops_per_pair
-    counted = work.decode_step([10, 20], experts_touched=2)
-    assert step.bytes_read - counted.bytes_read == pytest.approx(2 * EXPERT)
 
 
 def test_prefill_counts_causal_pairs_and_the_cached_prefix():

@@ -13,7 +13,8 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.hardware import parse_hardware
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
-from tests.models.test_config import LLAMA, V2_LITE, V3
+from tests.models.published import LLAMA, V2_LITE
+from tests.models.published import YARN_V3 as V3
 
 GIB = 1 << 30
 V2 = V2_LITE | {

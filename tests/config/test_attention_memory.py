@@ -24,8 +24,9 @@ from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.resolved_config import ResolvedConfig
-from tests.config.conftest import SMALL, V3, machine
+from tests.config.conftest import SMALL, machine
 from tests.config.test_speculation import LLAMA
+from tests.models.published import V3
 
 V3_WIDTHS = HeadWidths(128, 1, 192, 128, 512, 64)
 

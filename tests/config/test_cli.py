@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from moe_engine.cli.main import COMMANDS, main
-from tests.config.conftest import V3
+from tests.models.published import V3
 
 LOADED_TORCH = "import sys, moe_engine.cli.main as c; code = c.main({argv!r}); print('torch' in sys.modules, code)"
 

@@ -25,7 +25,7 @@ from moe_engine.planning.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.startup.kernel_choice import build_backends
-from tests.config.conftest import V3
+from tests.models.published import V3
 
 FA3, FLASHINFER, FLASHMLA = ("flash_attn_interface", "flashinfer", "flash_mla")
 LIBRARIES = (FA3, FLASHINFER, FLASHMLA, "deep_gemm")

@@ -15,8 +15,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.vendors import probe
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
-from tests.config.conftest import V3, machine
+from tests.config.conftest import machine
 from tests.config.test_speculation import LLAMA
+from tests.models.published import V3
 
 SGL, TRTLLM, FLASHMLA = ("sgl_kernel.flash_mla", "flashinfer"), ("flashinfer",), ("flash_mla",)
 """Installed libraries."""

@@ -24,10 +24,11 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.startup.build_runner import WorkerInfo
-from tests.config.conftest import V3, machine
+from tests.config.conftest import machine
 from tests.config.sglang_flags import MACHINE, SERVER_ARGS
 from tests.config.test_parallel import EIGHT, LLAMA
 from tests.examples import examples
+from tests.models.published import V3
 
 MODES = {"deepep_mode", "eplb_algorithm", "tokenizer_mode", "moe_dispatch_dtype"}
 """Flags whose ``auto`` is a separate mode."""

@@ -20,7 +20,8 @@ from moe_engine.planning.ledger import (
     tokens_that_fit,
 )
 from moe_engine.scheduler.kv_connector import KVConnector
-from tests.config.conftest import SMALL, V3, machine
+from tests.config.conftest import SMALL, machine
+from tests.models.published import V3
 
 V2_LITE = {
     **V3, "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,

@@ -27,9 +27,10 @@ from moe_engine.planning.checkpoint import embedded_model
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, resolve_parallel
-from tests.config.conftest import SMALL, V3, machine
+from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, even_groups, resolve_parallel
+from tests.config.conftest import SMALL, machine
 from tests.examples import examples
+from tests.models.published import V3
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -514,3 +515,30 @@ def test_ranks_of_other_flags_or_files_are_refused(fingerprint: dict[str, str], 
     server._detector = SimpleNamespace(joined=print, describe=lambda rank: f"TP{rank}", give_up=refusals.append)
     server._on_hello(Hello(1, "there", 9, fingerprint, checkpoint=checkpoint))
     assert len(refusals) == bool(words) and all(words in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    ("width", "tp", "flags", "device", "ep_size"),
+    [
+        (1536, 8, {}, "cuda", 2),  # 12 blocks: three on each of four ranks
+        (1408, 8, {}, "cuda", 2),  # 11 blocks: at most three of 2.75
+        (768, 8, {}, "cuda", 4),  # 6 blocks: fewer than ranks
+        (2048, 8, {}, "cuda", 1),
+        (1536, 4, {}, "cuda", 1),
+        (1536, 8, {"ep": 1}, "cuda", 1),
+        (1536, 8, {}, "cpu", 1),  # dequantized: any columns
+    ],
+)
+def test_ranks_hold_even_parts_of_experts_in_blocks(
+    tmp_path: Path, width: int, tp: int, flags: dict[str, Any], device: str, ep_size: int
+) -> None:
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    sizes = {"moe_intermediate_size": width, "n_routed_experts": 8, "hidden_size": 1024, "intermediate_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps({**EIGHT, **sizes, "quantization_config": blocks}))
+    record = Record()
+    args = EngineArgs.from_kwargs(tp=tp, **flags)
+    plan = resolve_parallel(args, load_model_config(tmp_path), device, None, record)
+    assert plan.topology.ep_size == ep_size
+    reasons = [decision.reason for decision in record.decisions if decision.name == "ep_size"]
+    assert len(reasons) == (ep_size > 1)
+    assert even_groups(load_model_config(tmp_path), 1) == 1

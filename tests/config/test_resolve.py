@@ -17,7 +17,8 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.device import cpu_device
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.validate import LEAST, MOST
-from tests.config.conftest import SMALL, V3, machine
+from tests.config.conftest import SMALL, machine
+from tests.models.published import V3
 
 FP8 = ("fp8_e4m3", "fp8_e5m2")
 

@@ -14,7 +14,8 @@ from moe_engine.planning.explain import explain_json
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_speculation import DraftModel
-from tests.config.conftest import GB, SMALL, V3, machine
+from tests.config.conftest import GB, SMALL, machine
+from tests.models.published import V3
 
 NO_MTP = {**SMALL, "num_nextn_predict_layers": 0}
 LLAMA = {

@@ -12,7 +12,8 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.explain import explain_json, explain_text
 from moe_engine.planning.ledger import BUFFERS_ROW, GB
 from moe_engine.planning.weight_offload import spread
-from tests.config.conftest import SMALL, V3, machine
+from tests.config.conftest import SMALL, machine
+from tests.models.published import V3
 
 ON_GPU = {"linear_backend": "torch", "moe_runner_backend": "torch", "attention_backend": "torch"}
 GPU = dataclasses.replace(machine(140, 141, "cuda"), num_devices=8)

@@ -17,6 +17,7 @@ from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
 from tests.models.parity_families import address
+from tests.models.v4_checkpoints import make_v4
 from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
 from tests.waiting import until
 
@@ -108,6 +109,21 @@ def test_states_of_layers_without_kv(tmp_path: Path) -> None:
         assert pair.post("/generate", body(turn)).json()["meta_info"]["cached_tokens"] >= len(turn) - 4
         idle_and_free(pair)
         assert "its prompt is computed here" not in pair.decode.log
+
+
+def test_compressed_entries(tmp_path: Path) -> None:
+    """DeepSeek V4, on servers with other pages and ranks: whole pages are transferred, with the entries in them."""
+    path = make_v4(tmp_path / "model", random.randrange(2**31))
+    flags = ("--model-path", str(path))
+    asked = [[random.randrange(5, 250) for _ in range(150 + i)] for i in range(2)]
+    with ServerProcess(tmp_path, *FLAGS, *flags) as one:
+        expected = [httpx.post(one.url + "/generate", json=body(ids), timeout=180).json() for ids in asked]
+    with Pair(tmp_path, *flags, decode=("--page-size", "16", "--tp-size", "2")) as pair:
+        for ids, single in zip(asked, expected):
+            got = pair.post("/generate", body(ids)).json()
+            assert got["output_ids"] == single["output_ids"]
+            assert got["meta_info"]["cached_tokens"] >= len(ids) - 16, got["meta_info"]
+        idle_and_free(pair)
 
 
 def test_answers_of_a_decode_server_are_stored_for_the_next_turn(tmp_path: Path) -> None:

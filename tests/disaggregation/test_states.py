@@ -14,7 +14,7 @@ from moe_engine.planning.prepare import prepare
 from tests.config.conftest import machine
 from tests.config.test_speculation import LLAMA
 from tests.disaggregation.agents import AgentPair
-from tests.models.test_config import QWEN3_NEXT
+from tests.models.published import QWEN3_NEXT
 
 SMALL = QWEN3_NEXT | {"num_hidden_layers": 4, "num_experts": 16}
 

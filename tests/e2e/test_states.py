@@ -39,8 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("replicas", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
 def test_answers_equal_a_recomputation(checkpoint: Path, tmp_path: Path, replicas: str) -> None:
-    model, rng = ema.reference(checkpoint), random.Random(seed := random.randrange(2**31))
-    print(f"seed {seed}")
+    model, rng = ema.reference(checkpoint), random.Random(random.randrange(2**31))
     prompts = [[rng.randrange(250) for _ in range(rng.choice([1, 15, 17, 60]))] for _ in range(24)]
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--dp-size", replicas, *FLAGS) as server:
         assert "State cache is allocated. #requests: 4" in server.log and "request states" in server.log

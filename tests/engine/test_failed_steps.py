@@ -60,9 +60,7 @@ class Poisoned:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    seed = random.randrange(2**31)
-    print(f"seed of the checkpoint {seed}")
-    return agreeing_checkpoint("deepseek_v3", folder / "model", seed, num_mtp_layers=1)
+    return agreeing_checkpoint("deepseek_v3", folder / "model", random.randrange(2**31), num_mtp_layers=1)
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -110,9 +108,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 def test_other_requests_keep_their_tokens_after_a_failed_step(
     engine: InProcessEngine, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(random.randrange(1 << 30))
     script = make_script(rng, 14)
     expected = engine.run(script, overlap=overlap)
     poison = Poisoned(engine.worker.runner)

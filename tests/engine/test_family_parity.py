@@ -15,6 +15,7 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
+        ("deepseek_v4", "chunked"),
         ("qwen3_moe", "chunked"),
         ("minimax_m2", "chunked"),
         ("mimo_v2_flash", "chunked"),

@@ -56,9 +56,7 @@ MTP: dict[str, Any] = {
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
     import transformers
 
-    seed = random.randrange(2**31)
-    print(f"seed of the checkpoint {seed}")
-    path = make_checkpoint("qwen3_next", tmp_path_factory.mktemp("model"), seed, num_mtp_layers=1)
+    path = make_checkpoint("qwen3_next", tmp_path_factory.mktemp("model"), random.randrange(2**31), num_mtp_layers=1)
     engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS | request.param)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     yield engine, model.eval()
@@ -95,9 +93,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 def test_answers_equal_transformers(served: Any, scheduling: dict[str, Any]) -> None:
     engine, model = served
     for _ in range(MOST_DRAWS):
-        seed = random.randrange(2**31)
-        print(f"seed {seed}")
-        script = make_script(random.Random(seed), 4 * ROWS)
+        script = make_script(random.Random(random.randrange(2**31)), 4 * ROWS)
         answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
         for item in script:
             got = answers[item.rid]
@@ -117,7 +113,6 @@ def test_accepted_and_rejected_drafts(served: Any, monkeypatch: pytest.MonkeyPat
     if speculation is None:
         pytest.skip("without drafts")
     seed = random.randrange(2**31)
-    print(f"seed {seed}")
     script = [item for item in make_script(random.Random(seed), 2 * ROWS) if item.aborted_at is None]
     first = engine.run(script)
     texts = [item.prompt_ids + first[item.rid].token_ids for item in script]

@@ -29,9 +29,9 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module", params=SPARSE_KINDS)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
-    seed = random.randrange(2**31)
-    print(f"seed of the checkpoint {seed}")
-    path = make_checkpoint(request.param, tmp_path_factory.mktemp("model"), seed, max_position_embeddings=640)
+    path = make_checkpoint(
+        request.param, tmp_path_factory.mktemp("model"), random.randrange(2**31), max_position_embeddings=640
+    )
     engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS)
     yield engine, sparse.load(path)
     engine.close()

@@ -50,9 +50,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     import transformers
 
     folder = tmp_path_factory.mktemp("tier")
-    seed = random.randrange(2**31)
-    print(f"seed of the checkpoint {seed}")
-    path = make_checkpoint("qwen3_next", folder / "model", seed, num_mtp_layers=1)
+    path = make_checkpoint("qwen3_next", folder / "model", random.randrange(2**31), num_mtp_layers=1)
     flags = LIMITS | FLAGS | request.param
     engine = InProcessEngine(path, folder / "status", **flags, hicache_storage_dir=str(folder / "pages"))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -76,9 +74,7 @@ def turns(rng: random.Random) -> list[Scripted]:
 def test_answers_equal_transformers_with_every_write_policy(served: Any) -> None:
     """Each round has a new scheduler without knowledge of earlier rounds; the last ones find their storage."""
     engine, model = served
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    script = turns(random.Random(seed))
+    script = turns(random.Random(random.randrange(2**31)))
     loaded = []
     for changes in ROUNDS:
         answers = engine.run(script, **changes)

@@ -37,9 +37,7 @@ def registered() -> Iterator[None]:
 def served(
     request: Any, registered: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
-    seed = random.randrange(2**31)
-    print(f"seed of the checkpoint {seed}")
-    path = ema.make_ema_checkpoint(request.param, tmp_path_factory.mktemp("model"), seed)
+    path = ema.make_ema_checkpoint(request.param, tmp_path_factory.mktemp("model"), random.randrange(2**31))
     engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS)
     yield engine, ema.reference(path)
     engine.close()
@@ -103,9 +101,7 @@ def check_answer(model: torch.nn.Module, item: Scripted, answer: Answer) -> None
 def test_answers_equal_a_recomputation(served: Any, scheduling: dict[str, Any]) -> None:
     """Chunks, rows of earlier requests, retractions (the pool is small and filled greedily) and aborts."""
     engine, model = served
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    script = make_script(random.Random(seed), 3 * ROWS)
+    script = make_script(random.Random(random.randrange(2**31)), 3 * ROWS)
     answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
     assert any(answer.retractions for answer in answers.values())
     for item in script:
@@ -130,9 +126,7 @@ def test_a_request_alone(served: Any) -> None:
 def test_other_requests_keep_their_states_after_a_failed_step(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second failed step has already stored its states."""
     engine, model = served
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(random.randrange(2**31))
     script = [item for item in make_script(rng, ROWS) if item.aborted_at is None]
     poison = Poisoned(engine.worker.runner)
     monkeypatch.setattr(engine.worker.runner, "_launch", poison)

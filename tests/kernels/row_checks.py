@@ -1,17 +1,22 @@
-"""Checks that every row of the small operations and of the indexer must pass, on a CPU and in Triton's interpreter."""
+"""Checks that every row of the small operations, of the indexer and of sparse attention must pass, on a CPU and in
+Triton's interpreter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
+from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from tests.kernels.cpu.formulas import (
     NAN,
+    attend,
     close,
     filled_cache,
     normal,
@@ -20,11 +25,47 @@ from tests.kernels.cpu.formulas import (
     rms_norm,
     rotary_table,
     rotated,
+    routed_weights,
+    router_scores,
+    silu,
     slots_of,
 )
 from tests.kernels.cpu.index_formulas import TOP_K, select
 
 EPS = 1e-6
+ROUTERS = {
+    "v3": RouterSpec(32, 6, "sigmoid", True, 8, 4, "top2", True, 2.5),
+    "v3 groups of five": RouterSpec(30, 4, "sigmoid", True, 6, 2, "top2", True, 2.5),
+    "v3 one group": RouterSpec(30, 4, "sigmoid", True, 1, 1, "top2", True, 2.5),
+    "v2": RouterSpec(40, 6, "softmax", False, 8, 3, "max", False, 16.0),
+    "v2 lite": RouterSpec(64, 6, "softmax"),
+    "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
+    "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
+    "v4": RouterSpec(32, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
+    "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
+}
+
+
+def check_norms(ops: Ops, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
+    weight = (torch.randn(width) + 1).to(weight_dtype)
+    whole = normal(5, 3, width + 9, dtype=dtype, scale=3.0)
+    x, before = whole[:, 1:, 2 : 2 + width], whole.clone()  # two strides, rows that are not contiguous together
+    got = ops.rms_norm(x, weight, EPS)
+    assert got.dtype == dtype
+    close(got, rms_norm(x, weight, EPS), 2)
+    x, residual = whole[:, 0, 2 : 2 + width], normal(5, width + 4, dtype=dtype)[:, :width]
+    want = residual + x
+    got = ops.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(residual, want)
+    close(got, rms_norm(want, weight, EPS), 2)
+    assert torch.equal(whole, before)
+
+
+def check_silu_and_mul(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    whole = normal(33, 2 * width + 3, dtype=dtype, scale=4.0)
+    gate_up = whole[:, 1 : 1 + 2 * width]
+    gate, up = gate_up.double().chunk(2, -1)
+    close(ops.silu_and_mul(gate_up), silu(gate) * up, 2)
 
 
 def check_rotate(ops: Ops, dtype: torch.dtype, heads: int, width: int, interleaved: bool) -> None:
@@ -36,6 +77,8 @@ def check_rotate(ops: Ops, dtype: torch.dtype, heads: int, width: int, interleav
     close(x[..., 40:], rotated(before[:, 1:, 40:], positions, table))
     assert torch.equal(whole[:, 0], before[:, 0])
     assert torch.equal(x[..., :40], before[:, 1:, :40])
+    ops.rotate(x, positions, table.reversed())
+    close(x[..., 40:] / table.cos_sin[0, 0] ** 2, before[:, 1:, 40:].double(), 2)  # the table has a factor
     x = before.clone()
     ops.rotate_leading(x, positions.int(), table)
     close(x[..., :width], rotated(before[..., :width], positions, table))
@@ -58,9 +101,56 @@ def check_write_latent(ops: Ops, dtype: torch.dtype, slot_dtype: torch.dtype, pa
         assert cache.isnan().all(-1).sum() == 36
 
 
+def check_write_kv(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    qkv = normal(6, 10, width, dtype=dtype)
+    k, v, slots = qkv[:, 1:8], qkv[:, 3:10], torch.randperm(20)[:6].int()
+    caches = torch.full((20, 2, 7, width), NAN, dtype=dtype)
+    ops.write_kv(k, v, slots, caches[:, 0], caches[:, 1])
+    assert torch.equal(caches[slots.long(), 0], k)
+    assert torch.equal(caches[slots.long(), 1], v)
+    assert caches.isnan().flatten(1).all(-1).sum() == 14
+
+
+def check_route(ops: Ops, dtype: torch.dtype, spec: RouterSpec, tokens: int, width: int) -> None:
+    x, gate = normal(tokens, width + 3, dtype=dtype)[:, :width], torch.randn(spec.num_experts, width) / width**0.5
+    bias = torch.randn(spec.num_experts) - 1.0 if spec.has_bias else None  # mostly negative: 0 would win as a mask
+    weights, ids = ops.route(x, gate, bias, spec)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    got = torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), weights)
+    close(got, routed_weights(x, gate, bias, spec), 2)
+    assert all(len(set(row)) == spec.top_k for row in ids.tolist())
+
+
 def check_silu_of_extreme_values(ops: Ops) -> None:
     x = torch.tensor([[-1e4, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+
+
+def check_clamped_silu(ops: Ops, dtype: torch.dtype) -> None:
+    """gate is at most the limit, up within both; NaN stays."""
+    x = normal(5, 90, dtype=dtype, scale=4.0)
+    x[1, 0] = x[2, 45] = NAN
+    gate, up = x.double().chunk(2, -1)
+    want = silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)
+    got = ops.silu_and_mul(x, 1.5)
+    assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
+    close(got.nan_to_num(), want.nan_to_num(), 2)
+
+
+def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:
+    """Experts are not chosen, and have the router's weights; logits from -60 to 60 keep their relative accuracy."""
+    spec = RouterSpec(48, 5, "sqrtsoftplus", True, scale=1.5)
+    x = torch.linspace(-1, 1, 7).unsqueeze(1).repeat(1, 16).to(dtype)
+    gate = torch.randn(48, 1).repeat(1, 16) * 1.2
+    experts = torch.rand(7, 48).argsort(-1)[:, :5].int()
+    real = torch.tensor([1, 1, 0, 1, 1, 1, 1], dtype=torch.int32)
+    scores = router_scores(x.double() @ gate.double().T, spec.score).gather(-1, experts.long())
+    for renormalize in (False, True):
+        router = replace(spec, renormalize=renormalize)
+        weights, ids = ops.route(x, ops.prepare_gate(gate), torch.randn(48), router, real, experts)
+        assert torch.equal(ids, torch.where(real.bool()[:, None], experts, -1)) and ids.dtype == torch.int32
+        want = scores / scores.sum(-1, keepdim=True) if renormalize else scores
+        torch.testing.assert_close(weights, (want * spec.scale).float(), rtol=2e-5, atol=0)
 
 
 def check_no_tokens(ops: Ops, dtype: torch.dtype) -> None:
@@ -106,3 +196,28 @@ def check_choices_alone(
                 slots = select(kernel, q[part], weights[part], cache, alone)
             assert torch.equal(slots, together[part, : slots.shape[1]])
         start += count
+
+
+def check_sinks_over_whole_rows(
+    backend: MLABackend, dtype: torch.dtype, heads: int, width: int, counts: Sequence[int]
+) -> None:
+    """Rows are keys and values as a whole, in a cache with strided rows; the sinks range from none to all of the
+    weight. Lists are set after the plan and changed between layers; all other rows are NaN."""
+    sparse = backend.capabilities.sparse
+    assert sparse is not None and sparse.sinks
+    size, scale = max(counts) + 20, width**-0.5
+    lens = torch.tensor(counts, dtype=torch.int32)
+    selected = Selected(torch.empty(len(counts), max(counts), dtype=torch.int32), list(counts), lens)
+    plan = sparse.plan(selected)
+    for sinks in (torch.linspace(-50, 20, heads), torch.randn(heads), None):
+        cache = torch.full((size, width + 16), NAN, dtype=dtype)[:, :width]
+        selected.slots.fill_(-1)
+        for row, count in zip(selected.slots, counts):
+            row[:count] = torch.randperm(size)[:count].int()
+            cache[row[:count].long()] = normal(count, width, dtype=dtype)
+        q = normal(len(counts), heads, width, dtype=dtype)
+        got = sparse.run(q, cache, selected, scale, plan, width, sinks)
+        for token, count in enumerate(counts):
+            keys = cache[selected.slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
+            wanted = attend(q[token : token + 1], keys, keys, scale, sinks=sinks)
+            close(got[token : token + 1], wanted, 3)

@@ -50,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_mtp_layers": 1},
     "deepseek_v32": {"num_mtp_layers": 1},
     "glm_moe_dsa": {"num_mtp_layers": 1, "num_hidden_layers": 4},
+    "deepseek_v4": {"num_mtp_layers": 1},
     "qwen3_moe": {},
     "minimax_m2": {},
     "mimo_v2_flash": {},
@@ -121,7 +122,8 @@ def serve(path: Path, asked: list[Prompt], num_tokens: int, form: str) -> list[t
         if form == "cached":
             answers = asyncio.run(all_answers(engine))
             cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-            assert all(cached[i] for i, prompt in enumerate(asked) if len(prompt.whole) > 1), cached
+            page = engine.config.page_size
+            assert all(cached[i] for i, prompt in enumerate(asked) if len(prompt.whole) > page), cached
     return [(a["output_ids"], [entry[0] for entry in a["meta_info"]["output_token_logprobs"]]) for a in answers]
 
 

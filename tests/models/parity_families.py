@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.media.image_process import load_processor
-from tests.models import kimi_checkpoints, mistral3_checkpoints, vision_checkpoints
+from tests.models import kimi_checkpoints, mistral3_checkpoints, v4_checkpoints, vision_checkpoints
 from tests.models.checkpoints import make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
@@ -119,8 +119,22 @@ def _with_rows(path: Path, made: mistral3_checkpoints.Mistral3Oracle, image: typ
     return Family(path, made.logits, prompts)
 
 
+def v4_family(kind: str, path: Path, seed: int) -> Family:
+    """Windows of 16 tokens, entries of 4 and 8."""
+    v4_checkpoints.make_v4(path, seed, num_mtp_layers=1, max_position_embeddings=1024)
+    model = v4_checkpoints.load_v4(path)
+
+    def logits(ids: list[int], images: list[Pixels]) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = model(torch.tensor([ids])).logits[0]
+            return found
+
+    return Family(path, logits, text_prompts)
+
+
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
+    "deepseek_v4": v4_family,
 }  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from moe_engine.kernels.backends import Backends, plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.compressed_cache import CompressedCache
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
@@ -27,6 +29,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
     need = Need(
         dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config),
         delta=config.delta is not None, varlen=config.vision is not None,
+        compression=isinstance(config.attention, CompressedConfig),
     )  # fmt: skip
     asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer", "delta"), row)
     return build_backends(plan_kernels(cpu_device(), need, asked))
@@ -144,9 +147,13 @@ def make_kv(
     influence."""
     name = str(dtype).removeprefix("torch.")
 
+    def empty(*shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
     def caches(layer: int) -> Any:
-        shapes = [(num_slots, *part) for part in config.kv_parts(layer, name)]
-        found = tuple(torch.full(shape, float("nan"), dtype=dtype, device=device) for shape in shapes)
+        if isinstance(config.attention, CompressedConfig):
+            return CompressedCache.of_layer(config, layer, num_slots, empty)
+        found = tuple(empty(num_slots, *part) for part in config.kv_parts(layer, name))
         return found[0] if len(found) == 1 else found
 
     first = config.num_layers if num_mtp_layers else 0

@@ -22,60 +22,10 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.registry import _BY_MODEL_TYPE
 from moe_engine.parallel.topology import Topology
-from tests.config.conftest import V3 as V3_OF_PLANS
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
-
-V3: dict[str, Any] = V3_OF_PLANS | {
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
-V2_LITE: dict[str, Any] = V3 | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "q_lora_rank": None,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "vocab_size": 102400,
-    "num_nextn_predict_layers": None,
-    "quantization_config": None,
-    "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
-}
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "eos_token_id": [128001, 128008, 128009],
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-}
+from tests.models.published import LLAMA, QWEN3_NEXT, V2_LITE
+from tests.models.published import YARN_V3 as V3
 
 
 def write(directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -144,18 +94,6 @@ def test_minimax_m2(tmp_path: Path) -> None:
     assert config.rope.width == 64 and config.kv_bytes_per_token("bfloat16") == 62 * 2 * 8 * 128 * 2
     assert isinstance(config.attention, GQAConfig) and config.attention.qk_norm == "projection"
     assert config.moe is not None and config.moe.renormalize and config.moe.scale == 1.0 and config.moe.has_bias
-
-
-QWEN3_NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
-    "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
-    "partial_rotary_factor": 0.25, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128, "rope_theta": 10000000, "max_position_embeddings": 262144, "vocab_size": 151936,
-    "eos_token_id": 151645, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 def test_qwen3_next(tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
@@ -18,6 +16,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
+from tests.models.test_loader import edited
 from tests.models.test_mtp import Drafter
 
 EH_PROJ = "model.layers.3.eh_proj.weight"
@@ -35,13 +34,6 @@ def test_names_of_a_part_of_the_tensors(tmp_path: Path, kind: str) -> None:
     part = edited(whole, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(main)])
     found = set(read_checkpoint(part, num_layers=count))
     assert found == (wanted - {f"{first}shared_head.norm.weight"} if kind == "ernie4_5_moe" else wanted)
-
-
-def edited(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, path / "model.safetensors")
-    return path
 
 
 @pytest.mark.parametrize("num_mtp_layers", [1, 2])

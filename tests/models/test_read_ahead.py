@@ -81,6 +81,13 @@ def ended(ahead: ReadAhead) -> None:
         thread.result(60)
 
 
+def test_files_after_a_missing_one_are_read(tmp_path: Path, read: Read) -> None:
+    intact = tmp_path / "x"
+    intact.write_bytes(b"")
+    ended(ReadAhead([Span(tmp_path / "gone", 0, 20 * MIB), Span(intact, 0, MIB)], Prefetch()))
+    assert read == [(str(intact), 0, MIB)]
+
+
 def test_a_missing_file_and_an_early_end_end_the_thread(tmp_path: Path, read: Read) -> None:
     gone = ReadAhead([Span(tmp_path / "gone", 0, MIB)], Prefetch())
     ended(gone)

@@ -65,8 +65,9 @@ class ForcedOps:
         return getattr(self._ops, name)
 
     def route(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         chosen = next(self._chosen)
         weights = weights_of(x.float() @ gate.T, chosen, spec)
         shared = torch.arange(spec.num_experts, spec.num_experts + spec.num_shared).expand(len(x), -1)

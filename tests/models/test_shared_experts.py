@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.batch import ExpertWeights
+from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightReader
@@ -37,19 +37,35 @@ class Member:
         self.rank, self.size = rank, size
 
 
-def make_layer(folder: Path, fused: bool = True, part: Share = WHOLE) -> MoE:
+def make_layer(folder: Path, fused: bool = True, part: Share = WHOLE, ep: Share = WHOLE) -> MoE:
+    """The last layer on a rank with part `part` of the widths of the experts of `ep`."""
     config = load_model_config(folder)
     backends = replace(make_backends(config), fuse_shared_experts=fused)
-    group: Any = Member(part.rank, part.size)
-    parallel = ParallelContext(Topology(tp_size=part.size), part.rank, world=group, moe_tp=group)
+    rank, size = ep.rank * part.size + part.rank, ep.size * part.size
+    world, moe_tp, others = (Member(*place) for place in ((rank, size), (part.rank, part.size), (ep.rank, ep.size)))
+    groups: dict[str, Any] = {"world": world, "moe_tp": moe_tp, "ep": others}
+    parallel = ParallelContext(Topology(tp_size=size, ep_size=ep.size), rank, **groups)
     layer = config.num_layers - 1
     reader = WeightReader(folder, torch.float32)
     return MoE(config, layer, backends, reader, parallel)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 2, 3, "gated"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("shared"), n_shared_experts=request.param)
+    path = tmp_path_factory.mktemp("shared")
+    if request.param == "gated":
+        return make_checkpoint("qwen3_next", path, shared_expert_intermediate_size=64, moe_intermediate_size=32)
+    return make_checkpoint("deepseek_v3", path, n_shared_experts=request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["shared", "gated"])
+def many(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A layer with 32 choices."""
+    if request.param:
+        sizes = {"shared_expert_intermediate_size": 64, "moe_intermediate_size": 64}
+        return make_checkpoint("qwen3_next", tmp_path, num_experts=64, num_experts_per_tok=32, **sizes)
+    sizes = {"n_routed_experts": 64, "num_experts_per_tok": 32, "topk_group": 2}
+    return make_checkpoint("deepseek_v3", tmp_path, n_shared_experts=1, n_group=2, **sizes)
 
 
 def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
@@ -62,8 +78,9 @@ def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     assert fused.weights.num_experts == apart.weights.num_experts + count == config.moe.num_experts + count
     torch.testing.assert_close(fused.forward(x), apart.forward(x), rtol=1e-5, atol=1e-6)
     live = real.bool()
-    padded = fused.forward(x, real=real)
-    torch.testing.assert_close(padded[live], apart.forward(x, real=real)[live], rtol=1e-5, atol=1e-6)
+    tokens = RoutedTokens(torch.zeros(7, dtype=torch.int64), real)
+    padded = fused.forward(x, tokens=tokens)
+    torch.testing.assert_close(padded[live], apart.forward(x, tokens=tokens)[live], rtol=1e-5, atol=1e-6)
     assert (padded[~live] == 0).all(), "padding reads no expert, including shared experts"
 
 
@@ -87,23 +104,42 @@ def test_ranks_that_split_widths_add_up(folder: Path) -> None:
         torch.testing.assert_close(sum(part.forward(x) for part in parts), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_recorders_see_routed_choices_only(folder: Path) -> None:
-    config = load_model_config(folder)
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2), (4, 1)])
+def test_ranks_with_different_experts_add_up(many: Path, ep: int, tp: int) -> None:
+    """Each holds its routed experts and the shared ones, whose weights add up to one."""
+    config = load_model_config(many)
+    x, real = torch.randn(5, config.hidden_size), torch.tensor([1, 0, 1, 1, 1], dtype=torch.int32)
+    apart = make_layer(many, fused=False)
+    assert config.moe is not None
+    count = config.moe.shared_width // config.moe.width
+    for padding in (None, RoutedTokens(torch.zeros(5, dtype=torch.int64), real)):
+        found = torch.zeros_like(x)
+        for rank in range(ep):
+            for part in range(tp):
+                layer = make_layer(many, part=Share(part, tp), ep=Share(rank, ep))
+                assert layer.shared is None
+                assert layer.weights.num_experts == config.moe.num_experts // ep + count
+                found += layer.forward(x, tokens=padding)
+        live = slice(None) if padding is None else real.bool()
+        torch.testing.assert_close(found[live], apart.forward(x, tokens=padding)[live], rtol=1e-5, atol=1e-5)
+
+
+def test_recorders_see_routed_choices_only(many: Path) -> None:
+    config = load_model_config(many)
     x = torch.randn(4, config.hidden_size)
     seen = []
-    for layer in make_layer(folder), make_layer(folder, fused=False):
+    for layer in make_layer(many), make_layer(many, fused=False), make_layer(many, ep=Share(1, 2)):
+        alone = layer.forward(x)
         recorder = Counted()
         layer.count(recorder)  # type: ignore[arg-type]
-        layer.forward(x)
+        assert torch.equal(layer.forward(x), alone)
         seen.append(recorder.ids)
-    assert torch.equal(*seen)
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
-def test_ranks_with_different_experts_do_not_fuse(folder: Path) -> None:
+def test_ranks_split_shared_experts_that_would_cost_more_in_slots(folder: Path) -> None:
+    """In slots each of two ranks would compute them for all tokens, beside one of the two choices."""
+    layer = make_layer(folder, ep=Share(0, 2))
     config = load_model_config(folder)
-    group: Any = Member(0, 2)
-    parallel = ParallelContext(Topology(tp_size=2, ep_size=2), 0, world=group, ep=group)
-    layer = config.num_layers - 1
-    reader = WeightReader(folder, torch.float32)
-    experts: ExpertWeights = MoE(config, layer, make_backends(config), reader, parallel).weights
-    assert config.moe is not None and experts.num_experts == config.moe.num_experts // 2
+    assert config.moe is not None and layer.shared is not None
+    assert layer.weights.num_experts == config.moe.num_experts // 2

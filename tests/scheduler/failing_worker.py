@@ -57,6 +57,13 @@ class _Failing:
         self.poison = poison
         self.rids: dict[int, str] = {}
 
+    def execute(self) -> StepResult:
+        if self._fails(self.queue[0]):
+            self._break_next()
+            raise StepFailed("a poisoned request")
+        result: StepResult = super().execute()  # type: ignore[misc]  # of the worker beside this class
+        return result
+
     def _fails(self, plan: StepPlan) -> bool:
         """True if the plan fails; its rows are known at that time."""
         self.rids.update({new.row: new.rid for new in plan.new_rows})
@@ -97,12 +104,6 @@ class FailingWorker(_Failing, FakeWorker):
         super().discard()
         self.touched.clear()
 
-    def execute(self) -> StepResult:
-        if self._fails(self.queue[0]):
-            self._break_next()
-            raise StepFailed("a poisoned request")
-        return super().execute()
-
     def _break_next(self) -> None:
         self.touched.popleft()
         plan = self.queue.popleft()
@@ -120,12 +121,6 @@ class FailingDraftingWorker(_Failing, DraftingWorker):
     def __init__(self, config: SchedulerConfig, seed: int, luck: float, poison: Poison) -> None:
         DraftingWorker.__init__(self, config, seed, luck)
         self._begin(poison)
-
-    def execute(self) -> StepResult:
-        if self._fails(self.queue[0]):
-            self._break_next()
-            raise StepFailed("a poisoned request")
-        return super().execute()
 
     def _row(self, tokens: list[int], slots: list[int]) -> DraftingRow:
         return DraftingRow(tokens, slots, len(slots), prefix_hashes(tokens[: len(slots)]))

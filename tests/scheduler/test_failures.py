@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -62,6 +64,23 @@ def check(sim: FailingSimulation, bad: dict[str, int], apart: bool) -> None:
             assert rid in bad and (length == first if apart else length >= first), rid
         elif apart and status is None and outcome.reason != "abort":
             assert bad.get(rid, computed) >= computed, rid
+
+
+def play_poisoned(
+    config: SchedulerConfig,
+    make_worker: Callable[[SchedulerConfig, Poison], Any],
+    rng: random.Random,
+    seed: int,
+    overlap: bool,
+) -> tuple[FailingSimulation, dict[str, int]]:
+    """A trace with steps that fail for a request, and some for none; the simulation, and the poison requests."""
+    requests = fill(rng, config, 40)
+    bad = poisoned(rng, requests, 0.1)
+    poison = Poison(seed, bad, chance=0.02)
+    sim = FailingSimulation(config, overlap=overlap, worker=make_worker(config, poison))
+    play(sim, rng, requests, 0.02)
+    assert poison.failures > 2
+    return sim, bad
 
 
 @settings(max_examples=80, suppress_health_check=list(HealthCheck))

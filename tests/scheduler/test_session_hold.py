@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig, admission
 from moe_engine.scheduler.radix_cache import RadixCache
-from moe_engine.scheduler.session_hold import ROTATION, SessionHold, _Session
+from moe_engine.scheduler.session_hold import SessionHold, _Session
+from moe_engine.scheduler.session_rotation import ROTATION
 from moe_engine.scheduler.waiting_queue import Waiting
 from tests.examples import examples
 from tests.scheduler.session_load import Load, Shape
@@ -264,7 +265,7 @@ def test_sessions_near_their_end_are_held_first() -> None:
     """A young session costs little to recompute, and would grow in the place of those that are nearly complete."""
     tree = RadixCache(1, lambda slots, step: None)
     hold = SessionHold(None, tree, lambda: 0.0, 1000)
-    hold._prompt, hold._output = 90.0, 10.0
+    hold._prompt.value, hold._output.value = 90.0, 10.0
     for turn in [*range(1, 8)] * 20:
         hold._by_length.observe(turn, True)
     for _ in range(20):

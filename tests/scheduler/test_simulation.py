@@ -16,6 +16,11 @@ from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
 from tests.scheduler.traces import play_arrivals
 
+PRESSED = SchedulerConfig(
+    num_slots=320, context_len=200, max_rows=10, chunked_prefill_size=32, init_new_token_ratio=0.1,
+    new_token_ratio_decay_steps=10, retract_decode_steps=4,
+)  # fmt: skip
+"""Long requests do not fit together, and are admitted nevertheless: they are retracted."""
 EVICTION = {"lru": "{}", "lfu": "{}", "slru": "{}", "priority": "{}", "tlru": '{"threshold": 20}'}
 
 
@@ -94,18 +99,7 @@ def test_any_configuration_computes_the_same(
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_long_run_under_memory_pressure(overlap: bool, page: int, mixed: bool) -> None:
-    config = SchedulerConfig(
-        num_slots=320,
-        context_len=200,
-        page_size=page,
-        max_rows=10,
-        policy="lpm",
-        chunked_prefill_size=32,
-        enable_mixed_chunk=mixed,
-        init_new_token_ratio=0.1,
-        new_token_ratio_decay_steps=10,
-        retract_decode_steps=4,
-    )
+    config = replace(PRESSED, page_size=page, policy="lpm", enable_mixed_chunk=mixed)
     sim = Simulation(config, overlap=overlap, check_every=5)
     play(sim, random.Random(page), 200, 0.5, 0.01, long=True)
     stats = sim.scheduler.stats()

@@ -17,7 +17,7 @@ from moe_engine.types import SpeculationConfig, StepPlan, StepResult
 from tests.examples import examples
 from tests.scheduler.drafting_worker import DraftingWorker
 from tests.scheduler.simulator import EOS, Simulation, make_request
-from tests.scheduler.test_simulation import configs, play
+from tests.scheduler.test_simulation import PRESSED, configs, play
 
 
 @st.composite
@@ -72,20 +72,8 @@ def test_any_configuration_computes_the_same(
     ids=["chain", "tree", "auto", "small tree"],
 )
 def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: int, overlap: bool, steps: int) -> None:
-    config = SchedulerConfig(
-        num_slots=320,
-        context_len=200,
-        page_size=page,
-        max_rows=10,
-        policy="lpm",
-        chunked_prefill_size=32,
-        enable_mixed_chunk=page == 4,
-        init_new_token_ratio=0.1,
-        new_token_ratio_decay_steps=10,
-        retract_decode_steps=4,
-        speculation=speculation,
-        vocab_size=50,
-    )
+    config = replace(PRESSED, page_size=page, policy="lpm", enable_mixed_chunk=page == 4, vocab_size=50)
+    config = replace(config, speculation=speculation)
     sim = simulate(config, overlap=overlap, seed=page, luck=0.4, check_every=steps // 50)
     play(sim, random.Random(page), steps // 10, 0.5, 0.01, long=True)
     stats, worker = sim.scheduler.stats(), sim.worker

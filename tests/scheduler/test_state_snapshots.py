@@ -13,7 +13,6 @@ from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.state_kv_cache import StateKVCacheManager
 from tests.examples import examples
 from tests.scheduler import test_failures as failures
-from tests.scheduler.failing_worker import FailingSimulation, Poison
 from tests.scheduler.simulator import Simulation, make_request
 from tests.scheduler.state_worker import FailingStateWorker, StateWorker
 from tests.scheduler.test_simulation import configs, play
@@ -58,12 +57,7 @@ def test_failed_steps(overlap: bool, seed: int) -> None:
     rng = random.Random(seed)
     config = SchedulerConfig(num_slots=300, context_len=120, max_rows=5, chunked_prefill_size=24)
     config = with_snapshots(config, rng.choice([3, 30]), 4)
-    requests = failures.fill(rng, config, 40)
-    bad = failures.poisoned(rng, requests, 0.1)
-    poison = Poison(seed, bad, chance=0.02)
-    sim = FailingSimulation(config, overlap=overlap, worker=FailingStateWorker(config, poison))
-    failures.play(sim, rng, requests, 0.02)
-    assert poison.failures > 2
+    failures.play_poisoned(config, FailingStateWorker, rng, seed, overlap)
 
 
 def run(sim: Simulation, rid: str, prompt: list[int], max_new: int = 4) -> int:

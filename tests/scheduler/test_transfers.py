@@ -19,6 +19,21 @@ from tests.scheduler.transfer_simulator import Network, ServerSimulation
 BASE = SchedulerConfig(num_slots=400, context_len=300, max_rows=4, chunked_prefill_size=32, host_tier_tokens=300)
 
 
+def pair(
+    config: SchedulerConfig, rng: random.Random, late: float
+) -> tuple[ServerSimulation, ServerSimulation, Network]:
+    """A prefill and a decode server, and a network without faults."""
+    prefill, decode = (ServerSimulation(config, mode, rng, late) for mode in ("prefill", "decode"))
+    return prefill, decode, Network(prefill, decode, rng, 0.0)
+
+
+def run_both(prefill: ServerSimulation, decode: ServerSimulation, network: Network) -> None:
+    while not (prefill.scheduler.is_idle() and decode.scheduler.is_idle()):
+        prefill.turn()
+        decode.turn()
+        network.step()
+
+
 def play(
     seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
     places: int = 300, late: float = 0.3, fast: int = 0, limits: Mapping[str, float | None] = {},
@@ -106,9 +121,7 @@ def test_random_faults_leak_nothing_and_use_no_wrong_bytes(
 
 def test_only_tokens_that_neither_device_nor_host_has_are_transferred() -> None:
     rng = random.Random(2)
-    config = replace(BASE, host_tier_tokens=2000)
-    prefill, decode = (ServerSimulation(config, mode, rng, 0.3) for mode in ("prefill", "decode"))
-    network = Network(prefill, decode, rng, 0.0)
+    prefill, decode, network = pair(replace(BASE, host_tier_tokens=2000), rng, 0.3)
     session = [rng.randrange(50) for _ in range(100)]
     others = [[rng.randrange(50) for _ in range(150)] for _ in range(3)]
     moved, asked = [], []
@@ -156,16 +169,12 @@ def test_transfers_write_behind_the_copies_of_a_step_in_flight() -> None:
 def test_a_room_in_use_is_left_to_its_request() -> None:
     """The second of two requests with one room computes its prompt."""
     rng = random.Random(0)
-    prefill, decode = (ServerSimulation(BASE, mode, rng, 0.0) for mode in ("prefill", "decode"))
-    network = Network(prefill, decode, rng, 0.0)
+    prefill, decode, network = pair(BASE, rng, 0.0)
     for rid, server in (("a", prefill), ("a", decode), ("b", decode)):
         request = make_request(rid, [rng.randrange(50) for _ in range(60)] if rid == "b" else list(range(50)), 4)
         request.bootstrap = ("host", 1, 7)
         server.add(request)
-    while not (prefill.scheduler.is_idle() and decode.scheduler.is_idle()):
-        prefill.turn()
-        decode.turn()
-        network.step()
+    run_both(prefill, decode, network)
     assert decode.tier.num_transferred_tokens == 49 and not decode.tier.num_failed_transfers
     decode.check_end()
 
@@ -182,8 +191,7 @@ def test_a_thousand_faults() -> None:
 def test_servers_with_other_weights_refuse_each_other() -> None:
     """Weights that were replaced while serving: the transfer is refused with both names, and the prompt is computed."""
     rng = random.Random(0)
-    prefill, decode = (ServerSimulation(BASE, mode, rng, 0.0) for mode in ("prefill", "decode"))
-    network = Network(prefill, decode, rng, 0.0)
+    prefill, decode, network = pair(BASE, rng, 0.0)
     for number, (ours, theirs) in enumerate([("step 7", ""), ("step 7", "step 8"), ("step 8", "step 8")]):
         prefill.tier.renew(ours)
         decode.tier.renew(theirs)
@@ -191,10 +199,7 @@ def test_servers_with_other_weights_refuse_each_other() -> None:
             request = make_request(str(number), [number] * 60, 2, ignore_eos=True)
             request.bootstrap = ("host", 1, number)
             server.add(request)
-        while not (prefill.scheduler.is_idle() and decode.scheduler.is_idle()):
-            prefill.turn()
-            decode.turn()
-            network.step()
+        run_both(prefill, decode, network)
         state = network.rooms[number].receiving
         named = f"weights: prefill server {ours}, decode server {theirs or 'those of its start'}"
         assert state is not None and state.reason == (named if ours != theirs else "")
@@ -206,8 +211,7 @@ def test_states_travel_with_their_prompts() -> None:
     rng = random.Random(2)
     config = replace(BASE, num_slots=2000, context_len=500, page_size=4, host_tier_tokens=2000)
     config = replace(config, num_snapshots=40, host_snapshots=80, mamba_track_interval=8)
-    prefill, decode = (ServerSimulation(config, mode, rng, 0.3) for mode in ("prefill", "decode"))
-    network = Network(prefill, decode, rng, 0.0)
+    prefill, decode, network = pair(config, rng, 0.3)
     text, moved = [rng.randrange(50) for _ in range(100)], []
     for room in range(4):
         for server, new in ((prefill, 1), (decode, 4)):

@@ -15,9 +15,8 @@ from moe_engine.scheduler.window_pages import WindowPages
 from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
 from tests.scheduler import test_failures as failures
 from tests.scheduler.failing_windowed_worker import FailingWindowedWorker
-from tests.scheduler.failing_worker import FailingSimulation, Poison
 from tests.scheduler.simulator import Simulation, make_request
-from tests.scheduler.test_simulation import configs, play
+from tests.scheduler.test_simulation import PRESSED, configs, play
 from tests.scheduler.windowed_worker import WindowedWorker, bounded
 
 
@@ -59,17 +58,7 @@ def test_every_window_is_there(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page", [1, 4])
 def test_small_pools_evict_windows_and_share_prefixes(overlap: bool, page: int) -> None:
-    config = SchedulerConfig(
-        num_slots=400,
-        context_len=200,
-        page_size=page,
-        max_rows=4,
-        policy="lpm",
-        chunked_prefill_size=16,
-        init_new_token_ratio=0.1,
-        new_token_ratio_decay_steps=10,
-        retract_decode_steps=4,
-    )
+    config = replace(PRESSED, num_slots=400, page_size=page, max_rows=4, policy="lpm", chunked_prefill_size=16)
     config = bounded(config, 8)
     assert config.num_window_slots < config.num_slots / 2
     sim = Simulation(config, overlap=overlap, check_every=5, worker=WindowedWorker(config))
@@ -80,18 +69,7 @@ def test_small_pools_evict_windows_and_share_prefixes(overlap: bool, page: int) 
 
 
 def test_retractions_keep_the_windows() -> None:
-    config = bounded(
-        SchedulerConfig(
-            num_slots=320,
-            context_len=200,
-            max_rows=10,
-            chunked_prefill_size=32,
-            init_new_token_ratio=0.1,
-            new_token_ratio_decay_steps=10,
-            retract_decode_steps=4,
-        ),
-        6,
-    )
+    config = bounded(PRESSED, 6)
     sim = Simulation(config, check_every=5, worker=WindowedWorker(config))
     play(sim, random.Random(0), 100, 0.5, 0.01, long=True)
     assert sim.scheduler.stats().num_retractions_total > 5
@@ -102,17 +80,7 @@ def test_retractions_keep_the_windows() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_full_window_pool_blocks_admission_and_retracts(overlap: bool, page: int) -> None:
     """The window pool is enough for three of ten requests; short requests share it, long ones wait or are retracted."""
-    config = SchedulerConfig(
-        num_slots=4000,
-        context_len=200,
-        page_size=page,
-        max_rows=10,
-        chunked_prefill_size=32,
-        init_new_token_ratio=0.1,
-        new_token_ratio_decay_steps=10,
-        retract_decode_steps=4,
-    )
-    config = bounded(config, 24, requests=3)
+    config = bounded(replace(PRESSED, num_slots=4000, page_size=page), 24, requests=3)
     sim = Simulation(config, overlap=overlap, check_every=5, worker=WindowedWorker(config))
     rng = random.Random(page)
     running = []
@@ -133,14 +101,8 @@ def test_a_full_window_pool_blocks_admission_and_retracts(overlap: bool, page: i
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_failed_steps(overlap: bool, seed: int) -> None:
-    rng = random.Random(seed)
     config = bounded(SchedulerConfig(num_slots=300, context_len=120, max_rows=5, chunked_prefill_size=24), 7)
-    requests = failures.fill(rng, config, 40)
-    bad = failures.poisoned(rng, requests, 0.1)
-    poison = Poison(seed, bad, chance=0.02)
-    sim = FailingSimulation(config, overlap=overlap, worker=FailingWindowedWorker(config, poison))
-    failures.play(sim, rng, requests, 0.02)
-    assert poison.failures > 2
+    sim, bad = failures.play_poisoned(config, FailingWindowedWorker, random.Random(seed), seed, overlap)
     failures.check(sim, bad, apart=False)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +40,12 @@ def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path)
     # programs started by these tests have no simulated devices
     code, out, errors = device_server.run(command, tmp_path, 890.0, PYTHONPATH=str(ROOT), **trained)
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
+
+
+def test_a_file_runs_directly() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", str(FOLDER / "test_rules.py")]
+    run = subprocess.run([*command, "-k", "mixed"], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.drawn(1)

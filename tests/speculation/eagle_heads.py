@@ -8,6 +8,7 @@ Legend: T tokens, D hidden, F width of the target's states, W draft vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -300,18 +301,30 @@ def _layer(kind: str, config: Any) -> tuple[Any, Any]:
 def offline_counts(
     head: ReferenceHead, prompt: list[int], answer: list[int], depth: int
 ) -> tuple[list[int], list[int]]:
-    """Proposed and accepted drafts of a request at each depth, by whole chains of the reference.
+    """`chain_counts` of the reference."""
+    states = head.target.states(prompt + answer, head.form.taps)
+    return chain_counts(head.chain, states, prompt, answer, depth)
+
+
+def chain_counts(
+    chain: Callable[[Tensor, list[int], int], list[int]], states: Tensor, prompt: list[int], answer: list[int],
+    depth: int,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Proposed and accepted drafts of a request at each depth, by whole chains.
 
     The first token of the answer comes from the prompt's step; drafts beyond the end are not counted.
+
+    Args:
+        chain: drafts after a text, from the hidden states of all its tokens but the last.
+        states: [T, F], of prompt and answer.
     """
     text = prompt + answer
-    states = head.target.states(text, head.form.taps)
     proposed, accepted = [0] * depth, [0] * depth
     known = len(prompt) + 1
     while known < len(text):
         left = len(text) - known
         if left > 1:
-            drafts = head.chain(states[: known - 1], text[:known], depth)
+            drafts = chain(states[: known - 1], text[:known], depth)
             good = 0
             while good < min(depth, left) and drafts[good] == text[known + good]:
                 good += 1

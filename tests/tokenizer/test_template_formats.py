@@ -30,6 +30,11 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
         "deepseek-v3",
         "deepseekv31",
     ),
+    "DeepSeek V4": (
+        BACK + "<｜DSML｜tool_calls><tool_result>" + ASK + "{%- if thinking %}<think>{% else %}</think>",
+        "deepseek-v4",
+        "deepseekv4",
+    ),
     "Kimi K2": ("<|tool_calls_section_begin|>", None, "kimi_k2"),
     "Kimi K2 Thinking": (BACK + "<|tool_calls_section_begin|>" + ASK + "<think>", "kimi_k2", "kimi_k2"),
     "Qwen2.5": (HERMES + ASK + "<|im_start|>assistant\n", None, "qwen25"),
@@ -65,6 +70,7 @@ def test_formats_of_published_templates(name: str) -> None:
     [
         (HERMES, {}, (None, "qwen25")),
         (HERMES, {"chat_template": "deepseek-v32"}, ("deepseek-v3", "deepseekv32")),
+        (HERMES, {"chat_template": "deepseek-v4"}, ("deepseek-v4", "deepseekv4")),
         (HERMES, {"skip_tokenizer_init": True}, (None, None)),
         (None, {}, (None, None)),
         (None, {"reasoning_parser": "glm45"}, ("glm45", None)),

@@ -16,7 +16,8 @@ from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.expert_load import Balancer, ExpertLoad, zipf_counts
 from moe_engine.tuning.simulator.fleet import FleetSpec
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
-from tests.tuning.plan_models import V3, small_deepseek
+from tests.models.published import V3
+from tests.tuning.plan_models import small_deepseek
 from tests.tuning.test_simulator import config, requests, simulate
 
 

@@ -22,7 +22,7 @@ from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited
 from moe_engine.tuning.stats import mean
-from tests.tuning.plan_models import V3
+from tests.models.published import V3
 
 SHARE = replace(load_efficiency("moe-engine"), request_ms=0.0)
 SMALL = MeasuredCosts(

@@ -14,7 +14,8 @@ from moe_engine.cli.main import main
 from moe_engine.tuning.hardware.table import FOLDER as HARDWARE
 from moe_engine.tuning.hardware.table import gpu_names
 from tests.examples import examples
-from tests.tuning.plan_models import V3, write
+from tests.models.published import V3
+from tests.tuning.plan_models import write
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 4,

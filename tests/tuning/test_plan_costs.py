@@ -29,7 +29,8 @@ from moe_engine.tuning.costs.model_facts import MLP, ROUTED, AttentionFacts, mod
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import gpu_names, parse_cluster
-from tests.tuning.plan_models import V3, small_deepseek, small_grouped, write
+from tests.models.published import V3
+from tests.tuning.plan_models import small_deepseek, small_grouped, write
 
 FP8 = Precision("fp8", "fp8")
 
@@ -215,11 +216,11 @@ def test_the_tables_of_gpus_agree(name: str):
     [
         ("v3", "v3-dp8ep8-B128", "MoE layer", ROUTED + MLP),
         ("v3.2", "v3.2-dp8ep8-B8-C8192", "MoE layer", ROUTED + MLP),
-        ("glm-4.6", "glm-4.6-tp8-B8", "dense layer", MLP),
-        ("glm-4.6", "glm-4.6-tp8-B8", "MoE layer", ROUTED),  # tensor parallelism: shared experts are routed ones
+        ("glm-4.6", "glm-4.6-tp8ep2-B8", "dense layer", MLP),
+        ("glm-4.6", "glm-4.6-tp8ep2-B8", "MoE layer", ROUTED),  # shared experts are slots of the routed ones
         ("gpt-oss-120b", "gpt-oss-120b-tp4-B8", "full MoE layer", ROUTED),
-        ("qwen3-next", "qwen3-next-tp4-B8", "full MoE layer", ROUTED + MLP),
-        ("qwen3-next", "qwen3-next-tp4-B8", "linear MoE layer", ROUTED + MLP),
+        ("qwen3-next", "qwen3-next-tp4-B8", "full MoE layer", ROUTED),
+        ("qwen3-next", "qwen3-next-tp4-B8", "linear MoE layer", ROUTED),
     ],
 )
 def test_kernels_of_a_layer_are_those_counted(model: str, case: str, layer: str, beside: int):

@@ -10,7 +10,8 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
-from tests.tuning.plan_models import V3, write
+from tests.models.published import V3
+from tests.tuning.plan_models import write
 
 SMALL = V3 | {
     "hidden_size": 1024, "num_hidden_layers": 6, "n_routed_experts": 64, "moe_intermediate_size": 512,

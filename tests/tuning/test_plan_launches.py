@@ -21,7 +21,8 @@ from moe_engine.tuning.costs.model_facts import stored_dtype
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.launch import subject_of
 from moe_engine.tuning.planner.memory import Memory
-from tests.tuning.plan_models import V3, small_deepseek, small_grouped, write
+from tests.models.published import V3
+from tests.tuning.plan_models import small_deepseek, small_grouped, write
 
 ROUTER = "re:.*mlp.gate$"
 

@@ -24,7 +24,8 @@ from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.search import Found, Search, pareto
 from moe_engine.tuning.planner.space import Space
 from moe_engine.tuning.planner.workload import Workload
-from tests.tuning.plan_models import V3, small_grouped, write
+from tests.models.published import V3
+from tests.tuning.plan_models import small_grouped, write
 
 WORKLOAD, ANY = Workload(2000, 200), Slo()
 

@@ -17,7 +17,7 @@ from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.steady import Load, steady_state
 from moe_engine.tuning.planner.workload import Workload
-from tests.tuning.plan_models import V3
+from tests.models.published import V3
 
 SHARE = Efficiency("any", prompt_weight=1.0, queue=0.3, request_ms=0.001)
 """Of an engine whose steps have prompts and decodes; this engine's scheduler: test_plan_closed_loop.py."""

@@ -17,7 +17,7 @@ from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from moe_engine.types.step_settings import GraphSettings
-from tests.tuning.plan_models import V3
+from tests.models.published import V3
 from tests.tuning.test_simulator import Linear, config
 
 INTERVAL = 8

@@ -34,7 +34,7 @@ from moe_engine.tuning.measured_points import (
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
-from tests.tuning.plan_models import V3
+from tests.models.published import V3
 
 
 def take(times, count):

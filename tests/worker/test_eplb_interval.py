@@ -15,7 +15,7 @@ from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.program import decode_moves
 from moe_engine.worker.eplb.eplb_interval import LEAST_PASSES, RANGE, VERDICTS, EPLBInterval
-from moe_engine.worker.eplb.eplb_manager import Planner
+from moe_engine.worker.eplb.eplb_planner import Planner
 
 LAYERS, EXPERTS, RANKS = 3, 64, 8
 LAYOUT = ExpertLayout(EXPERTS, RANKS, 8)

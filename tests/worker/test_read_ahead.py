@@ -63,6 +63,25 @@ def test_whole_files(folder: Path, seen: dict[str, list[tuple[int, int]]]) -> No
     read(FilesArgs("3", str(folder / "missing")))
 
 
+def test_an_unreadable_file_does_not_end_the_others(
+    folder: Path, seen: dict[str, list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = {"config.json", "model.gguf"}
+    opened = read_ahead.open  # type: ignore[attr-defined]
+
+    def fail(path: str, mode: str, buffering: int) -> io.FileIO:
+        if path.endswith(".safetensors"):
+            raise OSError("input/output error")
+        return opened(path, mode, buffering)
+
+    monkeypatch.setattr(read_ahead, "open", fail)
+    for place in range(20):  # before and after the intact ones in the folder's order
+        (folder / f"loop-{place}").symlink_to(f"loop-{place}")
+        (folder / f"{place}.safetensors").write_bytes(b"")
+    read(FilesArgs("1", str(folder)))
+    assert seen.keys() == intact
+
+
 def test_headers_only(folder: Path, seen: dict[str, list[tuple[int, int]]]) -> None:
     read(FilesArgs("1", str(folder), headers_only=True))
     first = min(header.start for header in read_header(folder / "model.safetensors").values())

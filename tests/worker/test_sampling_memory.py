@@ -27,8 +27,9 @@ from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.sampling.logprobs import prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.step_sampling import StepSampling
-from tests.config.conftest import SMALL, V3, machine
+from tests.config.conftest import SMALL, machine
 from tests.memory_meter import MemoryMeter
+from tests.models.published import V3
 
 VOCAB, RUNNING, DRAFTS = 32000, 60, 3
 HIDDEN = 8

@@ -34,7 +34,8 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.graph_setup import capture_graphs
-from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
+from moe_engine.worker.step_graphs import CaptureError, StepGraphs
+from moe_engine.worker.step_shape import StepShape
 from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
 
 

@@ -232,11 +232,11 @@ class TritonMLA(_Backend):
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object,
-        value_width: int | None = None,
+        value_width: int | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """See the protocol; `value_width` is C where the rotary width is not 64."""
+        """See `AbsorbsSinks`."""
         latent = q.shape[2] - 64 if value_width is None else value_width
-        return self._over_latent(q, cache, queries, scale, plan, latent)
+        return self._over_latent(q, cache, queries, scale, plan, latent, sinks=sinks)
 
     def absorbed_values(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, weight: Tensor
@@ -246,12 +246,12 @@ class TritonMLA(_Backend):
 
     def _over_latent(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, latent: int,
-        weight: Tensor | None = None,
+        weight: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         form = form_of(cache, latent, q.shape[2] - latent)
         self._absorbed_as = (q.shape[1], q.dtype, form)
         tile, segments = self._absorbed_schedule(_find(plan, queries), *self._absorbed_as)
-        return latent_attention(q, cache, queries, segments, tile, scale, latent, form, weight)
+        return latent_attention(q, cache, queries, segments, tile, scale, latent, form, weight, sinks)
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: object, out: Tensor | None = None,

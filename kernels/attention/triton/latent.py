@@ -31,6 +31,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     softmax_step,
     stored_columns,
     stored_values,
+    with_sinks,
 )
 from moe_engine.kernels.kv_format.latent_records import (
     FP8_GROUPS,
@@ -125,6 +126,27 @@ def _rotary_part(
 
 
 @triton.jit
+def _rotary_scores(
+    q_rotary, cache, offset,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: products of the rotary channels, 0 without any; and in `FP8_TOKEN`, divided by it, the scale [1, N] of
+    the latents."""
+    of_latent = tl.full([1, BLOCK_N], 1.0, tl.float32)
+    if ROTARY > 0:
+        rotary = _rotary_part(cache, offset, LATENT, ROTARY, BLOCK_P, KV_FORMAT, q_rotary.dtype)
+        scores = tl.dot(q_rotary, tl.trans(rotary), input_precision=PRECISION)
+    else:
+        scores = tl.zeros([q_rotary.shape[0], BLOCK_N], tl.float32)
+    if KV_FORMAT == _TOKEN:
+        floats = cache.to(tl.pointer_type(tl.float32)) + offset // 4 + SCALES // 4
+        of_latent = tl.load(floats)[None, :]
+        scores = scores * (tl.load(floats + 1)[None, :] / of_latent)
+    return scores, of_latent
+
+
+@triton.jit
 def _first(i, own, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """First column of part i, for a program whose own share of the values begins with part `own`."""
     return (i + own) % PARTS * WIDTH
@@ -148,16 +170,18 @@ def _store(
 
 @dependent_jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
 def latent_kernel(
-    q, cache, out, partial, lse, segments, rows, table, visible, lens,
+    q, cache, out, partial, lse, segments, rows, table, visible, lens, sinks,
     q_stride, cache_stride, table_stride, scale, query_len,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     PARTS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
     SCALES: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BOUNDS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
-    in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request.
+    in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request. SINKS: `sinks` [H]
+    are logits without a value; those of partial results are added by the merge.
     """
     wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
@@ -196,12 +220,9 @@ def latent_kernel(
         for start in range(begin, stop, BLOCK_N):
             offset = (slots.to(tl.int64) if WIDE else slots) * cache_stride
             slots = next_slots(table_row, start + BLOCK_N + inside, stop)
-            rotary = _rotary_part(cache, offset, LATENT, ROTARY, BLOCK_P, KV_FORMAT, dtype)
-            scores = tl.dot(q_rotary, tl.trans(rotary), input_precision=PRECISION)
-            if KV_FORMAT == _TOKEN:
-                floats = cache.to(tl.pointer_type(tl.float32)) + offset // 4 + SCALES // 4
-                of_latent = tl.load(floats)[None, :]
-                scores = scores * (tl.load(floats + 1)[None, :] / of_latent)
+            scores, of_latent = _rotary_scores(
+                q_rotary, cache, offset, LATENT, ROTARY, BLOCK_P, BLOCK_N, KV_FORMAT, SCALES, PRECISION
+            )
             latent = ()
             for i in tl.static_range(PARTS):
                 column = _first(i, share * OWN, PARTS, WIDTH)
@@ -218,8 +239,9 @@ def latent_kernel(
             for i in tl.static_range(OWN):
                 new = new + (tl.dot(weights, latent[i], mixed[i] * decay[:, None], input_precision=PRECISION),)  # type: ignore[assignment]
             mixed = new
-        norm, log_sum = finish(best, total)
         target = tl.load(record + 7)
+        total = with_sinks(total, best, sinks, (first_row + tl.minimum(row, left - 1)) % HEADS, target, SINKS)
+        norm, log_sum = finish(best, total)
         if target < 0:
             rows_before = token.to(tl.int64) * HEADS + first_row
             _store(out + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
@@ -231,7 +253,7 @@ def latent_kernel(
 
 def latent_attention(
     q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
-    form: int, weight: Tensor | None = None,
+    form: int, weight: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronization.
 
@@ -239,6 +261,7 @@ def latent_attention(
         schedule: schedule of these queries, H rows per token, with the tile's block size.
         form: row format of the cache, from `latent_records.form_of`.
         weight: W_UV [H, V, C]; the result is then [T, H, V].
+        sinks: float32 [H], logits without a value; not with `weight`.
 
     Raises:
         ValueError: if the cache has another dtype, or strided rows.
@@ -256,15 +279,15 @@ def latent_attention(
     lse = partial.new_empty(partial.shape[:3])
     latent_kernel[(len(schedule.segments), tile.shares)](
         q, cache, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
-        queries.context_lens_device if schedule.query_len is not None else None,
+        queries.context_lens_device if schedule.query_len is not None else None, sinks,
         q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         **_constants(heads, latent, width - latent, tile, form, queries.visible is not None, q.dtype),
         WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        SINKS=sinks is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if weight is not None:
         return merge_values(out, partial, lse, schedule, weight)
-    merge_partials(partial, lse, schedule, out)
+    merge_partials(partial, lse, schedule, out, sinks)
     return out
 
 
@@ -281,16 +304,20 @@ def _constants(
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V3 (128 heads, and 16 of 8 ranks) and V2-Lite (16 heads), one to eight query tokens."""
-    cases = []
+    """DeepSeek V3 (128 heads, and 16 of 8 ranks) and V2-Lite (16 heads), one to eight query tokens; sinks: DeepSeek
+    V4-Pro and V4-Flash (64 heads, and 8 of 8 ranks), whose selected rows have no rotary channels apart from values."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    for heads, tokens, dtype, form, tree in (
+    sizes = [
         (128, 1, bf16, PLAIN, False), (128, 2, bf16, PLAIN, True), (16, 1, bf16, PLAIN, False),
         (16, 2, bf16, PLAIN, False), (16, 4, bf16, PLAIN, False), (16, 8, bf16, PLAIN, True),
         (128, 1, bf16, FP8_TOKEN, False), (128, 1, bf16, FP8_GROUPS, False), (16, 1, bf16, FP8_TOKEN, False),
         (16, 1, bf16, FP8_GROUPS, False), (16, 2, bf16, FP8_TOKEN, False), (16, 2, bf16, FP8_GROUPS, False),
         (16, 1, bf16, FP8_RANGE, False), (16, 1, bf16, FP8_TENSOR, False), (16, 2, bf16, FP8_TENSOR, False),
         (128, 1, bf16, FP8_TENSOR, False), (16, 1, fp32, PLAIN, False),
+    ]  # fmt: skip
+    cases = []
+    for heads, tokens, dtype, form, tree, sinks in (
+        *((*size, False) for size in sizes), *((heads, 1, bf16, PLAIN, False, True) for heads in (128, 64, 8)),
     ):  # fmt: skip
         tile = latent_tile(heads * tokens, dtype, form)
         kind, stored = f"*{element(dtype)}", "*u8" if form != PLAIN else f"*{element(dtype)}"
@@ -299,7 +326,12 @@ def aot_cases() -> list[AotCase]:
             "rows": "*i32:1", "table": "*i32", "visible": "*i64:1", "q_stride": "i32:16", "cache_stride": "i32:16",
             "table_stride": "i32:16", "scale": "fp32", "query_len": "i32",
         }  # fmt: skip
-        constants = {**_constants(heads, 512, 64, tile, form, tree, dtype), "WIDE": False, "BOUNDS": not tree}
+        constants = {
+            **_constants(heads, 512, 0 if sinks else 64, tile, form, tree, dtype), "WIDE": False, "BOUNDS": not tree,
+            "SINKS": sinks,
+        }  # fmt: skip
+        signature |= {"sinks": "*fp32"} if sinks else {}
+        constants |= {} if sinks else {"sinks": None}
         if tree:
             constants["lens"] = None
         else:
@@ -308,7 +340,7 @@ def aot_cases() -> list[AotCase]:
             del signature["visible"]
             constants["visible"] = None
         form_name = (element(dtype), "fp8 token records", "fp8 group records", "e5m2", "e4m3")[form]
-        name = f"latent attention, {heads} heads, {tokens} tokens, {form_name}{', tree' if tree else ''}"
+        name = f"latent attention, {heads} heads, {tokens} tokens, {form_name}{', tree' * tree}{', sinks' * sinks}"
         cases.append(AotCase(name, latent_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     large = [case for case in cases if "group records" in case.name]  # whose pools reach 2^31 bytes on one GPU
     wide = (replace(case, name=f"{case.name}, wide", constants={**case.constants, "WIDE": True}) for case in large)

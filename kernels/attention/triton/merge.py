@@ -117,6 +117,7 @@ def aot_cases() -> list[AotCase]:
     cases = []
     sizes = [(*size, False) for size in ((128, 512, 64), (16, 512, 16), (16, 512, 32), (4, 128, 16), (8, 128, 16))]
     sizes += [(8, 64, 16, True), (8, 128, 16, True)]  # gpt-oss, MiMo-V2-Flash
+    sizes += [(128, 512, 128, True), (64, 512, 64, True), (8, 512, 16, True)]  # DeepSeek V4
     for per_group, width, block_m, sinks in sizes:
         signature = {"partial": "*fp32", "lse": "*fp32", "merges": "*i32", "out": "*bf16"}
         constants: dict[str, object] = {

@@ -29,6 +29,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     seen_tokens,
     softmax_step,
     stored_columns,
+    with_sinks,
 )
 from moe_engine.kernels.kv_format.formats import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
 from moe_engine.kernels.kv_format.head_records import form_of, value_width
@@ -38,7 +39,6 @@ from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
 
 _RECORD = tl.constexpr(RECORD)
-_LOG2_E = tl.constexpr(LOG2_E)
 _TOKEN = tl.constexpr(FP8_TOKEN)
 
 
@@ -134,10 +134,7 @@ def paged_kernel(
             value = stored_columns(own_values, slot * value_stride, 0, VALUE, VALUE_BLOCK, KV_FORMAT, dtype)
             mixed = tl.dot(weights.to(value.dtype), value, mixed * decay[:, None], input_precision=PRECISION)
         target = tl.load(record + 7)
-        if SINKS:  # noqa: SIM102 - a constant, and a value of the device
-            if target < 0:
-                sink = tl.load(sinks + group * PER_GROUP + inner % PER_GROUP) * _LOG2_E
-                total += tl.exp2(sink - best)
+        total = with_sinks(total, best, sinks, group * PER_GROUP + inner % PER_GROUP, target, SINKS)
         norm, log_sum = finish(best, total)
         mixed = mixed * norm[:, None]
         column = tl.arange(0, VALUE_BLOCK)

@@ -16,6 +16,7 @@ LOWEST = tl.constexpr(-1e30)
 """Initial running maximum: finite and below every score."""
 LOG2_E = 1.4426950408889634
 """Factor of scores for softmax with base 2."""
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -113,6 +114,16 @@ def softmax_step(scores, best, total, scale):
     decay = tl.exp2(best - new)
     weights = tl.exp2(scores * scale - new[:, None])
     return weights, new, total * decay + tl.sum(weights, 1), decay
+
+
+@triton.jit
+def with_sinks(total, best, sinks, head, target, SINKS: tl.constexpr):
+    """Sums of weights [M] with those of `sinks[head]`, logits without a value; the merge adds those of partial results
+    (`target` is not negative)."""
+    if SINKS:  # noqa: SIM102 - a constant, and a value of the device
+        if target < 0:
+            total += tl.exp2(tl.load(sinks + head) * _LOG2_E - best)
+    return total
 
 
 @triton.jit

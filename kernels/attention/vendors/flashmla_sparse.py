@@ -52,8 +52,13 @@ class _Lists:
 def sparse_attention(library: Any) -> SparseAttention:
     """`SparseAttention` of a `flash_mla` module with `flash_mla_sparse_fwd`."""
 
-    def run(q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: _Lists, value_width: int) -> Tensor:
+    def run(
+        q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: _Lists, value_width: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         tokens, heads, width = q.shape
+        if sinks is not None:
+            raise ValueError("FlashMLA's sparse attention is called without sinks")
         reason = limits.flashmla_absorbed(value_width, width - value_width) or limits.flashmla_records(heads)
         if reason:
             raise ValueError(reason)

@@ -23,13 +23,14 @@ API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x
                           const moe::Coding* form);
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
                  const void* down, int64_t out_features, void* out, int64_t ldo, const moe::Coding* up_form,
-                 const moe::Coding* down_form);
+                 const moe::Coding* down_form, float limit);
 API void moe_mixture(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
                      const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
                      const moe::Coding* up_form, const moe::Coding* down_form, const moe::SharedExpert* shared,
-                     void* out);
+                     float limit, void* out);
 API void moe_route(int is_bf16, int gate_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim,
-                   const void* gate, const float* bias, const moe::Router* router, float* weights, int32_t* ids);
+                   const void* gate, const float* bias, const moe::Router* router, float* weights, int32_t* ids,
+                   const int32_t* given);
 API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,
                       void* out, int64_t rows, int64_t n);
 API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, void* residual, const void* weight,
@@ -55,4 +56,4 @@ API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_
                    void* out);
 API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
                       int64_t row, const moe::Queries* queries, int64_t heads, int64_t latent, int64_t rotary,
-                      float scale, void* out);
+                      float scale, const float* sinks, void* out);

@@ -245,10 +245,10 @@ struct ExpandedSource {
 
 template <class T>
 static void absorbed(int form, const T* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
-                     const Queries& queries, int64_t heads, int64_t latent, int64_t rotary, float scale, T* out,
-                     float* sums = nullptr) {
+                     const Queries& queries, int64_t heads, int64_t latent, int64_t rotary, float scale,
+                     const float* sinks, T* out, float* sums = nullptr) {
   const Heads<T> h{q, q_token, q_head, out, heads * latent, latent, 1, heads, latent + rotary, latent, scale,
-                   nullptr, sums};
+                   sinks, sums};
   const LatentSource<T> source{queries, form, cache, row, latent + rotary, latent};
   Attention<T, LatentSource<T>>(queries, h, source).run(64);
 }
@@ -337,9 +337,11 @@ void absorbed_behind(const SharedPrefix& prefix, int is_bf16, int form, const vo
   Queries behind = queries;
   behind.first = first;
   if (is_bf16)
-    absorbed(form, IN(bf16, q), q_token, q_head, cache, row, behind, heads, latent, rotary, scale, OUT(bf16, out), sums);
+    absorbed(form, IN(bf16, q), q_token, q_head, cache, row, behind, heads, latent, rotary, scale, nullptr,
+             OUT(bf16, out), sums);
   else
-    absorbed(form, IN(float, q), q_token, q_head, cache, row, behind, heads, latent, rotary, scale, OUT(float, out), sums);
+    absorbed(form, IN(float, q), q_token, q_head, cache, row, behind, heads, latent, rotary, scale, nullptr,
+             OUT(float, out), sums);
 }
 
 void add_prefix(const SharedPrefix& prefix, int64_t layer, int is_bf16, const void* q, int64_t heads, int64_t nope,
@@ -356,11 +358,13 @@ using namespace moe;
 
 API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
                       int64_t row, const Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale,
-                      void* out) {
+                      const float* sinks, void* out) {
   if (is_bf16)
-    absorbed(form, IN(bf16, q), q_token, q_head, cache, row, *queries, heads, latent, rotary, scale, OUT(bf16, out));
+    absorbed(form, IN(bf16, q), q_token, q_head, cache, row, *queries, heads, latent, rotary, scale, sinks,
+             OUT(bf16, out));
   else
-    absorbed(form, IN(float, q), q_token, q_head, cache, row, *queries, heads, latent, rotary, scale, OUT(float, out));
+    absorbed(form, IN(float, q), q_token, q_head, cache, row, *queries, heads, latent, rotary, scale, sinks,
+             OUT(float, out));
 }
 
 API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,

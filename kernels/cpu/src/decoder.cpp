@@ -30,7 +30,7 @@ API void moe_decoder(int is_bf16, const Decoder* decoder, const int64_t* ids, in
       moe_moe_layer(is_bf16, l.experts, out, hidden, tokens, hidden, part, chosen != nullptr ? chosen[i] : nullptr);
     else
       moe_mlp(is_bf16, out, hidden, tokens, hidden, l.down.in, l.up.panels, l.down.panels, hidden, part, hidden,
-              l.up.form, l.down.form);
+              l.up.form, l.down.form, 0);
     moe_add_rms_norm(is_bf16, 0, part, hidden, residual, l.next_norm, l.eps, out, tokens, hidden);
   }
 }

@@ -24,12 +24,15 @@ struct Shape {
   int64_t expert_units;
   const Coding *up_form, *down_form;  // null: plain panels
   const ExpertBiases* biases = nullptr;
+  float limit = 0;  // of the activation without biases: gate at most `limit`, up within +-limit; 0: none
 };
 
 template <class T>
-static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Coding* up_form, const Coding* down_form) {
+static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Coding* up_form, const Coding* down_form,
+                      const ExpertBiases* biases = nullptr, float limit = 0) {
   Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
-          panel_units<T>(hidden, up_form), panel_units<T>(width, down_form), 0, up_form, down_form};
+          panel_units<T>(hidden, up_form), panel_units<T>(width, down_form), 0, up_form, down_form,
+          biases, limit};
   s.expert_units = 2 * s.width_panels * s.hidden_panel + s.hidden_panels * s.width_panel;
   return s;
 }
@@ -57,18 +60,21 @@ static int64_t add_units(Unit* units, int64_t count, int64_t expert, int64_t beg
   return count;
 }
 
-// hidden[row][I] = silu(gate) * up of two product groups.
+// hidden[row][I] = silu(gate) * up of two product groups, clamped if there is a limit.
 template <class T>
-static INLINE void activate(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns, T* out,
-                            int64_t ldo) {
+static INLINE void activate(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns, float limit,
+                            T* out, int64_t ldo) {
   for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < columns; j += LANES)
-      store_some(out + i * ldo + j, silu(load(gate + i * ldc + j)) * load(up + i * ldc + j), columns - j);
+    for (int64_t j = 0; j < columns; j += LANES) {
+      F16 g = load(gate + i * ldc + j), u = load(up + i * ldc + j);
+      if (limit > 0) clamp(g, u, limit);
+      store_some(out + i * ldo + j, silu(g) * u, columns - j);
+    }
 }
 
-// The same with biases.
+// The same with biases and their activation.
 template <class T>
-static INLINE void activate_clamped(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns,
+static INLINE void activate_biased(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns,
                                     const ExpertBiases& b, const float* bias, int64_t width, T* out, int64_t ldo) {
   const F16 limit = set1(b.limit), alpha = set1(b.alpha), one = set1(1.f);
   for (int64_t j = 0; j < columns; j += LANES) {
@@ -119,10 +125,10 @@ class Passes {
       const int64_t columns = std::min(here * LANES, s_.width - column);
       T* to = hidden_ + unit.begin * stride_ + column;
       if (s_.biases)
-        activate_clamped(gate, up, GROUP * LANES, unit.rows, columns, *s_.biases,
-                         s_.biases->gate_up + unit.expert * 2 * s_.width + column, s_.width, to, stride_);
+        activate_biased(gate, up, GROUP * LANES, unit.rows, columns, *s_.biases,
+                        s_.biases->gate_up + unit.expert * 2 * s_.width + column, s_.width, to, stride_);
       else
-        activate(gate, up, GROUP * LANES, unit.rows, columns, to, stride_);
+        activate(gate, up, GROUP * LANES, unit.rows, columns, s_.limit, to, stride_);
     }
     if (last == s_.width_panels)  // the padding that the second pass reads
       for (int64_t i = 0; i < unit.rows; i++)
@@ -244,7 +250,8 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   int64_t count = 0;
   for (int64_t e = 0; e < s.experts; e++)
     count = add_units(units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
-  const Shape one = shared ? shape_of<T>(1, s.hidden, shared->width, shared->up_form, shared->down_form) : s;
+  const Shape one = shared ? shape_of<T>(1, s.hidden, shared->width, shared->up_form, shared->down_form, nullptr, s.limit)
+                           : s;
   const int64_t stride = hidden_stride<T>(s), one_stride = hidden_stride<T>(one);
   T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride + (shared ? tokens * one_stride : 0));
   T* partial = scratch<T>(SHARED_OUT, rows * s.hidden);
@@ -281,7 +288,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
 template <class T>
 static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const uint32_t* gate_up,
                 const uint32_t* down, int64_t out_features, T* out, int64_t ldo, const Coding* up_form,
-                const Coding* down_form) {
+                const Coding* down_form, float limit) {
   if (m <= 0) return;
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
   const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form};
@@ -302,8 +309,8 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
                  GROUP * LANES);
       product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, width_panels + p, count, p + count,
                  up, GROUP * LANES);
-      activate(gate, up, GROUP * LANES, here, std::min(count * LANES, width - column), middle + row * stride + column,
-               stride);
+      activate(gate, up, GROUP * LANES, here, std::min(count * LANES, width - column), limit,
+               middle + row * stride + column, stride);
     }
     if (end == width_panels)
       for (int64_t i = 0; i < here; i++)
@@ -340,84 +347,50 @@ API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width, const C
 // Exactly one of offsets [E + 1] (contiguous rows) and counts [E] (`capacity` rows per expert) is given.
 API void moe_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts, int64_t capacity,
                      int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out,
-                     const Coding* up_form, const Coding* down_form) {
-  auto w = static_cast<const uint32_t*>(weights);
-  if (is_bf16)
-    batch(static_cast<const bf16*>(x), offsets, counts, capacity, shape_of<bf16>(experts, hidden, width, up_form, down_form), w,
-          static_cast<bf16*>(out));
-  else
-    batch(static_cast<const float*>(x), offsets, counts, capacity, shape_of<float>(experts, hidden, width, up_form, down_form), w,
-          static_cast<float*>(out));
-}
-
-API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
-                    const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                    const void* sum, int64_t lds, void* out, const Coding* up_form, const Coding* down_form) {
-  auto w = static_cast<const uint32_t*>(weights);
-  if (is_bf16)
-    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
-           shape_of<bf16>(experts, hidden, width, up_form, down_form), w, nullptr, static_cast<const bf16*>(sum), lds,
-           static_cast<bf16*>(out));
-  else
-    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
-           shape_of<float>(experts, hidden, width, up_form, down_form), w, nullptr, static_cast<const float*>(sum), lds,
-           static_cast<float*>(out));
-}
-
-API void moe_mixture(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
-                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                     const Coding* up_form, const Coding* down_form, const SharedExpert* shared, void* out) {
-  auto w = static_cast<const uint32_t*>(weights);
+                     const Coding* up_form, const Coding* down_form, const ExpertBiases* biases, float limit) {
   auto run = [&](auto a) {
     using T = decltype(a);
-    const T* none = nullptr;
-    routed(static_cast<const T*>(x), ldx, tokens, top_k, topk, ids,
-           shape_of<T>(experts, hidden, width, up_form, down_form), w, shared, none, 0, static_cast<T*>(out));
+    batch(static_cast<const T*>(x), offsets, counts, capacity,
+          shape_of<T>(experts, hidden, width, up_form, down_form, biases, limit),
+          static_cast<const uint32_t*>(weights), static_cast<T*>(out));
   };
   is_bf16 ? run(bf16()) : run(float());
 }
 
-static Shape with_biases(Shape s, const ExpertBiases* biases) {
-  s.biases = biases;
-  return s;
+API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                    const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                    const void* sum, int64_t lds, void* out, const Coding* up_form, const Coding* down_form,
+                    const ExpertBiases* biases, float limit) {
+  auto run = [&](auto a) {
+    using T = decltype(a);
+    routed(static_cast<const T*>(x), ldx, tokens, top_k, topk, ids,
+           shape_of<T>(experts, hidden, width, up_form, down_form, biases, limit),
+           static_cast<const uint32_t*>(weights), nullptr, static_cast<const T*>(sum), lds, static_cast<T*>(out));
+  };
+  is_bf16 ? run(bf16()) : run(float());
 }
 
-API void moe_biased_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts,
-                            int64_t capacity, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                            const ExpertBiases* biases, void* out, const Coding* up_form,
-                            const Coding* down_form) {
-  auto w = static_cast<const uint32_t*>(weights);
-  if (is_bf16)
-    batch(static_cast<const bf16*>(x), offsets, counts, capacity,
-          with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, static_cast<bf16*>(out));
-  else
-    batch(static_cast<const float*>(x), offsets, counts, capacity,
-          with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, static_cast<float*>(out));
-}
-
-API void moe_biased_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
-                           const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                           const ExpertBiases* biases, void* out, const Coding* up_form,
-                            const Coding* down_form) {
-  auto w = static_cast<const uint32_t*>(weights);
-  if (is_bf16)
-    routed<bf16>(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
-                 with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, nullptr, nullptr, 0,
-                 static_cast<bf16*>(out));
-  else
-    routed<float>(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
-                  with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, nullptr, nullptr, 0,
-                  static_cast<float*>(out));
+API void moe_mixture(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                     const Coding* up_form, const Coding* down_form, const SharedExpert* shared, float limit,
+                     void* out) {
+  auto run = [&](auto a) {
+    using T = decltype(a);
+    const T* none = nullptr;
+    routed(static_cast<const T*>(x), ldx, tokens, top_k, topk, ids,
+           shape_of<T>(experts, hidden, width, up_form, down_form, nullptr, limit),
+           static_cast<const uint32_t*>(weights), shared, none, 0, static_cast<T*>(out));
+  };
+  is_bf16 ? run(bf16()) : run(float());
 }
 
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
                  const void* down, int64_t out_features, void* out, int64_t ldo, const Coding* up_form,
-                 const Coding* down_form) {
-  auto first = static_cast<const uint32_t*>(gate_up), second = static_cast<const uint32_t*>(down);
-  if (is_bf16)
-    mlp(static_cast<const bf16*>(x), ldx, m, hidden, width, first, second, out_features, static_cast<bf16*>(out),
-        ldo, up_form, down_form);
-  else
-    mlp(static_cast<const float*>(x), ldx, m, hidden, width, first, second, out_features,
-        static_cast<float*>(out), ldo, up_form, down_form);
+                 const Coding* down_form, float limit) {
+  auto run = [&](auto a) {
+    using T = decltype(a);
+    mlp(static_cast<const T*>(x), ldx, m, hidden, width, static_cast<const uint32_t*>(gate_up),
+        static_cast<const uint32_t*>(down), out_features, static_cast<T*>(out), ldo, up_form, down_form, limit);
+  };
+  is_bf16 ? run(bf16()) : run(float());
 }

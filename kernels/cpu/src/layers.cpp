@@ -39,7 +39,7 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
                     l.rotary, l.scale, mixed, sums);
   else
     moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
-                 l.scale, mixed);
+                 l.scale, nullptr, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
                    l.heads * value, value, l.values.form);
   if (prefix != nullptr)
@@ -86,10 +86,10 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   Arrays arrays(tokens * l.top_k * 8 + 2 * 64);
   float* weights = static_cast<float*>(arrays.take(tokens * l.top_k * 4));
   int32_t* ids = chosen != nullptr ? chosen : static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
-  moe_route(is_bf16, int(l.gate_bf16), x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
+  moe_route(is_bf16, int(l.gate_bf16), x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids, nullptr);
   if (l.cell != nullptr && l.cell->counts != nullptr) l.cell->count(l.first, ids, tokens * l.top_k);
   const SharedExpert shared{l.shared_up.panels, l.shared_down.panels, l.shared_up.form, l.shared_down.form,
                             l.shared_down.in};
   moe_mixture(is_bf16, x, ldx, tokens, l.top_k, weights, ids, l.num_experts, hidden, l.width, l.experts, l.experts_up,
-              l.experts_down, shared.up != nullptr ? &shared : nullptr, out);
+              l.experts_down, shared.up != nullptr ? &shared : nullptr, l.limit, out);
 }

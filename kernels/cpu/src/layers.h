@@ -61,6 +61,7 @@ struct MoELayer {
   CountCell* cell;                // null: no counting
   int64_t first;                  // index of expert 0 in the counts
   int64_t gate_bf16;              // the gate is bf16, not float
+  float limit;                    // of the activation of all experts; 0: none
 };
 
 // x [T, in] -> [T, out].

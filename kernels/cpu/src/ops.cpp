@@ -4,28 +4,11 @@
 // All arithmetic in float; every reduction runs in an order that depends only on the row's length.
 #include "api.h"
 #include "fp8.h"
-#include "vec.h"
+#include "rows.h"
 
 namespace moe {
 
 // ---- norms ----
-
-template <class T>
-static INLINE float root_mean_square(const T* x, int64_t n, float eps) {
-  F16 sums[4] = {zero(), zero(), zero(), zero()};
-  int64_t i = 0;
-  for (; i + 4 * LANES <= n; i += 4 * LANES)
-    for (int j = 0; j < 4; j++) {
-      F16 v = load(x + i + j * LANES);
-      sums[j] = fma(v, v, sums[j]);
-    }
-  for (; i < n; i += LANES) {
-    F16 v = load_some(x + i, n - i);
-    sums[0] = fma(v, v, sums[0]);
-  }
-  float mean = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(n);
-  return 1.f / std::sqrt(mean + eps);
-}
 
 // The normed value is rounded to T before the weight, as in the reference.
 template <class T, class W>
@@ -60,49 +43,18 @@ static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, floa
 // ---- activation ----
 
 template <class T>
-static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t n) {
+static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t n, float limit) {
   parallel_ranges(rows, double(n) * 0.5, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++)
       for (int64_t i = 0; i < n; i += LANES) {
         F16 gate = load_some(gate_up + t * ld + i, n - i), up = load_some(gate_up + t * ld + n + i, n - i);
+        if (limit > 0) clamp(gate, up, limit);
         store_some(out + t * n + i, silu(gate) * up, n - i);
       }
   });
 }
 
 // ---- rotary embedding ----
-
-// angles: R/2 cosines, then R/2 sines. `from` and `to` may be the same row.
-template <class T>
-static INLINE void rotate_row(const T* from, T* to, const float* angles, int64_t width, bool interleaved) {
-  const int64_t half = width / 2;
-  const float *cosines = angles, *sines = angles + half;
-  if (!interleaved) {
-    for (int64_t j = 0; j < half; j += LANES) {
-      const int64_t here = half - j;
-      F16 a = load_some(from + j, here), b = load_some(from + half + j, here);
-      F16 c = load_some(cosines + j, here), s = load_some(sines + j, here);
-      store_some(to + j, a * c - b * s, here);
-      store_some(to + half + j, b * c + a * s, here);
-    }
-    return;
-  }
-  int64_t j = 0;
-  if constexpr (sizeof(T) == 2) {  // a pair is a unit
-    for (; j + LANES <= half; j += LANES) {
-      alignas(64) uint32_t units[LANES];
-      std::memcpy(units, from + 2 * j, sizeof units);
-      F16 a = load_even(units), b = load_odd(units), c = load(cosines + j), s = load(sines + j);
-      store_units(units, a * c - b * s, b * c + a * s, T{});
-      std::memcpy(to + 2 * j, units, sizeof units);
-    }
-  }
-  for (; j < half; j++) {
-    float a = to_float(from[2 * j]), b = to_float(from[2 * j + 1]);
-    assign(to[2 * j], a * cosines[j] - b * sines[j]);
-    assign(to[2 * j + 1], b * cosines[j] + a * sines[j]);
-  }
-}
 
 template <class T>
 static void rotate(T* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table, int64_t width,
@@ -150,7 +102,8 @@ static void write_rows(const char* x, int64_t x_token, int64_t x_head, const voi
 // ---- router ----
 
 struct Router {
-  int32_t experts, top_k, sigmoid, groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
+  int32_t experts, top_k, score;  // score: 0 softmax, 1 sigmoid, 2 square root of softplus
+  int32_t groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
   float scale;
   int32_t bias_on_logits;  // the bias is added to the logits, not to the choice alone
 };
@@ -203,27 +156,22 @@ static INLINE void best_of(const float* values, int32_t n, int32_t count, int32_
   }
 }
 
-static void choose(float* logits, const float* bias, const Router& r, float* room, int32_t* index, float* weights,
-                   int32_t* ids) {
+// log(1 + exp(x)) to float accuracy: with z = exp(-|x|), log(1 + z) is 2 artanh(z / (2 + z)), whose argument is at most
+// 1/3.
+static INLINE F16 softplus(const F16& x) {
+  const F16 z = exp(min(x, zero() - x)), s = z / (z + set1(2.f)), square = s * s;
+  F16 series = set1(2.f / 15);
+  for (int k = 13; k > 0; k -= 2) series = fma(series, square, set1(2.f / float(k)));
+  return fma(series, s, max(zero(), x));
+}
+
+// index: the K best experts by score and bias, of the best groups.
+static void best_experts(const float* scores, const float* bias, const Router& r, float* room, int32_t* index) {
   const int32_t n = r.experts;
-  float *scores = logits, *choice = logits;
-  if (bias && r.bias_on_logits) {
-    for (int32_t i = 0; i < n; i++) logits[i] += bias[i];
-    bias = nullptr;
-  }
-  if (r.sigmoid) {
-    for (int32_t i = 0; i < n; i += LANES) store_some(scores + i, sigmoid(load_some(logits + i, n - i)), n - i);
-  } else {
-    float top = logits[0], total = 0;
-    for (int32_t i = 1; i < n; i++) top = std::max(top, logits[i]);
-    for (int32_t i = 0; i < n; i += LANES)
-      store_some(scores + i, exp(load_some(logits + i, n - i) - set1(top)), n - i);
-    for (int32_t i = 0; i < n; i++) total += scores[i];
-    for (int32_t i = 0; i < n; i++) scores[i] /= total;
-  }
+  const float* choice = scores;
   if (bias || r.group_score) {
+    for (int32_t i = 0; i < n; i++) room[i] = bias ? scores[i] + bias[i] : scores[i];
     choice = room;
-    for (int32_t i = 0; i < n; i++) choice[i] = bias ? scores[i] + bias[i] : scores[i];
   }
   if (r.group_score) {
     const int32_t size = n / r.groups;
@@ -244,13 +192,39 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
     for (int32_t g = 0; g < r.groups; g++) group[g] = 0;
     for (int32_t i = 0; i < r.topk_groups; i++) group[index[i]] = 1;
     for (int32_t i = 0; i < n; i++)
-      if (group[i / size] == 0) choice[i] = -INFINITY;
+      if (group[i / size] == 0) room[i] = -INFINITY;
   }
   best_of(choice, n, r.top_k, index);
+}
+
+// given: the experts of the token, if they are not to be chosen.
+static void choose(float* logits, const float* bias, const Router& r, float* room, int32_t* index, float* weights,
+                   int32_t* ids, const int32_t* given) {
+  const int32_t n = r.experts;
+  float* scores = logits;
+  if (bias && r.bias_on_logits) {
+    for (int32_t i = 0; i < n; i++) logits[i] += bias[i];
+    bias = nullptr;
+  }
+  if (r.score == 1) {
+    for (int32_t i = 0; i < n; i += LANES) store_some(scores + i, sigmoid(load_some(logits + i, n - i)), n - i);
+  } else if (r.score == 2) {
+    for (int32_t i = 0; i < n; i += LANES) store_some(scores + i, softplus(load_some(logits + i, n - i)), n - i);
+    for (int32_t i = 0; i < n; i++) scores[i] = std::sqrt(scores[i]);
+  } else {
+    float top = logits[0], total = 0;
+    for (int32_t i = 1; i < n; i++) top = std::max(top, logits[i]);
+    for (int32_t i = 0; i < n; i += LANES)
+      store_some(scores + i, exp(load_some(logits + i, n - i) - set1(top)), n - i);
+    for (int32_t i = 0; i < n; i++) total += scores[i];
+    for (int32_t i = 0; i < n; i++) scores[i] /= total;
+  }
+  if (!given) best_experts(scores, bias, r, room, index);
+  const int32_t* chosen = given ? given : index;
   float total = 0;
   for (int32_t k = 0; k < r.top_k; k++) {
-    ids[k] = index[k];
-    weights[k] = scores[index[k]];
+    ids[k] = chosen[k];
+    weights[k] = scores[chosen[k]];
     total += weights[k];
   }
   for (int32_t k = 0; k < r.top_k; k++) {
@@ -261,7 +235,7 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
 
 template <class T, class G>
 static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G* gate, const float* bias,
-                  const Router& r, float* weights, int32_t* ids) {
+                  const Router& r, float* weights, int32_t* ids, const int32_t* given) {
   if (tokens == 0) return;
   const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES + LANES;
   float* logits = scratch<float>(SHARED_OUT, tokens * experts);
@@ -299,7 +273,8 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G*
     float* room = scratch<float>(SCORES, 2 * experts);
     int32_t* index = scratch<int32_t>(STATS, experts);
     for (int64_t t = from; t < to; t++)
-      choose(logits + t * experts, bias, r, room, index, weights + t * r.top_k, ids + t * r.top_k);
+      choose(logits + t * experts, bias, r, room, index, weights + t * r.top_k, ids + t * r.top_k,
+             given ? given + t * r.top_k : nullptr);
   });
 }
 
@@ -339,10 +314,11 @@ API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t l
   });
 }
 
-API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* out, int64_t rows, int64_t n) {
+API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* out, int64_t rows, int64_t n,
+                          float limit) {
   typed(is_bf16, [&](auto a) {
     using T = decltype(a);
-    silu_mul(IN(T, gate_up), ld, OUT(T, out), rows, n);
+    silu_mul(IN(T, gate_up), ld, OUT(T, out), rows, n, limit);
   });
 }
 
@@ -387,9 +363,10 @@ API void moe_write_kv_fp8(int is_bf16, int form, const void* x, int64_t x_token,
 }
 
 API void moe_route(int is_bf16, int gate_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim,
-                   const void* gate, const float* bias, const Router* router, float* weights, int32_t* ids) {
+                   const void* gate, const float* bias, const Router* router, float* weights, int32_t* ids,
+                   const int32_t* given) {
   typed(is_bf16, gate_bf16, [&](auto a, auto b) {
     using T = decltype(a);
-    route(IN(T, x), ldx, tokens, dim, IN(decltype(b), gate), bias, *router, weights, ids);
+    route(IN(T, x), ldx, tokens, dim, IN(decltype(b), gate), bias, *router, weights, ids, given);
   });
 }

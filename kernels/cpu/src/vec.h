@@ -334,6 +334,12 @@ INLINE F16 exp2(const F16& in) {
 INLINE F16 sigmoid(const F16& x) { return set1(1.f) / (set1(1.f) + exp(zero() - x)); }
 INLINE F16 silu(const F16& x) { return x * sigmoid(x); }
 
+// gate at most `limit`, up within +-limit; NaN stays.
+INLINE void clamp(F16& gate, F16& up, float limit) {
+  gate = min(set1(limit), gate);
+  up = max(set1(-limit), min(set1(limit), up));
+}
+
 template <class T>
 void to_floats(const T* from, int64_t count, float* to) {
   parallel_ranges(count, 0.3, [&](int64_t begin, int64_t end) {

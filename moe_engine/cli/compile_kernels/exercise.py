@@ -19,6 +19,8 @@ from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.warmup_sizes import StepSize, step_sizes
 from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.compressed_cache import CompressedCache
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
@@ -99,8 +101,14 @@ def _caches(model: ModelConfig, kv_dtype: str, activations: str) -> list[Any]:
     """`ForwardBatch.kv` of the model."""
     dtype = getattr(torch, STORED[kv_dtype][0])
 
+    def new(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=META)
+
+    if isinstance(model.attention, CompressedConfig):
+        return [CompressedCache.of_layer(model, i, SLOTS, new) for i in range(model.num_layers)]
+
     def parts(layer: int) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(SLOTS, *part, dtype=dtype, device=META) for part in model.kv_parts(layer, kv_dtype))
+        return tuple(new(SLOTS, *part) for part in model.kv_parts(layer, kv_dtype))
 
     layers = [parts(i) for i in range(model.num_layers)]
     caches: list[Any] = [layer[0] if len(layer) == 1 else layer for layer in layers]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,81 +18,18 @@ from moe_engine.core.kv_transfer import wire
 from moe_engine.core.kv_transfer.agent import TransferAgent
 from moe_engine.core.kv_transfer.directory import Directory, Home
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts
-from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
+from moe_engine.core.kv_transfer.prefill_rooms import Consumer, Leg, Piece, Room
+from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.core.kv_transfer.schema import difference
-from moe_engine.core.kv_transfer.transports.protocol import Send, Transport, TransportError, Write
+from moe_engine.core.kv_transfer.transports.protocol import Send, Transport, TransportError
 from moe_engine.core.kv_transfer.windows import SendWindow
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.scheduler.transfer_link import TransferLink
-from moe_engine.scheduler.transfer_state import WINDOW, Message, Sending, State
+from moe_engine.scheduler.transfer_state import Message, State
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 
 logger = logging.getLogger("moe_engine")
-
-
-@dataclass
-class Consumer:
-    """A decode rank's connection. `rank` of `layout`. `window`: None until its memory is known."""
-
-    heard: float
-    layout: Layout = field(default_factory=Layout)
-    rank: int = 0
-    part: RowPart = field(default_factory=RowPart)
-    window: SendWindow | None = None
-
-
-@dataclass
-class Piece:
-    """Tokens before `end` in a slot of a leg. `write`: None once their notification was sent."""
-
-    end: int
-    slot: int
-    num_bytes: int
-    checksum: int
-    write: Write | None
-
-
-@dataclass
-class Leg:
-    """`pieces`: written and not acknowledged."""
-
-    peer: bytes
-    attempt: int
-    state: Sending = field(default_factory=Sending)
-    pieces: deque[Piece] = field(default_factory=deque)
-
-    @property
-    def writes(self) -> bool:
-        return bool(self.pieces) and self.pieces[-1].write is not None
-
-    @property
-    def may_read(self) -> bool:
-        return self.state.may_send and len(self.pieces) < WINDOW
-
-
-@dataclass
-class Room:
-    """`staged`: (end, places, number of their copies), not read yet. `over`: the reason why the transfer has ended. The
-    room is kept until all of its halves have arrived, so that a late half is answered at once."""
-
-    digest: bytes | None = None
-    began: float = field(default_factory=time.monotonic)
-    num_legs: int = 0
-    legs: dict[bytes, Leg] = field(default_factory=dict)
-    num_wants: int = 0
-    staged: deque[tuple[int, list[int], int]] = field(default_factory=deque)
-    all_staged: bool = False
-    announced: bool = False
-    over: str | None = None
-
-    @property
-    def has_met(self) -> bool:
-        return self.digest is not None and 0 < self.num_legs <= self.num_wants
-
-    @property
-    def may_read(self) -> bool:
-        return self.over is None and bool(self.staged) and all(leg.may_read for leg in self.legs.values())
 
 
 class PrefillAgent(TransferAgent):

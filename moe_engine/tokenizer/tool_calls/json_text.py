@@ -52,91 +52,98 @@ def call_object(reader: CallReader) -> Wait[None]:
     Raises:
         NotACall: before the name is known. After the name, text that is not JSON ends the call.
     """
-    read: list[str] = []
-    waiting: list[str] = []
-    opened = False
+    yield from _CallObject(reader).read()
 
-    def arguments(text: str) -> None:
-        if opened:
-            reader.arguments(text)
+
+class _CallObject:
+    """An object while it is read: its text until its name is known, and arguments in front of the name."""
+
+    def __init__(self, reader: CallReader) -> None:
+        self._reader = reader
+        self._read: list[str] = []
+        self._waiting: list[str] = []
+        self._opened = self._has_arguments = False
+
+    def read(self) -> Wait[None]:
+        reader, ended = self._reader, False
+        if (yield from self._next("{")):
+            ended = yield from self._members()
+        if not self._opened:
+            raise NotACall("".join(self._read))
+        if not self._has_arguments:
+            reader.arguments("{}")
+        if (yield from reader.peek()) or ended:
+            reader.close()
+
+    def _members(self) -> Wait[bool]:
+        """Whether the object ends behind a member; False: text that is not JSON, or the text ended."""
+        while True:
+            if (yield from self._next("}")):
+                return False
+            key = yield from self._text()
+            if key is None or not (yield from self._next(":")) or not (yield from self._member(key)):
+                return False
+            separator = yield from self._next(",}")
+            if separator != ",":
+                return separator == "}"
+
+    def _member(self, key: str) -> Wait[bool]:
+        """The value of a key; False: it cannot be read."""
+        self._note((yield from self._reader.space()))
+        if key == "name" and not self._opened:
+            name = yield from self._text()
+            if name is None:
+                return False
+            self._reader.open(name)
+            self._opened = True
+            for part in self._waiting:
+                self._reader.arguments(part)
+        elif key in ("arguments", "parameters") and not self._has_arguments:
+            self._has_arguments = True
+            return (yield from self._arguments())
         else:
-            waiting.append(text)
+            yield from value(self._reader, self._note)
+        return True
 
-    def note(text: str) -> None:
-        if not opened:
-            read.append(text)
+    def _arguments(self) -> Wait[bool]:
+        """Arguments written as a string of JSON are decoded."""
+        if (yield from self._reader.peek()) != '"':
+            return (yield from value(self._reader, self._pass_on))
+        parts: list[str] = []
+        whole = yield from value(self._reader, parts.append)
+        text = "".join(parts)
+        self._pass_on(text, _decoded(text))
+        return whole
 
-    def char(wanted: str) -> Wait[str]:
+    def _pass_on(self, text: str, decoded: str | None = None) -> None:
+        self._note(text)
+        if self._opened:
+            self._reader.arguments(decoded or text)
+        else:
+            self._waiting.append(decoded or text)
+
+    def _text(self) -> Wait[str | None]:
+        """A string; None if the text is not a string."""
+        if (yield from self._reader.peek()) != '"':
+            return None
+        parts: list[str] = []
+        whole = yield from value(self._reader, parts.append)
+        self._note("".join(parts))
+        return _decoded("".join(parts)) if whole else None
+
+    def _next(self, wanted: str) -> Wait[str]:
         """The next character behind white space, if it is one of these."""
-        note((yield from reader.space()))
-        found = yield from reader.peek()
+        self._note((yield from self._reader.space()))
+        found = yield from self._reader.peek()
         if not found or found not in wanted:
             return ""
-        reader.skip()
-        note(found)
+        self._reader.skip()
+        self._note(found)
         return found
 
-    has_arguments = False
-    if not (yield from char("{")):
-        raise NotACall("".join(read))
-    separator = "{"
-    while separator != "}":
-        if (yield from char("}")):
-            break
-        key = (yield from _text(reader, note)) if (yield from reader.peek()) == '"' else None
-        if key is None or not (yield from char(":")):
-            break
-        note((yield from reader.space()))
-        if key == "name" and not opened:
-            name = (yield from _text(reader, note)) if (yield from reader.peek()) == '"' else None
-            if name is None:
-                break
-            reader.open(name)
-            opened = True
-            for part in waiting:
-                reader.arguments(part)
-        elif key in ("arguments", "parameters") and not has_arguments:
-            has_arguments = True
-            if not (yield from _arguments(reader, note, arguments)):
-                separator = ""
-        else:
-            yield from value(reader, note)
-        separator = (yield from char(",}")) if separator else ""
-        if not separator:
-            break
-    else:
-        separator = "}"
-    if not opened:
-        raise NotACall("".join(read))
-    if not has_arguments:
-        reader.arguments("{}")
-    if (yield from reader.peek()) or separator == "}":
-        reader.close()
-
-
-def _arguments(reader: CallReader, note: Callable[[str], None], sink: Callable[[str], None]) -> Wait[bool]:
-    """The arguments; arguments written as a string of JSON are decoded. `note` gets them as written."""
-
-    def both(text: str) -> None:
-        note(text)
-        sink(text)
-
-    if (yield from reader.peek()) != '"':
-        return (yield from value(reader, both))
-    parts: list[str] = []
-    whole = yield from value(reader, parts.append)
-    text = "".join(parts)
-    note(text)
-    sink(_decoded(text) or text)
-    return whole
-
-
-def _text(reader: CallReader, note: Callable[[str], None]) -> Wait[str | None]:
-    """A string; None if the text is not a string."""
-    parts: list[str] = []
-    whole = yield from value(reader, parts.append)
-    note("".join(parts))
-    return _decoded("".join(parts)) if whole else None
+    def _note(self, text: str) -> None:
+        if not self._opened:
+            self._read.append(text)
 
 
 def _decoded(text: str) -> str | None:

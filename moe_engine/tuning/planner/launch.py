@@ -96,7 +96,9 @@ def held_by(config: ResolvedConfig) -> Held:
     kept = format_of_kernels(config.model.weight_format, config.device, config.kernels.model)
     experts, other = bytes_per_weight(config.model, DTYPE_BYTES[config.dtype], config.parallel.topology, kept)
     fp8 = frozenset[str]()
-    if isinstance(kept, BlockFP8Format) or (isinstance(kept, SchemeFormat) and not kept.on_gpu):
+    if isinstance(kept, BlockFP8Format):
+        fp8 = kept.in_blocks
+    elif isinstance(kept, SchemeFormat) and not kept.on_gpu:
         fp8 = kept.kept  # other kept weights are of 4 bits, decoded to bf16
     held = {"experts": Weights(experts, "bf16"), "linear": Weights(other, "bf16")}
     held |= {family: replace(held[family], units="fp8") for family in fp8 & held.keys()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from moe_engine.worker.batch.paged_rows import PagedRows
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.shared_prefix import find_sharers
 from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch
+from moe_engine.worker.batch.step_layout import StepLayout
 from moe_engine.worker.batch.uniform_batch import UniformBatches
 from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
@@ -45,6 +47,19 @@ class _SameRows:
     query_lens: list[int]
     token_indices: Tensor  # [D] int64: 0..D-1
     offsets: np.ndarray  # [D] int64
+
+
+class _OnDevice(NamedTuple):
+    """Tensors of a batch of any runs, in the order of the step."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    flat: Tensor  # [T] int64: places in the flat slot table
+    logits_rows: Tensor  # [S] int64
+    sampled_rows: Tensor  # [S] int64
+    rows: Tensor  # [R] int32
+    lengths: Tensor  # [R] int32
+    query_starts: Tensor  # [R + 2] int32: of the decode group, then of the others
 
 
 class BatchBuilder:
@@ -186,47 +201,17 @@ class BatchBuilder:
     def assemble(self, runs: RaggedTokens) -> StepBatch:
         """A batch of any runs of tokens; writes the given slots into the slot table, and looks up the other slots."""
         rows, starts, counts = runs.rows, runs.starts, runs.counts
-        num_tokens, num_requests = int(counts.sum()), len(rows)
         order, num_absorbed, shared = self._order(runs)
-        ends = np.cumsum(counts[order])  # in the step
-        begins = ends - counts[order]
-        offsets = np.empty_like(begins)
-        offsets[order] = begins
-        owner = np.repeat(order, counts[order])  # [T]: run of each token
-        within = np.arange(num_tokens) - offsets[owner]
-        plan_begins = np.cumsum(counts) - counts
-        plan_token = plan_begins[owner] + within  # [T]: index of each token in the plan
-        lengths = starts + counts
-        self._rows.check_lengths(runs.rows, lengths)
-        at = starts[owner] + within  # [T]: column in the row's slot table
-        positions = at if runs.positions is None else runs.positions[plan_token]
+        layout, lengths = StepLayout.of(order, counts), starts + counts
+        owner = layout.owner
+        self._rows.check_lengths(rows, lengths)
+        at = starts[owner] + layout.within  # [T]: column in the row's slot table
+        positions = at if runs.positions is None else runs.positions[layout.plan_token]
         turned, images = positions, None
         if self._rows.images is not None:
             turned, images = self._rows.images.place(rows[owner], at, positions)
-        flat = rows[owner] * self._rows.width + at
-        step_token = np.empty_like(plan_token)
-        step_token[plan_token] = np.arange(num_tokens)
-        sampled = step_token[runs.sampled]
-
-        num_device, num_slots = len(runs.device_ids), len(runs.slots)
-        given = step_token[num_tokens - num_slots :]  # tokens whose slots the plan gives: its last ones
-        fields = [np.zeros(num_tokens, dtype=np.int64), turned, flat, flat[given], sampled, rows[owner[sampled]]]
-        fields[0][step_token[num_device:]] = runs.host_ids
-        in_order = num_device <= int(counts[: runs.num_decodes].sum())  # decodes are never reordered
-        split = int(ends[num_absorbed - 1]) if num_absorbed else 0
-        starts32 = np.concatenate(([0], ends[:num_absorbed], [0], ends[num_absorbed:] - split))
-        ints = [runs.slots, rows[order], lengths[order], starts32]
-        pieces, pieces32 = self._upload(fields, ints)
-        input_ids, positions_device, flat_device, given_device, logits_rows, sampled_rows = pieces
-        given_slots, rows32, lengths32, query_starts = pieces32
-        if num_device and in_order:
-            input_ids[:num_device] = runs.device_ids
-        elif num_device:
-            places = self._stream.upload(torch.from_numpy(step_token[:num_device]))
-            input_ids.index_copy_(0, places, runs.device_ids)
-        self._rows.write_slots(given_device, given_slots)
-        slots = self._rows.slots_at(flat_device)
-
+        flat, sampled = rows[owner] * self._rows.width + at, layout.step_token[runs.sampled]
+        device = self._to_device(runs, layout, num_absorbed, turned, flat, sampled)
         query_lens, context_lens = counts[order].tolist(), lengths[order].tolist()
 
         def group(begin: int, end: int, shift: int) -> PagedQueries | None:
@@ -234,32 +219,64 @@ class BatchBuilder:
                 return None
             visible = None
             if runs.visible is not None and shift == 0:
-                visible = self._upload_masks(runs.visible, int(ends[end - 1]))
+                visible = self._upload_masks(runs.visible, int(layout.ends[end - 1]))
             return self._paged.queries(
                 query_lens[begin:end],
                 context_lens[begin:end],
-                rows32[begin:end],
-                query_starts[begin + shift : end + shift + 1],
-                lengths32[begin:end],
+                device.rows[begin:end],
+                device.query_starts[begin + shift : end + shift + 1],
+                device.lengths[begin:end],
                 visible,
                 shared if shift else (),
             )
 
         return StepBatch(
-            input_ids=input_ids,
-            positions=positions_device,
-            slots=slots,
-            logits_rows=logits_rows,
-            all_sampled=num_tokens == len(sampled) and bool((sampled == np.arange(num_tokens)).all()),
-            attention=AttentionBatch(group(0, num_absorbed, 0), group(num_absorbed, num_requests, 1)),
-            sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, sampled_rows),
-            offsets=offsets,
-            flat=flat_device,
-            windows=self._paged.window_slots(flat_device),
+            input_ids=device.input_ids,
+            positions=device.positions,
+            slots=self._rows.slots_at(device.flat),
+            logits_rows=device.logits_rows,
+            all_sampled=len(owner) == len(sampled) and bool((sampled == np.arange(len(owner))).all()),
+            attention=AttentionBatch(group(0, num_absorbed, 0), group(num_absorbed, len(rows), 1)),
+            sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, device.sampled_rows),
+            offsets=layout.offsets,
+            flat=device.flat,
+            windows=self._paged.window_slots(device.flat),
             adapters=self._paged.adapters(rows[owner]),
             stored_states=None if not runs.stores else self._stored_states(rows[order], query_lens, runs.stores),
             images=images,
         )
+
+    def _to_device(
+        self,
+        runs: RaggedTokens,
+        layout: StepLayout,
+        num_absorbed: int,
+        positions: np.ndarray,
+        flat: np.ndarray,
+        sampled: np.ndarray,
+    ) -> _OnDevice:
+        """Uploads a batch in one copy, with its input ids, and writes the given slots into the slot table."""
+        order, ends, step_token = layout.order, layout.ends, layout.step_token
+        num_tokens, num_device = len(step_token), len(runs.device_ids)
+        input_ids = np.zeros(num_tokens, dtype=np.int64)
+        input_ids[step_token[num_device:]] = runs.host_ids
+        given = step_token[num_tokens - len(runs.slots) :]  # tokens whose slots the plan gives: its last ones
+        split = int(ends[num_absorbed - 1]) if num_absorbed else 0
+        query_starts = np.concatenate(([0], ends[:num_absorbed], [0], ends[num_absorbed:] - split))
+        pieces, pieces32 = self._upload(
+            [input_ids, positions, flat, flat[given], sampled, runs.rows[layout.owner[sampled]]],
+            [runs.slots, runs.rows[order], (runs.starts + runs.counts)[order], query_starts],
+        )
+        ids_device, positions_device, flat_device, given_device, logits_rows, sampled_rows = pieces
+        in_order = num_device <= int(runs.counts[: runs.num_decodes].sum())  # decodes are never reordered
+        if num_device and in_order:
+            ids_device[:num_device] = runs.device_ids
+        elif num_device:
+            places = self._stream.upload(torch.from_numpy(step_token[:num_device]))
+            ids_device.index_copy_(0, places, runs.device_ids)
+        given_slots, *of_queries = pieces32
+        self._rows.write_slots(given_device, given_slots)
+        return _OnDevice(ids_device, positions_device, flat_device, logits_rows, sampled_rows, *of_queries)
 
     def _stored_states(
         self, rows: np.ndarray, counts: list[int], stores: Mapping[int, Sequence[tuple[int, int]]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig
 
 
@@ -54,15 +55,15 @@ class MLAFormPolicy:
 
 
 def form_policy(
-    attention: MLAConfig | GQAConfig,
+    attention: MLAConfig | GQAConfig | CompressedConfig,
     *,
     deterministic: bool,
     break_even: float | None = None,
     shares: bool = False,
 ) -> MLAFormPolicy:
     """The policy of a model; `break_even` if it was measured, `shares`: the backend expands shared prefixes once."""
-    if isinstance(attention, GQAConfig):
-        return MLAFormPolicy(break_even=0.0)  # GQA has a single form for both groups
+    if not isinstance(attention, MLAConfig):
+        return MLAFormPolicy(break_even=0.0)  # a single form for both groups
     if break_even is not None:
         return MLAFormPolicy(break_even, deterministic, shares)
     a = attention

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,76 +29,20 @@ from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.expert_settings import RebalanceSettings
 from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer
-from moe_engine.parallel.placement.balance import balancedness
-from moe_engine.parallel.placement.layout import ExpertLayout
-from moe_engine.parallel.placement.moves import Chunk, plan_moves
+from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.policies import MIN_GAIN, plan_placement
-from moe_engine.parallel.placement.program import decode_moves, encode_moves
+from moe_engine.parallel.placement.program import decode_moves
 from moe_engine.parallel.placement.replicas import LayerChoice
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.eplb.eplb_interval import EPLBInterval
+from moe_engine.worker.eplb.eplb_planner import NO_MOVES, Plan, Planner
 from moe_engine.worker.eplb.eplb_throttle import EPLBThrottle
 
 logger = logging.getLogger("moe_engine")
 
 ASK_EVERY = 4
 """Passes between two broadcasts of whether the plan is ready."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The encoded moves, and the balancedness of the counted passes before and after them.
-
-    Attributes:
-        unmoved: balancedness of those passes if the last plan had moved no expert; None: there was no plan.
-    """
-
-    program: NDArray[np.int64]
-    before: float = 1.0
-    after: float = 1.0
-    unmoved: float | None = None
-
-
-NO_MOVES = Plan(np.zeros(1, dtype=np.int64))
-
-
-class Planner:
-    """Plans placements concurrently with steps, on the planning rank. `close` waits for the running plan."""
-
-    def __init__(self, layout: ExpertLayout, policy: str, executor: Executor) -> None:
-        self.executor = executor
-        self._layout = layout
-        self._policy = policy
-        self._last: ExpertPlacement | None = None
-        """Placement before the last plan that moved experts."""
-
-    def submit(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Future[Plan]:
-        """A plan for counts [L, E], without moves if the balancedness is already above `enough`."""
-        return self.executor.submit(self.plan, counts, current, enough)
-
-    def plan(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Plan:
-        if not counts.any():
-            return NO_MOVES
-        before = self.balancedness(current, counts)
-        unmoved = None if self._last is None else self.balancedness(self._last, counts)
-        if before > enough:
-            return Plan(NO_MOVES.program, before, before, unmoved)
-        new = self.place(counts, current)
-        moves = plan_moves(current, new, num_nodes=self._layout.num_nodes)
-        self._last = current
-        return Plan(encode_moves(moves), before, self.balancedness(new, counts), unmoved)
-
-    def balancedness(self, placement: ExpertPlacement, counts: NDArray[np.int64]) -> float:
-        return balancedness(placement, counts)
-
-    def place(self, counts: NDArray[np.int64], current: ExpertPlacement) -> ExpertPlacement:
-        """The new placement."""
-        return plan_placement(counts, self._layout, self._policy, current, MIN_GAIN)
-
-    def close(self) -> None:
-        self.executor.shutdown(cancel_futures=True)
 
 
 @dataclass
@@ -262,9 +206,7 @@ class EPLBManager:
             self._record_pause(began)
             return
         moved = bool(self._in_transit)
-        if moved:
-            for chunk, prepared in zip(self._in_transit, self._transfer.finish()):
-                self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer), prepared)
+        self.settle()
         transfer_seconds = self._transfer.way_seconds
         active = [self._pending.popleft() for _ in range(min(self._settings.layers_at_once, len(self._pending)))]
         self._in_transit = [chunks.popleft() for chunks in active]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.kv_format.formats import STORED
+from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -31,6 +32,8 @@ class KVSpec:
 
     layers: tuple[tuple[tuple[int, ...], ...], ...]
     dtype: torch.dtype
+    entries: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Of each layer, the tokens of an entry (0: none) and the channels of its tensors; (): no layer has entries."""
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -48,7 +51,12 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(math.prod(part) for parts in self.layers for part in parts) * self.dtype.itemsize
+        entries = sum(sum(widths) * self.dtype.itemsize // rate for rate, widths in self.entries if rate)
+        return sum(math.prod(part) for parts in self.layers for part in parts) * self.dtype.itemsize + entries
+
+    def entry_of(self, layer: int) -> tuple[int, tuple[int, ...]]:
+        """`entries` of a layer."""
+        return self.entries[layer] if self.entries else (0, ())
 
 
 def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None) -> KVSpec:
@@ -57,12 +65,15 @@ def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, hea
     layers = [config.kv_parts(i, kv_dtype) for i in range(config.num_layers + num_further_layers)]
     if head is not None:
         layers += [head.kv_parts(i, kv_dtype) for i in range(head.num_layers)]
-    return KVSpec(tuple(layers), getattr(torch, STORED[kv_dtype][0]))
+    entries = [config.entry_parts(i) for i in range(len(layers))]
+    found = tuple(entries) if any(rate for rate, _ in entries) else ()
+    return KVSpec(tuple(layers), getattr(torch, STORED[kv_dtype][0]), found)
 
 
 class KVPool:
     """`layers[i]` is `ForwardBatch.kv[i]`: [slots, C+P] for MLA (with index keys a pair, the second [slots, 1, I]), a
-    pair of [slots, G, Dh] and [slots, G, V] for GQA; with FP8 the last dimension is that of `kv_format`'s rows.
+    pair of [slots, G, Dh] and [slots, G, V] for GQA; with FP8 the last dimension is that of `kv_format`'s rows; a
+    `CompressedCache` for attention to windows and entries.
 
     Args:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
@@ -88,29 +99,48 @@ class KVPool:
         self.num_slots = num_slots
         self.page_size = page_size
         self.num_window_slots = num_window_slots if windowed else 0
+        bounded = set(windowed) if self.num_window_slots else set()
+        rows = {
+            layer: (num_window_slots if layer in bounded else num_slots) + page_size for layer in range(spec.num_layers)
+        }
         self._tensors = [
-            [
-                stream.lazy_zeros(
-                    ((num_window_slots if layer in windowed else num_slots) + page_size, *part), spec.dtype
-                )
-                for part in parts
-            ]
-            for layer, parts in enumerate(spec.layers)
+            [stream.lazy_zeros((count, *part), spec.dtype) for count, part in self._shapes(layer, rows[layer])]
+            for layer in rows
         ]
         if self.num_bytes <= TOUCHED_AT_ONCE_BYTES:
             for parts in self._tensors:
                 for tensor in parts:
                     tensor.zero_()
-        bounded = set(windowed) if self.num_window_slots else set()
-        self._raw, self._raw_windows = (
-            [_bytes(tensor) for i, parts in enumerate(self._tensors) if (i in bounded) == own for tensor in parts]
-            for own in (False, True)
-        )
+        self._raw: list[Tensor] = []
+        self._raw_windows: list[Tensor] = []
+        for layer, parts in enumerate(self._tensors):
+            own = self._raw_windows if layer in bounded else self._raw
+            num_parts = len(spec.layers[layer])
+            own += [_bytes(tensor[: rows[layer]], rows[layer]) for tensor in parts[:num_parts]]
+            if spec.entry_of(layer)[0]:
+                entries = (parts[0][rows[layer] :], *parts[num_parts:])
+                self._raw += [_bytes(tensor, num_slots + page_size) for tensor in entries]
         of_states = {} if states is None else states.layers
         self.layers: Sequence[Any] = tuple(
-            of_states[i] if i in of_states else parts[0] if len(parts) == 1 else tuple(parts)
-            for i, parts in enumerate(self._tensors)
+            of_states[i] if i in of_states else self._cache(i, rows[i], parts) for i, parts in enumerate(self._tensors)
         )
+
+    def _shapes(self, layer: int, rows: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Rows and shape of a row of each tensor of a layer. The first tensor has entries after the rows of tokens."""
+        shapes, (rate, widths) = [(rows, part) for part in self.spec.layers[layer]], self.spec.entry_of(layer)
+        if not rate:
+            return shapes
+        num_entries = (self.num_slots + self.page_size) // rate
+        (_, first), *others = shapes
+        return [(rows + num_entries, first), *others, *((num_entries, (1, width)) for width in widths[1:])]
+
+    def _cache(self, layer: int, rows: int, parts: list[Tensor]) -> Any:
+        """A layer's entry of `layers`."""
+        if self.spec.entries:
+            num_parts = len(self.spec.layers[layer])
+            keys = parts[num_parts] if len(parts) > num_parts else None
+            return CompressedCache(parts[0], rows, tuple(parts[1:num_parts]), keys)
+        return parts[0] if len(parts) == 1 else tuple(parts)
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +153,8 @@ class KVPool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies slots source [n] to slots target [n] in every layer; reads everything before writing."""
-        self._refuse_windows()
+        if self.num_window_slots or self.spec.entries:
+            raise ValueError("the layers of this pool have different slots: a token cannot be copied as a whole")
         for parts in self._tensors:
             for tensor in parts:
                 rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch cannot index float8
@@ -164,18 +195,14 @@ class KVPool:
         """The inverse of `read_windows`."""
         _write(self._raw_windows, slots, rows)
 
-    def _refuse_windows(self) -> None:
-        if self.num_window_slots:
-            raise ValueError("the layers of this pool have different slots: a token cannot be copied as a whole")
-
     def clear_dummy_page(self) -> None:
-        for parts in self._tensors:
-            for tensor in parts:
-                tensor[: self.page_size].zero_()
+        for tensor in (*self._raw, *self._raw_windows):
+            tensor[: self.page_size].zero_()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten(1).view(torch.uint8)
+def _bytes(tensor: Tensor, slots: int) -> Tensor:
+    """The bytes of each slot [slots, n]; an entry's are divided over its tokens."""
+    return tensor.flatten().view(torch.uint8).view(slots, -1)
 
 
 def _write(tensors: list[Tensor], slots: Tensor, rows: Tensor) -> None:

@@ -28,14 +28,8 @@ from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.static_states import ChainStates
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
 from moe_engine.worker.speculation.tree_graphs import TreeDrafts, TreeParts, TreeRun
-from moe_engine.worker.step_graphs import (
-    CapturedGraph,
-    CaptureError,
-    GraphBackend,
-    StepOutputs,
-    StepShape,
-    common_shape,
-)
+from moe_engine.worker.step_graphs import CapturedGraph, CaptureError, GraphBackend, StepOutputs
+from moe_engine.worker.step_shape import StepShape, common_shape
 
 
 @dataclass(frozen=True)

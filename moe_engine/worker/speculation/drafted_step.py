@@ -19,8 +19,8 @@ from moe_engine.worker.speculation.draft_graphs import DraftGraphs
 from moe_engine.worker.speculation.pending import ChainsCopy
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.speculation.verification import Decodes
-from moe_engine.worker.step_graphs import StepShape
 from moe_engine.worker.step_sampling import Drawn
+from moe_engine.worker.step_shape import StepShape
 
 
 class DraftedStep:

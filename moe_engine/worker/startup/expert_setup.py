@@ -23,7 +23,8 @@ from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.device_stream import make_comm_stream
-from moe_engine.worker.eplb.eplb_manager import EPLBManager, Planner
+from moe_engine.worker.eplb.eplb_manager import EPLBManager
+from moe_engine.worker.eplb.eplb_planner import Planner
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner

@@ -55,7 +55,10 @@ def add_speculation(
         path, exported = config.draft_model_path or options.model_path, config.draft_model_path is not None
         layers = load_mtp(path, options.model, runner.model, load, exported)
         images = _draft_images(runner)
-        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size, images)
+        if layers.reads_streams:
+            assert isinstance(runner.model, Decoder)
+            runner.taps = runner.model.taps = HiddenTaps((options.model.num_layers,))
+        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, layers.state_width, images)
     elif config.method == "standalone":
         drafter = _standalone(runner, config, options, load, draft_backends)
     elif config.method == "eagle":

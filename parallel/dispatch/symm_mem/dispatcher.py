@@ -126,10 +126,5 @@ class SymmMemDispatcher(Dispatcher):
         return out
 
     def check_peers(self) -> None:
-        late = self._exchange.lost_ranks()
-        if late:
-            group = self._group
-            raise PeerLost(
-                f"dispatch or combine through symmetric memory on rank {group.rank} of {group.size}: ranks {late} did "
-                f"not arrive within {group.timeout_s:g} s"
-            )
+        if late := self._exchange.lost_ranks():
+            raise PeerLost.late("dispatch or combine", self._group, late)

@@ -167,11 +167,13 @@ def test_group_killed_in_decode_stops_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.drawn(1)
-def test_group_stopped_in_prefill_stops_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_group_stopped_in_prefill_stops_all(rank: int, tmp_path: Path) -> None:
+    """Rank 0 is stopped while the other rank reports the failure of both."""
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = prefilling(server, (0, 1))
-        hit = strike(ranks[1], signal.SIGSTOP, asked, "of DP1 TP1 in prefill")
-        assert all("DP1 TP1" in ask.fate and "silent for" in ask.fate for ask in hit)
+        hit = strike(ranks[rank], signal.SIGSTOP, asked, f"of rank {rank} in prefill")
+        assert all(f"DP{rank} TP{rank}" in ask.fate and "silent for" in ask.fate for ask in hit)
         check_gone(server, ranks)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from moe_engine import Engine
 from moe_engine.processes.addresses import free_port
 from tests.distributed.engine.test_tensor_updates import weights
 from tests.distributed.engine.test_weight_updates import (  # noqa: F401
@@ -18,17 +17,13 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     checkpoints,
     expected,
     open_engine,
+    tokens,
 )
 from tests.distributed.engine.trainer import ADDRESS, TrainerProcess
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 RANKS = {"one rank": 1, "tp2": 2, "dp2": 2, "two replicas": 2}
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    outputs: Any = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-    return [output["output_ids"] for output in outputs]
 
 
 def described(path: Path, names: list[str]) -> tuple[list[str], list[str], list[list[int]]]:

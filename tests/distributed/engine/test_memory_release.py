@@ -8,7 +8,6 @@ from typing import Any
 import psutil
 import pytest
 
-from moe_engine import Engine
 from moe_engine.errors import InputError
 from tests.distributed.engine.test_tensor_updates import weights
 from tests.distributed.engine.test_weight_updates import (  # noqa: F401
@@ -19,6 +18,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     checkpoints,
     expected,
     open_engine,
+    tokens,
 )
 from tests.fork_server import children
 from tests.models.checkpoints import make_checkpoint
@@ -28,11 +28,6 @@ pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
 MIB = 1 << 20
 BIG = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "num_hidden_layers": 3}
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    outputs: Any = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-    return [output["output_ids"] for output in outputs]
 
 
 def resident() -> int:

@@ -25,7 +25,6 @@ from tests.models.checkpoints import make_checkpoint
 )
 def test_answers_equal_a_recomputation(form: dict[str, Any], tmp_path: Path) -> None:
     seed = random.randrange(2**31)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     path = ema.make_ema_checkpoint("qwen3", tmp_path / "model", seed)
     prompts = [[rng.randrange(250) for _ in range(rng.choice([1, 30, 70]))] for _ in range(16)]
@@ -46,7 +45,6 @@ def test_two_ranks_find_their_states_in_the_storage(tmp_path: Path) -> None:
     import transformers
 
     seed = random.randrange(2**31)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     path = make_checkpoint("qwen3_next", tmp_path / "model", seed)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")

@@ -50,14 +50,18 @@ def open_engine(path: Path, **flags: Any) -> Engine:
     return Engine(str(path), **{**plain, **flags})
 
 
+def tokens(engine: Engine) -> list[list[int]]:
+    outputs: Any = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
+    return [output["output_ids"] for output in outputs]
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], forked_processes: None) -> dict[str, list[list[int]]]:
     """The tokens of each checkpoint, by prompt, without drafts and updates."""
     found = {}
     for name, path in checkpoints.items():
         with open_engine(path) as engine:
-            outputs: Any = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-            found[name] = [output["output_ids"] for output in outputs]
+            found[name] = tokens(engine)
     assert all(old != new for old, new in zip(found["old"], found["new"]))
     return found
 
@@ -180,8 +184,7 @@ def test_unusable_checkpoints_change_nothing_and_the_reason_names_the_ranks(
         assert {output["meta_info"]["weight_version"] for output in outputs} == {"default"}
         updated = engine.update_weights_from_disk(str(checkpoints["new"]), weight_version="new")
         assert updated == (True, f"Succeeded to update model weights from {checkpoints['new']}."), "after failed ones"
-        outputs = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-        assert [output["output_ids"] for output in outputs] == expected["new"]
+        assert tokens(engine) == expected["new"]
 
 
 @pytest.mark.parametrize(
@@ -197,11 +200,9 @@ def test_unusable_checkpoints_change_nothing_and_the_reason_names_the_ranks(
 def test_all_weights_of_a_family_are_replaced(tmp_path: Path, kind: str, row: str) -> None:
     old, new = (make_checkpoint(kind, tmp_path / str(seed), seed, tokenizer=False) for seed in (1, 2))
     rows = {} if row == "auto" else {"linear_backend": "torch", "moe_runner_backend": "torch"}
-    answers: list[Any] = []
     with open_engine(old, **rows) as engine:
         assert update(engine, new).success
-        answers.append(engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING))
+        updated = tokens(engine)
     with open_engine(new, **rows) as engine:
-        answers.append(engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING))
-    updated, fresh = ([output["output_ids"] for output in outputs] for outputs in answers)
+        fresh = tokens(engine)
     assert updated == fresh

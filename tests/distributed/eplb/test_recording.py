@@ -75,13 +75,13 @@ def spy_on_routers(worker: Worker, seen: Choices) -> None:
     for index, layer in layers.items():
 
         def forward(
-            x: Tensor, phase: Any = "prefill", real: Any = None, index: int = index, layer: MoE = layer
+            x: Tensor, phase: Any = "prefill", tokens: Any = None, index: int = index, layer: MoE = layer
         ) -> Tensor:
             if index == first:
                 seen.append({})
             chosen = layer._route(x, layer._gate, layer._bias, layer._spec)[1]
             seen[-1][index] = chosen[:, : layer._spec.top_k].clone()
-            return MoE.forward(layer, x, phase, real)
+            return MoE.forward(layer, x, phase, tokens)
 
         layer.forward = forward  # type: ignore[method-assign]
 

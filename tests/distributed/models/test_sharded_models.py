@@ -4,6 +4,8 @@ compare with transformers: every form of sharding, with prefill, decode and idle
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from tests.distributed.models.worlds import Case, load, run_cases
 from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 from tests.models.mxfp4 import mxfp4_copy
+from tests.models.v4_checkpoints import make_v4
+from tests.models.v4_quantized import quantized_copy
 
 pytestmark = pytest.mark.drawn(12)
 
@@ -57,6 +61,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"num_hidden_layers": 2},  # weights of norms after the rotation
     "ernie4_5": {"num_hidden_layers": 2},
     "ministral3": {"num_hidden_layers": 2},
+    "deepseek_v4": {},  # windows and entries, streams, experts by token id
+    "deepseek_v4-fp4": {"hidden_size": 160, "moe_intermediate_size": 192},  # six groups of 32 columns
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -96,9 +102,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     def make(name: str) -> Path:
         if name not in made:
             kind, _, form = name.partition("-")
-            made[name] = make_checkpoint(kind, folder / name, SEED, tokenizer=False, **CHECKPOINTS[name])
+            make_one = make_v4 if kind == "deepseek_v4" else partial(make_checkpoint, kind)
+            made[name] = make_one(folder / name, SEED, tokenizer=False, **CHECKPOINTS[name])
             if form == "mxfp4":
                 made[name] = mxfp4_copy(made[name], folder / "copies")[0]
+            if form == "fp4":
+                made[name] = quantized_copy(made[name], folder / "v4", form)[0]
         return made[name]
 
     return make
@@ -115,7 +124,7 @@ def alone() -> Callable[[Case], script.Trace]:
     def run(case: Case) -> script.Trace:
         key = case.path, case.mtp
         if key not in made:
-            stepper, mtp, _ = load(Case(case.path, SINGLE.topology, mtp=case.mtp), SINGLE)
+            stepper, mtp, _ = load(replace(case, topology=SINGLE.topology, row="torch"), SINGLE)
             made[key] = script.run(stepper, script.prompts(SEED, stepper.config.vocab_size), mtp=mtp)
         return made[key]
 
@@ -172,6 +181,14 @@ def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -
     """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")
     run_all(world, alone, [Case(checkpoint(name), t, "cpu") for key, t in topologies(world).items() if key in some])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v4-fp4"])
+def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
+    """Ranks exchange the token ids that layers choose experts by."""
+    some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
+    path = checkpoint(name)
+    run_all(world, alone, [Case(path, t, "cpu", page_size=8) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])

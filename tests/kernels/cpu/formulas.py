@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,8 @@ def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
     if got.numel() == 0:
         return
     assert torch.isfinite(got).all()
-    limit = {torch.bfloat16: 6e-3, torch.float32: 3e-6}[got.dtype] * scale * max(float(want.abs().max()), 1e-6)
+    of_dtype = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3, torch.float32: 3e-6}[got.dtype]
+    limit = of_dtype * scale * max(float(want.abs().max()), 1e-6)
     worst = float((got.double() - want).abs().max())
     assert worst <= limit, f"off by {worst:.3g}, allowed {limit:.3g}"
 
@@ -53,10 +55,11 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """x [M, D], gate and up [I, D], down [D, I]."""
-    x = x.double()
-    return (silu(x @ gate.double().T) * (x @ up.double().T)) @ down.double().T
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float = 0.0) -> Tensor:
+    """x [M, D], gate and up [I, D], down [D, I]; with a limit gate is at most `limit`, up within +-limit."""
+    x, limit = x.double(), limit or torch.inf
+    first, second = (x @ gate.double().T).clamp(max=limit), (x @ up.double().T).clamp(-limit, limit)
+    return (silu(first) * second) @ down.double().T
 
 
 def biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: ExpertBiases, expert: int) -> Tensor:
@@ -84,13 +87,20 @@ def rotated(x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if table.interleaved else torch.cat((a, b), -1)
 
 
+def router_scores(logits: Tensor, score: str) -> Tensor:
+    """logits [T, E] float64."""
+    if score == "sqrtsoftplus":
+        return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+
+
 def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
     """[T, E]: the weight of every expert, 0 where it is not chosen."""
     logits = x.double() @ gate.double().T
     if spec.bias_on_logits and bias is not None:  # gpt-oss: a softmax over the chosen experts
         best = (logits + bias.double()).topk(spec.top_k, -1)
         return torch.zeros_like(logits).scatter_(-1, best.indices, best.values.softmax(-1))
-    scores = torch.sigmoid(logits) if spec.score == "sigmoid" else torch.softmax(logits, -1)
+    scores = router_scores(logits, spec.score)
     choice = scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
     if spec.group_score is not None:
         groups = choice.unflatten(-1, (spec.num_groups, -1))
@@ -104,15 +114,78 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
     return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to earlier ones; among
-    each other as in seen [t, t]."""
+    each other as in seen [t, t]. sinks [H]: logits without a value."""
     scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
     if seen is not None:
         hidden = torch.cat((torch.zeros(t, s - t, dtype=torch.bool), ~seen), 1)
-    return torch.einsum("hts,shv->thv", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v.double())
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        with_sink = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
+        return torch.einsum("hts,shv->thv", torch.softmax(with_sink, -1)[..., :s], v.double())
+    return torch.einsum("hts,shv->thv", torch.softmax(scores, -1), v.double())
+
+
+def absorbed_attention(
+    q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, latent: int, trees: list[Tensor] | None = None
+) -> Tensor:
+    """MLA over latents: q [T, H, C+R], cache [slots, C+R] of numbers -> [T, H, C]. `trees`: as of `random_trees`."""
+    parts = []
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
+        parts.append(attend(mine, keys, keys[..., :latent], scale, None if trees is None else trees[request]))
+    return torch.cat(parts)
+
+
+def expanded_attention(q: Tensor, kv: Tensor, rope: Tensor, queries: PagedQueries, scale: float) -> Tensor:
+    """MLA over keys and values of heads: q [T, H, N+R], kv [S, H, N+V], rope [S, R], contexts in order -> [T, H, V]."""
+    parts, nope = [], q.shape[2] - rope.shape[1]
+    contexts = zip(kv.split(queries.context_lens), rope.split(queries.context_lens))
+    for mine, (own, tail) in zip(q.split(queries.query_lens), contexts):
+        keys = torch.cat((own[..., :nope], tail.unsqueeze(1).expand(-1, q.shape[1], -1)), -1)
+        parts.append(attend(mine, keys, own[..., nope:], scale))
+    return torch.cat(parts)
+
+
+def grouped_attention(
+    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, trees: list[Tensor] | None = None
+) -> Tensor:
+    """GQA: q [T, H, D], keys [slots, G, D], values [slots, G, V] -> [T, H, V]. `trees`: as of `random_trees`."""
+    parts = []
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        slots = slots_of(queries, request)
+        k, v = (cache[slots].repeat_interleave(q.shape[1] // keys.shape[1], 1) for cache in (keys, values))
+        parts.append(attend(mine, k, v, scale, None if trees is None else trees[request]))
+    return torch.cat(parts)
+
+
+def selected_attention(
+    q: Tensor, cache: Tensor, slots: Tensor, counts: Sequence[int], scale: float, latent: int
+) -> Tensor:
+    """`absorbed_attention` of each token over `counts` [T] of the slots [T, *] that were selected for it."""
+    parts = []
+    for token, own, count in zip(q.split(1), slots, counts):
+        keys = cache[own[:count].long()].unsqueeze(1).expand(-1, q.shape[1], -1)
+        parts.append(attend(token, keys, keys[..., :latent], scale))
+    return torch.cat(parts)
+
+
+def close_rows(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
+    """`close`, relative to the largest value of each row."""
+    for mine, expected in zip(got, want, strict=True):
+        close(mine, expected, scale)
+
+
+def close_each(got: Tensor, want: Tensor, queries: PagedQueries, scale: float = 1.0) -> None:
+    """`close`, relative to the largest value of each request."""
+    assert got.shape == want.shape
+    for mine, expected in zip(got.split(queries.query_lens), want.split(queries.query_lens)):
+        close(mine, expected, scale)
 
 
 def paged_queries(lens: list[tuple[int, int]], page_size: int = 1, shuffle: bool = True) -> tuple[PagedQueries, int]:

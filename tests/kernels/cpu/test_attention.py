@@ -8,16 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import (
-    attend,
+    absorbed_attention,
     close,
+    close_each,
+    expanded_attention,
     filled_cache,
+    grouped_attention,
     normal,
     only,
     paged_queries,
@@ -31,14 +33,6 @@ LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 64), (16, 1100)]
 ROTARY = 64
 
 
-def _absorbed_want(q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, latent: int) -> Tensor:
-    parts = []
-    for request, mine in enumerate(q.split(queries.query_lens)):
-        keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
-        parts.append(attend(mine, keys, keys[..., :latent], scale))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize(("heads", "latent", "page_size"), [(16, 512, 16), (3, 40, 1), (20, 64, 64), (128, 96, 8)])
 def test_absorbed(any_library: Library, dtype: torch.dtype, heads: int, latent: int, page_size: int) -> None:
     mla = CpuMLA(any_library)
@@ -47,7 +41,7 @@ def test_absorbed(any_library: Library, dtype: torch.dtype, heads: int, latent: 
     q = normal(queries.num_tokens, heads, latent + ROTARY, dtype=dtype)
     plan = mla.plan(AttentionBatch(queries, None))
     scale = 0.7 * (latent + ROTARY) ** -0.5
-    close(mla.absorbed(q, cache, queries, scale, plan), _absorbed_want(q, cache, queries, scale, latent), 2)
+    close(mla.absorbed(q, cache, queries, scale, plan), absorbed_attention(q, cache, queries, scale, latent), 2)
 
 
 def test_absorbed_other_rotary_width_and_strided_queries(any_library: Library, dtype: torch.dtype) -> None:
@@ -56,7 +50,7 @@ def test_absorbed_other_rotary_width_and_strided_queries(any_library: Library, d
     cache = filled_cache(queries, size, 33, dtype=dtype)
     q = normal(3, 2, 50, dtype=dtype)[..., 11:44]
     got = mla.absorbed(q, cache, queries, 0.2, None, value_width=27)
-    close(got, _absorbed_want(q, cache, queries, 0.2, 27), 2)
+    close(got, absorbed_attention(q, cache, queries, 0.2, 27), 2)
 
 
 def test_absorbed_bits_do_not_depend_on_batch_or_pages(any_library: Library, dtype: torch.dtype) -> None:
@@ -91,7 +85,7 @@ def test_few_requests_on_all_threads(any_library: Library, dtype: torch.dtype, h
     q = normal(queries.num_tokens, heads, 264, dtype=dtype)
     with threads(3):
         got = mla.absorbed(q, cache, queries, 0.1, None, value_width=200)
-    close(got, _absorbed_want(q, cache, queries, 0.1, 200), 2)
+    close(got, absorbed_attention(q, cache, queries, 0.1, 200), 2)
     with threads(1):
         assert torch.equal(mla.absorbed(q, cache, queries, 0.1, None, value_width=200), got)
 
@@ -104,16 +98,6 @@ def test_gather(library: Library, dtype: torch.dtype) -> None:
     assert torch.equal(mla.gather_latent(cache, queries, None), want)
 
 
-def _expanded_want(q: Tensor, kv: Tensor, rope: Tensor, queries: PagedQueries, scale: float) -> Tensor:
-    nope = q.shape[2] - rope.shape[1]
-    parts = []
-    contexts = zip(kv.split(queries.context_lens), rope.split(queries.context_lens))
-    for mine, (keys, tail) in zip(q.split(queries.query_lens), contexts):
-        k = torch.cat((keys[..., :nope], tail.unsqueeze(1).expand(-1, q.shape[1], -1)), -1)
-        parts.append(attend(mine, k, keys[..., nope:], scale))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize(("nope", "rotary", "value"), [(128, 64, 128), (32, 16, 48), (21, 10, 19)])
 def test_expanded(any_library: Library, dtype: torch.dtype, nope: int, rotary: int, value: int) -> None:
     mla = CpuMLA(any_library)
@@ -124,7 +108,7 @@ def test_expanded(any_library: Library, dtype: torch.dtype, nope: int, rotary: i
     rope = normal(context, rotary + 6, dtype=dtype)[:, 3 : 3 + rotary]
     plan = mla.plan(AttentionBatch(None, queries))
     got = mla.expanded(q, kv, rope, queries, 0.1, plan)
-    close(got, _expanded_want(q, kv, rope, queries, 0.1), 2)
+    close(got, expanded_attention(q, kv, rope, queries, 0.1), 2)
     with threads(1):
         assert torch.equal(mla.expanded(q, kv, rope, queries, 0.1, plan), got)
     # The second request alone, and in two chunks.
@@ -176,12 +160,7 @@ def test_paged(any_library: Library, dtype: torch.dtype, heads: int, groups: int
     q = normal(queries.num_tokens, heads, width, dtype=dtype)
     scale = width**-0.5
     got = gqa.paged(q, k_cache, v_cache, queries, scale, gqa.plan(AttentionBatch(queries, None)))
-    parts = []
-    for request, mine in enumerate(q.split(queries.query_lens)):
-        slots = slots_of(queries, request)
-        k, v = (cache[slots].repeat_interleave(heads // groups, 1) for cache in (k_cache, v_cache))
-        parts.append(attend(mine, k, v, scale))
-    close(got, torch.cat(parts), 2)
+    close(got, grouped_attention(q, k_cache, v_cache, queries, scale), 2)
     whole = got.split(queries.query_lens)
     for request, mine in enumerate(q.split(queries.query_lens)):
         last = slice(len(mine) - 1, len(mine))
@@ -204,13 +183,8 @@ def test_trees(any_library: Library, dtype: torch.dtype) -> None:
     plan = mla.plan(AttentionBatch(queries, None))
     latent = mla.absorbed(q, cache[:, 0], queries, 0.1, plan)
     paged = gqa.paged(q, cache, v_cache, queries, 0.1, plan)
-    for request, (mine, seen) in enumerate(zip(q.split(queries.query_lens), trees)):
-        slots = slots_of(queries, request)
-        keys = cache[slots, :1].expand(-1, 6, -1)
-        tokens = slice(sum(queries.query_lens[:request]), sum(queries.query_lens[: request + 1]))
-        close(latent[tokens], attend(mine, keys, keys[..., :32], 0.1, seen), 2)
-        k, v = (c[slots].repeat_interleave(3, 1) for c in (cache, v_cache))
-        close(paged[tokens], attend(mine, k, v, 0.1, seen), 2)
+    close_each(latent, absorbed_attention(q, cache[:, 0], queries, 0.1, 32, trees), queries, 2)
+    close_each(paged, grouped_attention(q, cache, v_cache, queries, 0.1, trees), queries, 2)
     with threads(1):
         assert torch.equal(mla.absorbed(q, cache[:, 0], queries, 0.1, None), latent)
         assert torch.equal(gqa.paged(q, cache, v_cache, queries, 0.1, None), paged)
@@ -254,4 +228,4 @@ def test_large_scores_do_not_overflow(library: Library, dtype: torch.dtype) -> N
     queries, size = paged_queries([(2, 700)])
     cache = filled_cache(queries, size, 128, dtype=dtype)
     q = normal(2, 16, 128, dtype=dtype, scale=60.0)
-    close(mla.absorbed(q, cache, queries, 1.0, None), _absorbed_want(q, cache, queries, 1.0, 64), 4)
+    close(mla.absorbed(q, cache, queries, 1.0, None), absorbed_attention(q, cache, queries, 1.0, 64), 4)

@@ -80,6 +80,7 @@ def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -
         kernel.load_coded(stored, expert, *parts)
         kernel.load_expert(plain, expert, *(part.dequantized().to(dtype) for part in parts))
     assert stored.num_bytes == experts * (2 * format.num_bytes(width, hidden) + format.num_bytes(hidden, width))
+    stored.limit = plain.limit = 1.0
     x, ids = torch.randn(9, hidden, dtype=dtype), torch.randint(0, experts, (9, 3), dtype=torch.int32)
     weights = torch.rand(9, 3)
     want = kernel.run_routed(x, weights, ids, plain)

@@ -34,24 +34,26 @@ def _routing(tokens: int, top_k: int, experts: int) -> tuple[Tensor, Tensor]:
     return torch.rand(tokens, top_k), ids.int()
 
 
-def _want(x: Tensor, weights: Tensor, ids: Tensor, parts: Parts) -> Tensor:
+def _want(x: Tensor, weights: Tensor, ids: Tensor, parts: Parts, limit: float = 0.0) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].tolist(), ids[token].tolist()):
             if 0 <= expert < len(parts):
-                out[token] += weight * gated(x[token : token + 1], *parts[expert])[0]
+                out[token] += weight * gated(x[token : token + 1], *parts[expert], limit)[0]
     return out
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23), (128, 80)])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 120])
-def test_routed(any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int) -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.9])
+def test_routed(any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int, limit: float) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 6, hidden, width, dtype)
+    weights.limit = limit
     x = normal(tokens, hidden, dtype=dtype)
     topk, ids = _routing(tokens, 3, 5)  # expert 5 has no rows
     got = kernel.run_routed(x, topk, ids, weights)
-    close(got, _want(x, topk, ids, parts), 2)
+    close(got, _want(x, topk, ids, parts, limit), 2)
     more = normal(tokens, hidden, dtype=dtype)
     assert torch.equal(kernel.run_routed(x, topk, ids, weights, add=more), got + more)
 
@@ -91,14 +93,15 @@ def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dt
     close(kernel.run_routed(x, topk, ids, weights), _want(x, topk, ids, parts), 2)
 
 
-@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23)])
-def test_grouped_and_padded(any_library: Library, dtype: torch.dtype, hidden: int, width: int) -> None:
+@pytest.mark.parametrize(("hidden", "width", "limit"), [(64, 32, 0.0), (50, 23, 0.9)])
+def test_grouped_and_padded(any_library: Library, dtype: torch.dtype, hidden: int, width: int, limit: float) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 5, hidden, width, dtype)
+    weights.limit = limit
     counts = [3, 0, 110, 1, 8]
     x = normal(sum(counts), hidden, dtype=dtype)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
-    want = torch.cat([gated(rows, *part) for rows, part in zip(x.split(counts), parts)])
+    want = torch.cat([gated(rows, *part, limit) for rows, part in zip(x.split(counts), parts)])
     grouped = kernel.run(ExpertBatch("grouped", x, offsets=offsets), weights)
     close(grouped, want, 2)
     padded = torch.full((5, 115, hidden), NAN, dtype=dtype)

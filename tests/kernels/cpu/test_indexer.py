@@ -22,16 +22,17 @@ from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import (
     NAN,
-    attend,
     close,
+    close_rows,
     filled_cache,
     normal,
     paged_queries,
     random_trees,
+    selected_attention,
     slots_of,
 )
 from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
-from tests.kernels.row_checks import check_choices_alone, check_ties
+from tests.kernels.row_checks import check_choices_alone, check_sinks_over_whole_rows, check_ties
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 9), (16, 2500)]
 
@@ -150,9 +151,20 @@ def test_attention_reads_the_selected_rows_only(library: Library, dtype: torch.d
         sparse = backend.capabilities.sparse
         assert sparse is not None
         got = sparse.run(q, stored, selected, 0.2, sparse.plan(selected), latent)
-        for token, count in enumerate(counts):
-            keys = cache[slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
-            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :latent], 0.2), 2)
+        close_rows(got, selected_attention(q, cache, slots, counts, 0.2, latent), 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "counts"),
+    [(64, 512, [1, 128, 640, 3]), (4, 32, [1, 16, 20, 7]), (1, 48, [70, 1]), (70, 64, [513, 2]), (8, 20, [9])],
+)
+def test_sinks_over_rows_that_are_values(
+    any_library: Library, dtype: torch.dtype, heads: int, width: int, counts: list[int]
+) -> None:
+    check_sinks_over_whole_rows(TorchMLA(), dtype, heads, width, counts)
+    for count in (1, 2):  # one thread, and few tokens on several
+        with threads(count):
+            check_sinks_over_whole_rows(CpuMLA(any_library), dtype, heads, width, counts)
 
 
 def test_a_whole_selection_has_the_bits_of_dense_attention(library: Library, dtype: torch.dtype) -> None:

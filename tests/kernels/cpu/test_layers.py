@@ -143,7 +143,10 @@ def test_mla_layer_declines_weights_of_other_rows(library: Library) -> None:
 ROUTERS = [
     RouterSpec(6, 3, "softmax"),
     RouterSpec(8, 2, "sigmoid", True, num_groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5),
+    RouterSpec(6, 3, "sqrtsoftplus", True, renormalize=True, scale=1.5),
 ]
+LIMIT = 0.8
+"""Of the activation of experts whose router is the last one."""
 
 
 def _experts(kernel: CpuExperts | TorchExperts, count: int, width: int, dtype: torch.dtype) -> ExpertWeights:
@@ -162,10 +165,11 @@ def _moe_layer(library: Library, router: RouterSpec, dtype: torch.dtype, shared_
         shared = linear.prepare(gate_up), linear.prepare(down)
     gate = torch.randn(router.num_experts, HIDDEN)
     weights = _experts(CpuExperts(library), router.num_experts, 24, dtype)
+    weights.limit = LIMIT if router == ROUTERS[-1] else 0.0
     return MoELayer(gate, torch.randn(router.num_experts) * 0.1, router, weights, shared)
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=["softmax", "groups"])
+@pytest.mark.parametrize("router", ROUTERS, ids=["softmax", "groups", "v4"])
 @pytest.mark.parametrize("shared_width", [0, 32])
 @pytest.mark.parametrize("tokens", [0, 1, 9, 150])
 def test_moe_layer(
@@ -178,7 +182,7 @@ def test_moe_layer(
     assert fused is not None
     x = normal(tokens, HIDDEN, dtype=dtype)
     topk, ids = CpuOps(any_library).route(x, layer.gate, layer.bias, router)
-    shared = None if layer.shared is None else CpuLinear(any_library).run_mlp(x, *layer.shared)
+    shared = None if layer.shared is None else CpuLinear(any_library).run_mlp(x, *layer.shared, layer.experts.limit)
     want = kernel.run_routed(x, topk, ids, layer.experts, shared)
     assert torch.equal(fused.run(x), want)
     chosen = torch.empty_like(ids)

@@ -99,22 +99,50 @@ import sys
 from moe_engine.kernels.cpu import library
 from moe_engine.kernels.device import Device
 library.cpu_device = lambda: Device("cpu", "a machine", compiler=sys.argv[1])
-library._built([])
+library._built(sys.argv[2:])
 """
+
+
+def compiling(folder: Path, flags: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A process that compiles with `SLOW`, and the processes of its compilers."""
+    compiler, pids = folder / "c++", folder / f"pids{flags}"
+    compiler.write_text(SLOW.format(pids=pids))
+    compiler.chmod(0o755)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    process = subprocess.Popen([sys.executable, "-c", COMPILE, str(compiler), flags], env=environ)
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2 * (os.cpu_count() or 1))
+    return process, [int(pid) for pid in pids.read_text().split()]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_compiler_outlives_the_process(tmp_path: Path, how: signal.Signals) -> None:
-    compiler, pids = tmp_path / "c++", tmp_path / "pids"
-    compiler.write_text(SLOW.format(pids=pids))
-    compiler.chmod(0o755)
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    compiling = subprocess.Popen([sys.executable, "-c", COMPILE, str(compiler)], env=environ)
-    until(lambda: pids.exists() and len(pids.read_text().split()) == 2 * (os.cpu_count() or 1))
-    compiling.send_signal(how)
-    compiling.wait()
-    started = [int(pid) for pid in pids.read_text().split()]
+    process, started = compiling(tmp_path)
+    process.send_signal(how)
+    process.wait()
     until(lambda: not any(map(is_running, started)), "processes of the compiler are left")
+
+
+def test_the_next_compilation_removes_files_of_a_killed_one(tmp_path: Path) -> None:
+    """And leaves those of a running one."""
+
+    def folders() -> set[Path]:
+        return set((tmp_path / "moe-engine").glob(f"*{module.BUILD}"))
+
+    killed, _ = compiling(tmp_path, "-O1")
+    (abandoned,) = folders()
+    running, _ = compiling(tmp_path, "-O2")
+    try:
+        assert abandoned in folders() and len(folders()) == 2
+        killed.kill()
+        killed.wait()
+        next_one, _ = compiling(tmp_path, "-O3")
+        next_one.send_signal(signal.SIGINT)
+        next_one.wait()
+        (left,) = folders()
+        assert left != abandoned
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_amx_can_be_refused(library: Library) -> None:

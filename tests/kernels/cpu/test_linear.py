@@ -57,17 +57,18 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(any_library: Library, dtype: t
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 210])
-def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.7])
+def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int, limit: float) -> None:
     linear = CpuLinear(any_library)
     hidden, width = 72, 112
     x = normal(tokens, hidden, dtype=dtype)
     gate, up = (normal(width, hidden, dtype=dtype, scale=0.1) for _ in range(2))
     down = normal(hidden, width, dtype=dtype, scale=0.1)
     prepared = linear.prepare(torch.cat((gate, up))), linear.prepare(down)
-    got = linear.run_mlp(x, *prepared)
-    close(got, gated(x, gate, up, down), 2)
-    assert torch.equal(linear.run_mlp(x[-1:], *prepared), got[-1:])
-    fused = linear.fuse_mlp(*prepared)
+    got = linear.run_mlp(x, *prepared, limit)
+    close(got, gated(x, gate, up, down, limit), 2)
+    assert torch.equal(linear.run_mlp(x[-1:], *prepared, limit), got[-1:])
+    fused = linear.fuse_mlp(*prepared, limit)
     assert fused is not None and torch.equal(fused(x), got)
     assert linear.fuse_mlp(prepared[0], linear.prepare(down, torch.ones(hidden, dtype=dtype))) is None
 

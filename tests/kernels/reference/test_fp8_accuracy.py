@@ -17,6 +17,7 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.queries import PagedQueries
+from tests.kernels.cpu.formulas import attend
 
 S = 8192
 SHARPNESS = 2.0
@@ -36,14 +37,6 @@ def _one_request(query_len: int) -> PagedQueries:
 
 def _error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """q [t, H, W], keys [S, H, W], values [S, H, V], causal at the end; float64."""
-    scores = torch.einsum("thw,shw->hts", q.double(), keys.double()) * scale
-    t = q.shape[0]
-    hidden = torch.arange(S) > torch.arange(S - t, S).unsqueeze(1)
-    return torch.einsum("hts,shv->thv", scores.masked_fill(hidden, -torch.inf).softmax(-1), values.double())
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 0.01, 50.0])
@@ -71,7 +64,7 @@ def test_mla(kv_dtype: str, latent: int, bound: float, magnitude: float) -> None
     q[..., latent:] /= 4
     scale = (latent + rotary) ** -0.5
     keys = exact.unsqueeze(1).expand(-1, heads, -1)
-    want = _attend(q, keys, keys[..., :latent], scale)
+    want = attend(q, keys, keys[..., :latent], scale)
     got = TorchMLA().absorbed(q, cache, queries, scale * divisor, None, latent) * divisor
     error = _error(got, want)
     assert 1e-4 < error < bound, error
@@ -87,6 +80,6 @@ def test_gqa(kv_dtype: str, magnitude: float) -> None:
     keys, values = torch.zeros(shape, dtype=stored), torch.zeros(shape, dtype=stored)
     TorchOps().write_kv(k, v, queries.slot_table[0], keys, values)
     q = SHARPNESS * torch.randn(tokens, 2 * groups, width)
-    want = _attend(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), width**-0.5)
+    want = attend(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), width**-0.5)
     error = _error(TorchGQA().paged(q, keys, values, queries, width**-0.5, None), want)
     assert 1e-4 < error < BOUND[kv_dtype], error

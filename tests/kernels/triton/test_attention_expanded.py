@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.queries import AttentionBatch, PagedQueries
-from tests.kernels.cpu.formulas import attend, close, normal, paged_queries, random_trees
+from moe_engine.kernels.queries import AttentionBatch
+from tests.kernels.cpu.formulas import close, expanded_attention, normal, paged_queries, random_trees
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonMLA = triton_attention.TritonMLA
@@ -18,13 +18,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def keys_of(kv: Tensor, rope: Tensor, nope: int) -> Tensor:
     return torch.cat((kv[..., :nope], rope.unsqueeze(1).expand(-1, kv.shape[1], -1)), -1)
-
-
-def want(q: Tensor, kv: Tensor, rope: Tensor, queries: PagedQueries, scale: float) -> Tensor:
-    nope = q.shape[2] - rope.shape[1]
-    contexts = zip(kv.split(queries.context_lens), rope.split(queries.context_lens))
-    pairs = zip(q.split(queries.query_lens), contexts)
-    return torch.cat([attend(mine, keys_of(k, r, nope), k[..., nope:], scale) for mine, (k, r) in pairs])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +37,7 @@ def test_expanded(nope: int, rotary: int, value: int, dtype: torch.dtype) -> Non
     for _ in range(2):  # the second time with a plan made before the call
         plan = mla.plan(AttentionBatch(None, queries))
         got = mla.expanded(q, kv, rope, queries, 0.1, plan)
-        close(got, want(q, kv, rope, queries, 0.1), 2)
+        close(got, expanded_attention(q, kv, rope, queries, 0.1), 2)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -69,7 +62,7 @@ def test_parts_and_their_log_sum_exps(dtype: torch.dtype) -> None:
         else:
             mla.merge_chunks(out, lse, part, part_lse)
     assert out is not None and lse is not None
-    close(out, want(q, kv, rope, queries, 0.3), 3)
+    close(out, expanded_attention(q, kv, rope, queries, 0.3), 3)
     token = 0
     for request, (num_queries, num_keys) in enumerate(lens):
         keys = keys_of(kv, rope, nope)[starts[request] : starts[request + 1]].double()

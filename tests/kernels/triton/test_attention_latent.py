@@ -6,16 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.attention.schedule import ScheduleBuffers
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, FP8_TENSOR, FP8_TOKEN
-from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.kernels.registry import select
-from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import (
+    absorbed_attention,
+    close,
+    filled_cache,
+    normal,
+    only,
+    paged_queries,
+    random_trees,
+    slots_of,
+)
 
 pytestmark = pytest.mark.drawn(12)
 
@@ -25,15 +33,6 @@ TritonMLA = triton_attention.TritonMLA
 LENS = [(1, 1), (1, 70), (0, 9), (3, 3), (1, 130), (5, 61), (2, 64)]
 ROTARY = 64
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def want(q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, latent: int, seen=None) -> Tensor:
-    """`cache` contains numbers; `seen` [t, t] of each request, for trees."""
-    parts = []
-    for request, mine in enumerate(q.split(queries.query_lens)):
-        keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
-        parts.append(attend(mine, keys, keys[..., :latent], scale, None if seen is None else seen[request]))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_absorbed(heads: int, latent: int, page_size: int, dtype: torch.dtype) -
     q = normal(queries.num_tokens, heads, latent + ROTARY, dtype=dtype)
     scale = 0.7 * (latent + ROTARY) ** -0.5
     got = mla.absorbed(q, cache, queries, scale, mla.plan(AttentionBatch(queries, None)))
-    close(got, want(q, cache, queries, scale, latent), 2)
+    close(got, absorbed_attention(q, cache, queries, scale, latent), 2)
     again = mla.absorbed(q, cache, queries, scale, mla.plan(AttentionBatch(queries, None)))  # planned before the call
     assert torch.equal(again, got)
 
@@ -64,9 +63,13 @@ def test_other_widths_and_strided_queries() -> None:
     queries, size = paged_queries([(2, 90), (1, 5)])
     cache = filled_cache(queries, size, 33, dtype=FP32)
     q = normal(3, 2, 50, dtype=FP32)[..., 11:44]
-    close(mla.absorbed(q, cache, queries, 0.2, None, value_width=27), want(q, cache, queries, 0.2, 27), 2)
+    close(mla.absorbed(q, cache, queries, 0.2, None, value_width=27), absorbed_attention(q, cache, queries, 0.2, 27), 2)
     wide = normal(4, 6, 33, dtype=FP32)[1:, 2:4]  # a token's heads are a part of all
-    close(mla.absorbed(wide, cache, queries, 0.2, None, value_width=27), want(wide, cache, queries, 0.2, 27), 2)
+    close(
+        mla.absorbed(wide, cache, queries, 0.2, None, value_width=27),
+        absorbed_attention(wide, cache, queries, 0.2, 27),
+        2,
+    )
 
 
 @pytest.mark.parametrize(("form", "limit"), [(FP8_TOKEN, 2), (FP8_GROUPS, 2)])
@@ -87,7 +90,7 @@ def test_fp8_records(form: int, limit: float, latent: int, heads: int) -> None:
     poisoned[mine] = records[mine]
     q = normal(3, heads, latent + ROTARY, dtype=BF16)
     got = mla.absorbed(q, poisoned, queries, 0.02, None)
-    close(got, want(q, numbers, queries, 0.02, latent), limit)
+    close(got, absorbed_attention(q, numbers, queries, 0.02, latent), limit)
     context = mla.gather_latent(poisoned, queries, None)
     assert torch.equal(context, numbers[mine].to(BF16))
 
@@ -106,7 +109,7 @@ def test_fp8_rows_of_other_widths(form: int, latent: int, rotary: int, heads: in
     raw = torch.full_like(rows.view(torch.uint8), 0xFF)
     raw[mine] = rows.view(torch.uint8)[mine]
     cache, q = raw.view(rows.dtype), normal(3, heads, latent + rotary, dtype=BF16)
-    close(mla.absorbed(q, cache, queries, 0.1, None, latent), want(q, numbers, queries, 0.1, latent), 2)
+    close(mla.absorbed(q, cache, queries, 0.1, None, latent), absorbed_attention(q, numbers, queries, 0.1, latent), 2)
     out = torch.empty(len(mine), latent + rotary)
     assert torch.equal(mla.gather_latent(cache, queries, None, out, latent), numbers[mine])
 
@@ -121,7 +124,7 @@ def test_trees(heads: int, dtype: torch.dtype, lens: list) -> None:
     cache = filled_cache(queries, size, 96, dtype=dtype)
     q = normal(queries.num_tokens, heads, 96, dtype=dtype)
     got = mla.absorbed(q, cache, queries, 0.1, mla.plan(AttentionBatch(queries, None)))
-    close(got, want(q, cache, queries, 0.1, 32, trees), 2)
+    close(got, absorbed_attention(q, cache, queries, 0.1, 32, trees), 2)
 
 
 def test_deterministic_bits_depend_on_the_request_alone() -> None:
@@ -138,7 +141,7 @@ def test_deterministic_bits_depend_on_the_request_alone() -> None:
         first = slice(0, 1)
         alone = mla.absorbed(mine[first], cache, only(queries, request, first), 0.1, None)
         assert torch.equal(alone, whole[request][first])
-    close(torch.cat(whole), want(q, cache, queries, 0.1, 32), 2)
+    close(torch.cat(whole), absorbed_attention(q, cache, queries, 0.1, 32), 2)
 
 
 def test_plans_in_fixed_buffers() -> None:
@@ -151,7 +154,7 @@ def test_plans_in_fixed_buffers() -> None:
         cache = filled_cache(queries, size, 96, dtype=FP32)
         q = normal(queries.num_tokens, 3, 96, dtype=FP32)
         plan = mla.plan(AttentionBatch(queries, None), buffers)
-        close(mla.absorbed(q, cache, queries, 0.1, plan), want(q, cache, queries, 0.1, 32), 2)
+        close(mla.absorbed(q, cache, queries, 0.1, plan), absorbed_attention(q, cache, queries, 0.1, 32), 2)
         (made,) = plan.of(queries)._schedules.values()
         pointers.add((made.segments.data_ptr(), made.merges.data_ptr(), len(made.segments), len(made.merges)))
     assert len(pointers) == 1
@@ -181,7 +184,7 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
         queries.rows.copy_(fresh.rows)
         queries.slot_table[:, : fresh.slot_table.shape[1]].copy_(fresh.slot_table)
         plan.renew()
-        close(mla.absorbed(q, cache, replace(queries), 0.1, plan), want(q, cache, fresh, 0.1, 32), 2)
+        close(mla.absorbed(q, cache, replace(queries), 0.1, plan), absorbed_attention(q, cache, fresh, 0.1, 32), 2)
         (made,) = plan._schedules.values()
         pointers.add((made.segments.data_ptr(), made.merges.data_ptr(), len(made.segments), made.num_partials))
     assert len(pointers) == 1
@@ -228,7 +231,7 @@ def test_large_scores_do_not_overflow() -> None:
     queries, size = paged_queries([(2, 700)])
     cache = filled_cache(queries, size, 128, dtype=BF16)
     q = normal(2, 16, 128, dtype=BF16, scale=60.0)
-    close(mla.absorbed(q, cache, queries, 1.0, None), want(q, cache, queries, 1.0, 64), 4)
+    close(mla.absorbed(q, cache, queries, 1.0, None), absorbed_attention(q, cache, queries, 1.0, 64), 4)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_values_of_few_tokens(heads, latent, value, dtype, lens, programs, poiso
     values = mla.capabilities.absorbed_values
     assert values is not None and queries.num_tokens <= values.max_tokens
     got = values.run(q, cache, queries, scale, mla.plan(AttentionBatch(queries, None)), weight)
-    mixed = want(q, cache, queries, scale, latent)
+    mixed = absorbed_attention(q, cache, queries, scale, latent)
     close(got, torch.einsum("thc,hvc->thv", mixed, weight.double()), 2)
 
 
@@ -269,7 +272,7 @@ def test_values_of_a_captured_step(poisoned) -> None:
     assert values is not None
     for mine in (queries, shorter):
         got = values.run(q, cache, mine, 0.1, plan, weight)
-        close(got, torch.einsum("thc,hvc->thv", want(q, cache, mine, 0.1, 32), weight.double()), 2)
+        close(got, torch.einsum("thc,hvc->thv", absorbed_attention(q, cache, mine, 0.1, 32), weight.double()), 2)
 
 
 def test_values_that_do_not_fit() -> None:

@@ -6,15 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format import head_records
 from moe_engine.kernels.kv_format.formats import FP8_RANGE, FP8_TOKEN
-from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.kernels.registry import Choice, Row, select
-from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import (
+    close,
+    filled_cache,
+    grouped_attention,
+    normal,
+    only,
+    paged_queries,
+    random_trees,
+    slots_of,
+)
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonGQA = triton_attention.TritonGQA
@@ -22,15 +30,6 @@ TritonGQA = triton_attention.TritonGQA
 DECODE = [(1, 1), (1, 70), (0, 5), (1, 300), (3, 131)]
 PREFILL = [(40, 40), (70, 190), (1, 65), (33, 33)]
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def want(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, seen=None) -> Tensor:
-    parts = []
-    for request, mine in enumerate(q.split(queries.query_lens)):
-        slots = slots_of(queries, request)
-        k, v = (cache[slots].repeat_interleave(q.shape[1] // keys.shape[1], 1) for cache in (keys, values))
-        parts.append(attend(mine, k, v, scale, None if seen is None else seen[request]))
-    return torch.cat(parts)
 
 
 @pytest.mark.each_value
@@ -50,7 +49,7 @@ def test_paged(heads: int, groups: int, width: int, value: int, page_size: int, 
     q = normal(queries.num_tokens, heads + 1, width, dtype=dtype)[:, 1:]  # a slice of the layer's joint product
     scale = width**-0.5
     got = gqa.paged(q, keys, values, queries, scale, gqa.plan(AttentionBatch(queries, None)))
-    close(got, want(q, keys, values, queries, scale), 2)
+    close(got, grouped_attention(q, keys, values, queries, scale), 2)
 
 
 @pytest.mark.parametrize("form", [FP8_TOKEN, FP8_RANGE])
@@ -70,7 +69,7 @@ def test_fp8_rows(form: int, heads: int, width: int, value: int, dtype: torch.dt
         poisoned[mine] = rows.view(torch.uint8)[mine]
         caches.append(poisoned.view(rows.dtype))
     q = normal(queries.num_tokens, heads, width, dtype=dtype)
-    close(gqa.paged(q, *caches, queries, 0.1, None), want(q, *numbers, queries, 0.1), 2)
+    close(gqa.paged(q, *caches, queries, 0.1, None), grouped_attention(q, *numbers, queries, 0.1), 2)
     with pytest.raises(ValueError, match="queries are"):
         gqa.paged(q, caches[0], numbers[1].to(dtype), queries, 0.1, None)
 
@@ -83,7 +82,11 @@ def test_a_step_of_two_groups_is_planned_before_its_layers() -> None:
         plan = gqa.plan(AttentionBatch(*groups))
         for queries, mine in zip(groups, q.split([2, 17])):
             keys, values = (filled_cache(queries, 160, 2, 32, dtype=FP32) for _ in range(2))
-            close(gqa.paged(mine, keys, values, queries, 0.2, plan), want(mine, keys, values, queries, 0.2), 2)
+            close(
+                gqa.paged(mine, keys, values, queries, 0.2, plan),
+                grouped_attention(mine, keys, values, queries, 0.2),
+                2,
+            )
     assert all(len(plan.of(queries)._schedules) == 1 for queries in groups)
 
 
@@ -96,11 +99,11 @@ def test_layers_with_each_window_are_planned_as_they_are() -> None:
     caches = [[filled_cache(whole, size, groups, 64, dtype=FP32) for _ in "kv"] for _, groups in layers]
     for queries, kv in ((queries, kv) for _ in range(2) for (queries, _), kv in zip(layers, caches)):
         plan = gqa.plan(AttentionBatch(queries, None))
-        close(gqa.paged(q, *kv, queries, 0.2, plan), want(q, *kv, queries, 0.2), 2)
+        close(gqa.paged(q, *kv, queries, 0.2, plan), grouped_attention(q, *kv, queries, 0.2), 2)
     assert len(plan.of(layers[1][0])._schedules) == 1
     plans = [gqa.plan_in_place(AttentionBatch(queries, None)) for queries, _ in layers]
     for plan, (queries, _), kv in zip(plans, layers, caches):
-        close(gqa.paged(q, *kv, replace(queries), 0.2, plan), want(q, *kv, queries, 0.2), 2)
+        close(gqa.paged(q, *kv, replace(queries), 0.2, plan), grouped_attention(q, *kv, queries, 0.2), 2)
         assert plan is not None and len(plan._schedules) == 1
 
 
@@ -111,7 +114,7 @@ def test_trees() -> None:
     keys, values = (filled_cache(queries, size, 2, 48, dtype=BF16) for _ in range(2))
     q = normal(queries.num_tokens, 6, 48, dtype=BF16)
     got = gqa.paged(q, keys, values, queries, 0.1, gqa.plan(AttentionBatch(queries, None)))
-    close(got, want(q, keys, values, queries, 0.1, trees), 2)
+    close(got, grouped_attention(q, keys, values, queries, 0.1, trees), 2)
 
 
 def test_deterministic_bits_depend_on_the_request_alone() -> None:
@@ -123,7 +126,7 @@ def test_deterministic_bits_depend_on_the_request_alone() -> None:
     whole = gqa.paged(q, keys, values, queries, 0.2, None).split(queries.query_lens)
     for request, mine in enumerate(q.split(queries.query_lens)):
         assert torch.equal(gqa.paged(mine, keys, values, only(queries, request), 0.2, None), whole[request])
-    close(torch.cat(whole), want(q, keys, values, queries, 0.2), 2)
+    close(torch.cat(whole), grouped_attention(q, keys, values, queries, 0.2), 2)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -135,7 +138,7 @@ def test_neighbors_change_bits_unless_the_launch_forbids_it(deterministic: bool)
     together = gqa.paged(q, keys, values, queries, 0.2, None)
     alone = [gqa.paged(q[i : i + 1], keys, values, only(queries, i), 0.2, None) for i in range(3)]
     assert torch.equal(torch.cat(alone), together) == deterministic
-    close(together, want(q, keys, values, queries, 0.2), 2)
+    close(together, grouped_attention(q, keys, values, queries, 0.2), 2)
 
 
 def chosen(rows: list[Row], asked: str, deterministic: bool) -> Choice:
@@ -173,7 +176,11 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) 
         queries.rows.copy_(fresh.rows)
         queries.slot_table[:, : fresh.slot_table.shape[1]].copy_(fresh.slot_table)
         plan.renew()
-        close(gqa.paged(q, keys, values, replace(queries), 0.125, plan), want(q, keys, values, fresh, 0.125), 2)
+        close(
+            gqa.paged(q, keys, values, replace(queries), 0.125, plan),
+            grouped_attention(q, keys, values, fresh, 0.125),
+            2,
+        )
         (made,) = plan._schedules.values()
         places.add((made.segments.data_ptr(), made.merges.data_ptr(), len(made.segments), made.num_partials))
     assert len(places) == 1

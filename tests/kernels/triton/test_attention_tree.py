@@ -12,7 +12,15 @@ from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.queries import AttentionBatch
-from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import (
+    absorbed_attention,
+    close_each,
+    filled_cache,
+    grouped_attention,
+    normal,
+    paged_queries,
+    random_trees,
+)
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
 add_tree = pytest.importorskip("moe_engine.kernels.attention.triton.tree", reason="needs triton").add_tree
@@ -50,12 +58,8 @@ def test_mla_equals_float64_with_one_launch(name: str, lens: list) -> None:
     with launches() as found:
         got = backend.absorbed(q, cache, queries, scale, plan)
     assert found == ["tree_kernel"]
-    start = 0
-    for i, count in enumerate(queries.query_lens):
-        keys = cache[slots_of(queries, i)].unsqueeze(1).expand(-1, heads, -1)
-        want = attend(q[start : start + count], keys, keys[..., :LATENT], scale, masks[i])
-        close(got[start : start + count], want, scale=2)  # both parts are rounded
-        start += count
+    want = absorbed_attention(q, cache, queries, scale, LATENT, masks)
+    close_each(got, want, queries, scale=2)  # both parts are rounded
 
 
 @pytest.mark.parametrize("name", GQA)
@@ -70,11 +74,7 @@ def test_gqa_equals_float64_with_one_launch(name: str, heads: int, groups: int, 
     with launches() as found:
         got = backend.paged(q, k, v, queries, scale, plan)
     assert found == ["tree_kernel"]
-    start = 0
-    for i, count in enumerate(queries.query_lens):
-        keys, values = (x[slots_of(queries, i)].repeat_interleave(heads // groups, 1) for x in (k, v))
-        close(got[start : start + count], attend(q[start : start + count], keys, values, scale, masks[i]), scale=2)
-        start += count
+    close_each(got, grouped_attention(q, k, v, queries, scale, masks), queries, scale=2)
 
 
 def test_the_kernel_equals_torch() -> None:

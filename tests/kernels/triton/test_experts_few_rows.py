@@ -20,13 +20,15 @@ def experts(arch: int) -> DeepGemmExperts:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_results_equal_those_of_deep_gemm(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.4])
+def test_results_equal_those_of_deep_gemm(fp8: bool, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds also after an expert moved, because both kernels read the same memory."""
     kernel = experts(9)
     if fp8:
         weights = kernel.allocate_blocks(NUM, HIDDEN, WIDTH, "cpu")
     else:
         weights = kernel.allocate(NUM, HIDDEN, WIDTH, torch.bfloat16, "cpu")
+    weights.limit = limit
     x, topk_weights = torch.randn(5, HIDDEN).bfloat16(), torch.rand(5, TOP_K)
     ids = torch.rand(5, NUM + 1).argsort(1)[:, :TOP_K].int() - 1
     for expert in (0, 1, 2, 1):

@@ -116,9 +116,10 @@ def test_routed_and_padded_rows(form: str, dtype: torch.dtype, tokens: int) -> N
 @pytest.mark.parametrize("rows", [[0, 20, 1], [130, 0, 70]], ids=str)
 def test_a_dispatchers_rows(rows: list[int], form: str) -> None:
     experts = Experts(3, torch.bfloat16, FORMS[form])
+    experts.weights.limit = limit = 0.8
     x, offsets = experts.rows(sum(rows)), torch.tensor([0, *rows]).cumsum(0).int()
     got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), experts.weights)
-    want = [gated(part, *experts.parts[e]) for e, part in enumerate(x.split(rows)) if len(part)]
+    want = [gated(part, *experts.parts[e], limit) for e, part in enumerate(x.split(rows)) if len(part)]
     experts.check(got, torch.cat(want))
 
 

@@ -52,14 +52,20 @@ class Experts:
     def rows(self, *shape: int) -> Tensor:
         return torch.randn(*shape).to(self.dtype)
 
+    def clamp(self) -> None:
+        """Clamps activations from now on."""
+        self.weights.limit = 0.6
+
     def apply(self, x: Tensor, expert: int) -> Tensor:
         """x [M, D] through one expert in float64, quantized as in the kernel's contract."""
         parts = self.parts[expert]
         if not self.kind.startswith("fp8"):
-            return gated(x, *parts)
+            return gated(x, *parts, self.weights.limit)
         quantized = reference.quantize_rows(x, self.power_of_two)
         gate, up = (block_product(quantized, part) for part in parts[:2])
-        inner = reference.quantize_rows((silu(gate) * up).float(), self.power_of_two)
+        limit = self.weights.limit or torch.inf
+        inner = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        inner = reference.quantize_rows(inner.float(), self.power_of_two)
         return block_product(inner, parts[2])
 
     def check(self, got: Tensor, want: Tensor) -> None:
@@ -112,6 +118,7 @@ def test_biases(kind: str, tokens: int) -> None:
 @pytest.mark.parametrize(("counts", "capacity"), [([0, 3, 0, 20, 1], 20), ([7, 0, 41], 50), ([0, 0], 4)])
 def test_padded(kind: str, counts: list[int], capacity: int) -> None:
     experts = Experts(kind, len(counts), 128, 72)
+    experts.clamp()
     x = experts.rows(len(counts), capacity, 128)
     for expert, count in enumerate(counts):
         x[expert, count:] = NAN
@@ -127,6 +134,8 @@ def test_padded(kind: str, counts: list[int], capacity: int) -> None:
 @pytest.mark.parametrize(("tokens", "top_k", "count"), [(1, 2, 4), (9, 3, 5), (40, 2, 3)])
 def test_routed(kind: str, tokens: int, top_k: int, count: int) -> None:
     experts = Experts(kind, count, 200, 64)
+    if top_k == 3:
+        experts.clamp()
     x, add = experts.rows(tokens, 216)[:, 8:-8], experts.rows(tokens, 200)
     ids = torch.rand(tokens, count + 2).argsort(1)[:, :top_k].int() - 1  # -1 and count: on another rank
     weights = torch.rand(tokens, top_k)

@@ -45,11 +45,16 @@ def batch(layout: str, width: int) -> tuple[Tensor, RowGroups, Tensor]:
 @pytest.mark.parametrize("layout", ["padded", "aligned"])
 @pytest.mark.parametrize(("power_of_two", "exponents"), [(False, False), (True, False), (True, True)])
 def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> None:
-    for name, width, factor in (("quantize_groups", 200, 1), ("silu_mul_quantize_groups", 136, 2)):
+    cases: list[tuple[str, int, int, dict[str, float]]] = [
+        ("quantize_groups", 200, 1, {}),
+        ("silu_mul_quantize_groups", 136, 2, {}),
+        ("silu_mul_quantize_groups", 136, 2, {"limit": 0.8}),
+    ]
+    for name, width, factor, more in cases:
         x, groups, valid = batch(layout, width * factor)
         with poisoned_memory():
-            got = getattr(triton_groups, name)(x, groups, power_of_two, exponents)
-            want = getattr(reference, name)(x, groups, power_of_two, exponents)
+            got = getattr(triton_groups, name)(x, groups, power_of_two, exponents, **more)
+            want = getattr(reference, name)(x, groups, power_of_two, exponents, **more)
         assert got.scales.stride() == want.scales.stride() and got.data.shape == (*x.shape[:-1], width)
         assert got.data.is_contiguous() and got.exponents == exponents
         agree(*(QuantizedRows(part.data[valid], part.scales[valid]) for part in (got, want)))
@@ -60,9 +65,10 @@ def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> N
 def test_unquantized_groups(layout: str) -> None:
     x, groups, valid = batch(layout, 2 * 136)
     with poisoned_memory():
-        got = triton_groups.silu_mul_groups(x, groups)
-    close(got[valid], reference.silu_mul_groups(x, groups)[valid].double(), 2)
-    assert got[~valid].isnan().all()
+        for limit in (0.0, 0.8):
+            got = triton_groups.silu_mul_groups(x, groups, limit)
+            close(got[valid], reference.silu_mul_groups(x, groups, limit)[valid].double(), 2)
+            assert got[~valid].isnan().all()
 
 
 def test_weighted_rows_in_place() -> None:

@@ -87,9 +87,11 @@ def test_quantize_rows(shape: tuple[int, int], power_of_two: bool) -> None:
 def test_silu_mul_quantize(rows: int, width: int, power_of_two: bool) -> None:
     gate_up = normal(rows, 2 * width + 10, dtype=torch.bfloat16, scale=3.0)[:, 4 : 4 + 2 * width]
     gate, up = gate_up.double().chunk(2, 1)
-    got = triton_rows.silu_mul_quantize(gate_up, power_of_two)
-    check(got, (silu(gate) * up).float(), power_of_two)
-    agree(got, reference.silu_mul_quantize(gate_up, power_of_two))
+    for limit in (0.0, 1.5):
+        most = limit or torch.inf
+        got = triton_rows.silu_mul_quantize(gate_up, power_of_two, limit=limit)
+        check(got, (silu(gate.clamp(max=most)) * up.clamp(-most, most)).float(), power_of_two)
+        agree(got, reference.silu_mul_quantize(gate_up, power_of_two, limit=limit))
 
 
 @POWERS

@@ -15,6 +15,7 @@ from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, unquantized
+from tests.kernels import row_checks
 from tests.kernels.cpu.formulas import (
     NAN,
     close,
@@ -24,9 +25,8 @@ from tests.kernels.cpu.formulas import (
     rotary_table,
     rotated,
     routed_weights,
-    silu,
 )
-from tests.kernels.row_checks import check_no_tokens, check_rotate, check_silu_of_extreme_values, check_write_latent
+from tests.kernels.row_checks import ROUTERS
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
 TritonPermutation = pytest.importorskip(
@@ -53,17 +53,7 @@ def ops() -> triton_ops.TritonOps:
 
 @pytest.mark.parametrize(("width", "weight_dtype"), [(7, torch.float32), (96, None), (1500, torch.float32)])
 def test_norms(ops, dtype, width, weight_dtype):
-    weight = (torch.randn(width) + 1).to(weight_dtype or dtype)
-    whole = normal(5, 3, width + 9, dtype=dtype, scale=3.0)
-    x, before = whole[:, 1:, 2 : 2 + width], whole.clone()  # two strides, rows that are not contiguous together
-    close(ops.rms_norm(x, weight, EPS), rms_norm(x, weight, EPS), 2)
-    x = whole[:, 0, 2 : 2 + width]
-    residual = normal(5, width + 4, dtype=dtype)[:, :width]
-    want = residual + x
-    got = ops.add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(residual, want)
-    close(got, rms_norm(want, weight, EPS), 2)
-    assert torch.equal(whole, before)
+    row_checks.check_norms(ops, dtype, weight_dtype or dtype, width)
 
 
 @pytest.mark.parametrize("width", [7, 1500])
@@ -126,23 +116,30 @@ def test_norm_of_a_row_depends_on_itself_alone(ops, dtype):
 
 @pytest.mark.parametrize("width", [1, 70, 1100])
 def test_silu_and_mul(ops, dtype, width):
-    whole = normal(3, 2 * width + 3, dtype=dtype, scale=4.0)
-    gate_up = whole[:, 1 : 1 + 2 * width]
-    gate, up = gate_up.double().chunk(2, -1)
-    close(ops.silu_and_mul(gate_up), silu(gate) * up, 2)
-    strided = whole.T.contiguous().T[:, 1 : 1 + 2 * width]
-    assert torch.equal(ops.silu_and_mul(strided), ops.silu_and_mul(gate_up))
+    row_checks.check_silu_and_mul(ops, dtype, width)
+    gate_up = normal(3, 2 * width, dtype=dtype, scale=4.0)
+    assert torch.equal(ops.silu_and_mul(gate_up.T.contiguous().T), ops.silu_and_mul(gate_up))
 
 
 def test_silu_of_extreme_values(ops):
-    check_silu_of_extreme_values(ops)
+    row_checks.check_silu_of_extreme_values(ops)
+
+
+def test_clamped_silu(ops, dtype):
+    row_checks.check_clamped_silu(ops, dtype)
+
+
+@pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])
+def test_given_experts(ops, dtype, monkeypatch, most):
+    monkeypatch.setattr(triton_router, "ONE_LAUNCH_TOKENS", most)
+    row_checks.check_given_experts(ops, dtype)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "width"), [(1, 64), (5, 12), (70, 96)])
 def test_rotate(ops, dtype, heads, width, interleaved):
-    check_rotate(ops, dtype, heads, width, interleaved)
+    row_checks.check_rotate(ops, dtype, heads, width, interleaved)
     table, positions = rotary_table(300, width, interleaved), torch.randint(300, (4,))
     before = normal(4, heads, width + 40, dtype=dtype)
     x = before.transpose(0, 2).contiguous().transpose(0, 2)  # channels apart
@@ -152,7 +149,7 @@ def test_rotate(ops, dtype, heads, width, interleaved):
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 def test_write_latent(ops, dtype, slot_dtype):
-    check_write_latent(ops, dtype, slot_dtype, padding=3)
+    row_checks.check_write_latent(ops, dtype, slot_dtype, padding=3)
 
 
 @pytest.mark.each_value
@@ -213,16 +210,10 @@ def test_values_of_another_width(ops, dtype, kv_dtype, width, value):
 
 @pytest.mark.parametrize("width", [24, 300])
 def test_write_kv(ops, dtype, width):
-    qkv = normal(6, 10, width, dtype=dtype)
-    k, v, slots = qkv[:, 1:8], qkv[:, 3:10], torch.randperm(20)[:6].int()
-    caches = torch.full((20, 2, 7, width), NAN, dtype=dtype)
-    ops.write_kv(k, v, slots, caches[:, 0], caches[:, 1])
-    assert torch.equal(caches[slots.long(), 0], k)
-    assert torch.equal(caches[slots.long(), 1], v)
-    assert caches.isnan().flatten(1).all(-1).sum() == 14
+    row_checks.check_write_kv(ops, dtype, width)
     with pytest.raises(ValueError, match="contiguously"):
         apart = torch.zeros(20, width, 7, dtype=dtype).transpose(1, 2)
-        ops.write_kv(k, v, slots, apart, apart)
+        ops.write_kv(*normal(2, 6, 7, width, dtype=dtype), torch.arange(6), apart, apart)
 
 
 @pytest.mark.each_value
@@ -265,30 +256,14 @@ def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv
         ops.capabilities.absorb(q[..., 1:], keys, kv_a, weight, EPS, positions, table, slots, cache)
 
 
-ROUTERS = {
-    "v3": RouterSpec(32, 6, "sigmoid", True, 8, 4, "top2", True, 2.5),
-    "v3 groups of five": RouterSpec(30, 4, "sigmoid", True, 6, 2, "top2", True, 2.5),
-    "v3 one group": RouterSpec(30, 4, "sigmoid", True, 1, 1, "top2", True, 2.5),
-    "v2": RouterSpec(40, 6, "softmax", False, 8, 3, "max", False, 16.0),
-    "v2 lite": RouterSpec(64, 6, "softmax"),
-    "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
-    "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
-    "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
-}
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS.keys())
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (19, 700)])
 def test_route(ops, dtype, spec, tokens, width):
+    row_checks.check_route(ops, dtype, spec, tokens, width)
     x, gate = normal(tokens, width + 3, dtype=dtype)[:, :width], torch.randn(spec.num_experts, width) / width**0.5
-    bias = torch.randn(spec.num_experts) - 1.0 if spec.has_bias else None  # mostly negative: 0 would win as a mask
+    bias = torch.randn(spec.num_experts) - 1.0 if spec.has_bias else None
     weights, ids = ops.route(x, gate, bias, spec)
-    assert weights.dtype == torch.float32
-    assert ids.dtype == torch.int32
-    got = torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), weights)
-    close(got, routed_weights(x, gate, bias, spec), 2)
-    assert all(len(set(row)) == spec.top_k for row in ids.tolist())
     if spec.top_k < spec.num_experts:  # best first, as in the reference
         assert torch.equal(ids, TorchOps().route(x, gate, bias, spec)[1])
     wide = ops.capabilities.route_int64(x, gate, bias, spec, None)
@@ -312,6 +287,49 @@ def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
         close(weights[:, : spec.top_k].sort().values, routed.sort().values)
         assert (weights[:, spec.top_k :] == 1.0).all()
         assert torch.equal(found[:, spec.top_k :], torch.where(real.bool()[:, None], shared, -1))
+
+
+@pytest.mark.parametrize("name", ["v3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_shared_experts_with_a_gate(ops, dtype, name, tokens):
+    """The gate's last row gives the weight of all shared experts, and changes no other choice."""
+    spec = ROUTERS[name]
+    x, gate = normal(tokens, 96, dtype=dtype), torch.randn(spec.num_experts + 1, 96) / 8
+    bias = torch.randn(spec.num_experts) if spec.has_bias else None
+    routed, ids = ops.route(x, gate[:-1].contiguous(), bias, spec)
+    gated = replace(spec, num_shared=2, shared_gate=True, shared_weight=0.5)
+    want = 0.5 * (x.double() @ gate[-1].double()).sigmoid()
+    for backend in (ops, TorchOps()):
+        weights, found = backend.route(x, gate, bias, gated)
+        assert torch.equal(found[:, : spec.top_k].sort().values, ids.sort().values)
+        close(weights[:, : spec.top_k].sort().values, routed.sort().values)
+        close(weights[:, spec.top_k :], want[:, None].expand(-1, 2))
+
+
+@pytest.mark.parametrize("name", ["v3", "mixtral"])
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_choices_are_slots_of_a_rank(ops, name, tokens):
+    """Each choice is a slot of the rank that holds the expert; all ranks hold the shared ones."""
+    spec, num_shared = ROUTERS[name], 1
+    x, gate = normal(tokens, 64, dtype=torch.float32), torch.randn(spec.num_experts, 64) / 8
+    bias = torch.randn(spec.num_experts) if spec.has_bias else None
+    real = (torch.arange(tokens) % 3 != 2).int()
+    weights, ids = ops.route(x, gate, bias, replace(spec, num_shared=num_shared), real)
+    held = spec.num_experts // 2
+    for backend in (ops, TorchOps()):
+        found = torch.full_like(ids[:, : spec.top_k], -1)
+        for first in (0, held):
+            rank = replace(spec, num_shared=num_shared, first=first, held=held, shared_weight=0.5)
+            part, slots = backend.route(x, gate, bias, rank, real)
+            routed, shared = slots[:, : spec.top_k], slots[:, spec.top_k :]
+            assert (routed < held).all() and ((routed < 0) | (found < 0)).all()
+            found = torch.where(routed >= 0, routed + first, found)
+            close(part[:, : spec.top_k].sort().values, weights[:, : spec.top_k].sort().values)
+            assert (
+                torch.equal(shared, torch.where(real.bool()[:, None], held, -1))
+                and (part[:, spec.top_k :] == 0.5).all()
+            )
+        assert torch.equal(found.sort().values, ids[:, : spec.top_k].sort().values)
 
 
 @pytest.mark.parametrize("programs", [2, 5])
@@ -507,7 +525,7 @@ def test_impossible_routers(ops, spec):
 
 
 def test_no_tokens(ops, dtype):
-    check_no_tokens(ops, dtype)
+    row_checks.check_no_tokens(ops, dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

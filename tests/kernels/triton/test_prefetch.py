@@ -13,7 +13,7 @@ import triton.language as tl
 
 from moe_engine.kernels.linear import triton_block_gemm, triton_fixed_gemm
 from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_PLAIN, FEW_ROWS, FIXED_PLAIN
-from moe_engine.kernels.ops import triton_norm_route
+from moe_engine.kernels.ops import router_kernels, triton_norm_route, triton_router
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.ops.triton_router import V2_LITE
 from moe_engine.kernels.quantization import reference
@@ -121,3 +121,26 @@ def test_the_router_requests_the_given_weight(monkeypatch: pytest.MonkeyPatch) -
         asked.clear()
     for found in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+def test_a_router_behind_a_sum_over_ranks_requests_the_shared_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch has no norm; more tokens than one launch takes request nothing."""
+    asked: list[int] = []
+
+    def request(start: Any, num_bytes: Any) -> None:
+        count = int(getattr(num_bytes, "value", num_bytes))
+        if count:
+            asked.append(count)
+            assert int(start.handle.data.item()) == ahead.data_ptr()
+
+    monkeypatch.setattr(router_kernels, "prefetch_shared", request)
+    monkeypatch.setattr(prefetch, "starts_early", lambda kind: True)
+    ops, hidden = TritonOps(), 64
+    route = ops.capabilities.route_ahead
+    assert route is not None
+    gate, ahead = normal(V2_LITE.num_experts, hidden, dtype=BF16), normal(8, 100, dtype=BF16)
+    for tokens, expected in ((3, {ahead.nbytes}), (triton_router.ONE_LAUNCH_TOKENS + 1, set())):
+        x = normal(tokens, hidden, dtype=BF16)
+        found, plain = route(x, gate, None, V2_LITE, None, None, ahead), ops.route(x, gate, None, V2_LITE)
+        assert set(asked) == expected and all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+        asked.clear()

@@ -8,7 +8,8 @@ import torch
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import FP8_GROUPS
-from tests.kernels.cpu.formulas import NAN, attend, close, normal
+from tests.kernels.cpu.formulas import NAN, close_rows, normal, selected_attention
+from tests.kernels.row_checks import check_sinks_over_whole_rows
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 COUNTS = [1, 7, 64, 90, 33]
@@ -36,6 +37,13 @@ def test_reads_the_selected_rows_only(heads: int, latent: int, dtype: torch.dtyp
     selected.slots.copy_(slots)  # after the plan, as in a layer
     for _ in range(2):
         got = sparse.run(q, stored, selected, 0.1, plan, latent)
-        for token, count in enumerate(COUNTS):
-            keys = cache[slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
-            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :latent], 0.1), 3)
+        close_rows(got, selected_attention(q, cache, slots, COUNTS, 0.1, latent), 3)
+
+
+@pytest.mark.parametrize("heads", [5, 16])
+@pytest.mark.parametrize(("width", "dtype"), [(48, torch.float32), (128, torch.bfloat16)])
+def test_sinks_over_rows_that_are_values(heads: int, width: int, dtype: torch.dtype) -> None:
+    """One program a request, and contexts that several programs share."""
+    for num_programs in (1, 9):
+        backend = triton_attention.TritonMLA(num_programs=num_programs)
+        check_sinks_over_whole_rows(backend, dtype, heads, width, COUNTS)

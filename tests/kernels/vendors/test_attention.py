@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.selected import Selected
@@ -18,8 +17,22 @@ from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.device import IndexWidths
 from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TOKEN, pack, record_bytes
-from moe_engine.kernels.queries import AttentionBatch, PagedQueries
-from tests.kernels.cpu.formulas import NAN, attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
+from moe_engine.kernels.queries import AttentionBatch
+from tests.kernels.cpu.formulas import (
+    NAN,
+    absorbed_attention,
+    close,
+    close_each,
+    close_rows,
+    expanded_attention,
+    filled_cache,
+    grouped_attention,
+    normal,
+    paged_queries,
+    random_trees,
+    selected_attention,
+    slots_of,
+)
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
 BF16 = torch.bfloat16
@@ -51,16 +64,6 @@ GQA = {
 }
 
 
-def absorbed_reference(q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, trees=None) -> Tensor:
-    parts, start = [], 0
-    for i, count in enumerate(queries.query_lens):
-        keys = cache[slots_of(queries, i)].double()[:, None].expand(-1, q.shape[1], -1)
-        seen = None if trees is None else trees[i]
-        parts.append(attend(q[start : start + count], keys, keys[..., :LATENT], scale, seen))
-        start += count
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("name,page_size", MLA_CASES)
 @pytest.mark.parametrize("lens", LENS)
 def test_absorbed_equals_float64(name, page_size, lens):
@@ -69,7 +72,7 @@ def test_absorbed_equals_float64(name, page_size, lens):
     cache = filled_cache(queries, size, WIDTH, dtype=BF16)
     q, scale = normal(queries.num_tokens, heads, WIDTH, dtype=BF16), WIDTH**-0.5
     plan = backend.plan(AttentionBatch(queries, None))
-    want = absorbed_reference(q, cache, queries, scale)
+    want = absorbed_attention(q, cache, queries, scale, LATENT)
     close(backend.absorbed(q, cache, queries, scale, plan), want)
     close(backend.absorbed(q, cache, queries, scale, plan, LATENT), want)  # a second layer
     close(backend.absorbed(q, cache, queries, scale, None), want)  # without a plan
@@ -84,7 +87,7 @@ def test_absorbed_trees_equal_float64(name, page_size, lens):
     cache = filled_cache(queries, size, WIDTH, dtype=BF16)
     q, scale = normal(queries.num_tokens, 3, WIDTH, dtype=BF16), WIDTH**-0.5
     got = backend.absorbed(q, cache, queries, scale, backend.plan(AttentionBatch(queries, None)))
-    close(got, absorbed_reference(q, cache, queries, scale, trees), scale=2)  # both parts are rounded
+    close(got, absorbed_attention(q, cache, queries, scale, LATENT, trees), scale=2)  # both parts are rounded
     with pytest.raises(ValueError, match="causal"):
         backend.gather_latent(cache, queries, None)
     with pytest.raises(ValueError, match="causal"):
@@ -107,14 +110,7 @@ def test_expanded_equals_float64(name, lens):
     k_rope, scale = context[:, LATENT:], (nope + rotary) ** -0.5
     got = backend.expanded(q, kv, k_rope, queries, scale, plan)
     assert got.shape == (queries.num_tokens, heads, value)
-    q_start = k_start = 0
-    for count, length in zip(queries.query_lens, queries.context_lens):
-        span = slice(k_start, k_start + length)
-        keys = torch.cat((kv[span, :, :nope], k_rope[span, None].expand(-1, heads, -1)), -1)
-        if count:
-            want = attend(q[q_start : q_start + count], keys, kv[span, :, nope:], scale)
-            close(got[q_start : q_start + count], want)
-        q_start, k_start = q_start + count, k_start + length
+    close_each(got, expanded_attention(q, kv, k_rope, queries, scale), queries)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +130,7 @@ def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, wheel, monkey
     q, scale = normal(queries.num_tokens, 16, WIDTH, dtype=BF16), WIDTH**-0.5
     got = backend.absorbed(q, records, queries, scale, backend.plan(AttentionBatch(queries, None)))
     exact = flash_mla_emulator.unpack(records)
-    close(got, absorbed_reference(q, exact, queries, scale, trees))
+    close(got, absorbed_attention(q, exact, queries, scale, LATENT, trees))
     if not tree:
         rows = torch.cat([slots_of(queries, i) for i in range(queries.num_requests)])
         close(backend.gather_latent(records, queries, None), exact[rows])
@@ -158,9 +154,7 @@ def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: i
         exact = flash_mla_emulator.unpack(stored) if fp8 else cache
         q = normal(4, heads, WIDTH, dtype=BF16)
         got = sparse.run(q, stored, selected, scale, plan, LATENT)
-        for token, count in enumerate(counts):
-            keys = exact[selected.slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
-            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :LATENT], scale), 3)
+        close_rows(got, selected_attention(q, exact, selected.slots, counts, scale, LATENT), 3)
 
 
 def test_flashmla_without_its_sparse_kernel_is_refused() -> None:
@@ -183,13 +177,7 @@ def test_gqa_equals_float64(name, page_size, lens, tree):
     q, scale = normal(queries.num_tokens, heads, width, dtype=BF16), width**-0.5
     plan = backend.plan(AttentionBatch(queries, None))
     got = backend.paged(q, k, v, queries, scale, plan)
-    assert got.shape == q.shape
-    start = 0
-    for i, count in enumerate(queries.query_lens):
-        keys, values = (x[slots_of(queries, i)].repeat_interleave(heads // groups, 1) for x in (k, v))
-        want = attend(q[start : start + count], keys, values, scale, None if trees is None else trees[i])
-        close(got[start : start + count], want, scale=2)
-        start += count
+    close_each(got, grouped_attention(q, k, v, queries, scale, trees), queries, scale=2)
 
 
 def test_both_groups_of_a_step_have_plans_of_their_own():
@@ -218,7 +206,7 @@ def test_later_steps_plan_ahead_and_wrappers_are_used_again():
         plan = backend.plan(AttentionBatch(queries, None))
         before = wrapper.made
         got = backend.absorbed(q, cache, queries, 0.04, plan)
-        close(got, absorbed_reference(q, cache, queries, 0.04))
+        close(got, absorbed_attention(q, cache, queries, 0.04, LATENT))
         assert step == 0 or wrapper.made == before, "planned at the layer"
     assert wrapper.made <= SPARE + 3
 

@@ -13,7 +13,7 @@ import pytest
 
 from moe_engine.cli import doctor_libraries
 from moe_engine.kernels import tables
-from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.device import Device, IndexWidths, Need
 from moe_engine.kernels.registry import select
 from moe_engine.kernels.triton import availability
 from moe_engine.kernels.vendors import probe
@@ -95,6 +95,14 @@ def test_needs_decide(everything_installed, change, row, words):
 
 def test_fp8_records_are_read_on_blackwell_too(everything_installed):
     assert refusals("mla", BLACKWELL, replace(BF16, kv_dtype="fp8_e4m3", page_size=1))["flashmla"] is None
+
+
+@pytest.mark.parametrize("index", [None, IndexWidths(64, 128, 512)])
+def test_compressed_entries_need_sparse_attention_with_sinks(everything_installed, index):
+    need = replace(BF16, sinks=True, compression=True, index=index)
+    choice = select("attention", tables.MLA, "auto", HOPPER, need)
+    assert choice.row.name in ("triton", "torch")
+    assert choice.refused["flashmla"] == "no attention sinks" and choice.refused["fa3"] == "no sparse attention"
 
 
 def test_auto_takes_what_is_installed_and_tells_of_the_rest(everything_installed):

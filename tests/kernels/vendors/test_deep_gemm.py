@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import LinearCapabilities
@@ -101,7 +102,7 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     assert got.shape == (tokens, 384)
     inner = kernel.prepare_blocks(weight(512, 256)), kernel.prepare_blocks(down)
     assert kernel.fuse_mlp(first, kernel.prepare(normal(4, 8, dtype=BF16))) is None
-    mlp = kernel.fuse_mlp(*inner)
+    mlp = kernel.fuse_mlp(*inner, LIMIT)
     assert mlp is not None
     out = mlp(x)
     assert out.shape == (tokens, 128) and emulator.packed == 0
@@ -109,7 +110,8 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
         assert (got - want).abs().max() < 0.01 * want.abs().max()
         near(got, rms_norm(x, norm, 1e-5) @ fp8.dequantize_weight(gate_up).double().T)
         gate, up = kernel.run(x, inner[0]).chunk(2, 1)
-        rows = fp8.quantize_rows((silu(gate.double()) * up.double()).float(), arch == 10)
+        active = silu(gate.double().clamp(max=LIMIT)) * up.double().clamp(-LIMIT, LIMIT)
+        rows = fp8.quantize_rows(active.float(), arch == 10)
         close(out, block_product(rows, as_used(down, arch)), scale=4)
 
 
@@ -141,10 +143,14 @@ def test_linear_refuses_other_rows():
 
 # experts
 
+LIMIT = 1.5
+"""Of clamped activations."""
 Parts = list[tuple[BlockWeight, BlockWeight, BlockWeight]]
 
 
-def fp8_experts(kernel: DeepGemmExperts, num: int, hidden: int, width: int) -> tuple[ExpertWeights, Parts]:
+def fp8_experts(
+    kernel: DeepGemmExperts | TrtllmExperts, num: int, hidden: int, width: int
+) -> tuple[ExpertWeights, Parts]:
     weights = kernel.allocate_blocks(num, hidden, width, "cpu")
     parts = [(weight(width, hidden), weight(width, hidden), weight(hidden, width)) for _ in range(num)]
     for expert, part in enumerate(parts):
@@ -152,20 +158,21 @@ def fp8_experts(kernel: DeepGemmExperts, num: int, hidden: int, width: int) -> t
     return weights, parts
 
 
-def quantized_mlp(arch: int, parts: Parts) -> Callable[[Tensor, int], Tensor]:
+def quantized_mlp(arch: int, parts: Parts, limit: float = torch.inf) -> Callable[[Tensor, int], Tensor]:
     """The expert on quantized numbers in float64, with the rounding to bf16 and FP8 between the products."""
 
     def run(x: Tensor, expert: int) -> Tensor:
         gate, up, down = (as_used(part, arch) for part in parts[expert])
         rows = fp8.quantize_rows(x, arch == 10)
         middle = [block_product(rows, w).to(BF16).double() for w in (gate, up)]
-        return block_product(fp8.quantize_rows((silu(middle[0]) * middle[1]).float(), arch == 10), down)
+        inner = silu(middle[0].clamp(max=limit)) * middle[1].clamp(-limit, limit)
+        return block_product(fp8.quantize_rows(inner.float(), arch == 10), down)
 
     return run
 
 
-def true_mlp(parts: Parts) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, expert: gated(x, *(fp8.dequantize_weight(part) for part in parts[expert]))
+def true_mlp(parts: Parts, limit: float = 0.0) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, expert: gated(x, *(fp8.dequantize_weight(part) for part in parts[expert]), limit)
 
 
 def grouped(counts: list[int], hidden: int, extra: int = 0) -> ExpertBatch:
@@ -202,7 +209,9 @@ def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
     hidden, width = 256, 128
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
     batch = grouped(counts, hidden, extra)
-    check_grouped(kernel, weights, batch, (quantized_mlp(arch, parts), fp8_close), (true_mlp(parts), near))
+    weights.limit = LIMIT
+    clamped = (quantized_mlp(arch, parts, LIMIT), fp8_close), (true_mlp(parts, LIMIT), near)
+    check_grouped(kernel, weights, batch, *clamped)
 
 
 @pytest.mark.each_value
@@ -213,6 +222,7 @@ def test_fp8_experts_padded(arch, counts, capacity):
     kernel = DeepGemmExperts(gemm)
     hidden, width = 128, 256
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
+    weights.limit = LIMIT
     x = normal(len(counts), capacity, hidden, dtype=BF16)
     for expert, count in enumerate(counts):
         x[expert, count:] = NAN
@@ -220,8 +230,8 @@ def test_fp8_experts_padded(arch, counts, capacity):
     assert got.shape == x.shape
     for expert, count in enumerate(counts):
         if count:
-            fp8_close(got[expert, :count], quantized_mlp(arch, parts)(x[expert, :count], expert))
-            near(got[expert, :count], true_mlp(parts)(x[expert, :count], expert))
+            fp8_close(got[expert, :count], quantized_mlp(arch, parts, LIMIT)(x[expert, :count], expert))
+            near(got[expert, :count], true_mlp(parts, LIMIT)(x[expert, :count], expert))
     assert arch == 10 or emulator.transposed == 0  # Hopper: scales have the layout of its kernels
 
 
@@ -301,7 +311,8 @@ def test_bf16_experts(takes_ends):
     ]
     for expert, part in enumerate(parts):
         kernel.load_expert(weights, expert, *part)
-    reference = lambda x, expert: gated(x, *parts[expert])  # noqa: E731
+    weights.limit = LIMIT
+    reference = lambda x, expert: gated(x, *parts[expert], LIMIT)  # noqa: E731
     check_grouped(kernel, weights, grouped(counts, hidden, extra=3), (reference, lambda got, want: close(got, want, 3)))
     x = normal(len(counts), 150, hidden, dtype=BF16)
     got = kernel.run(ExpertBatch("padded", x, counts=torch.tensor(counts).int()), weights)
@@ -334,11 +345,12 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     emulator, gemm = library(arch, takes_ends)
     kernel, num = DeepGemmExperts(gemm), 5
     weights, parts = fp8_experts(kernel, num, 256, 128)
+    weights.limit = LIMIT
     x, ids, add = normal(tokens, 256, dtype=BF16), choose(tokens, 3, num), normal(tokens, 256, dtype=BF16)
     topk_weights = torch.rand(tokens, 3)
     got = kernel.run_routed(x, topk_weights, ids, weights, add)
     assert got.shape == x.shape and got.dtype == BF16
-    fp8_close(got, routed(x, topk_weights, ids, quantized_mlp(arch, parts), num) + add.double())
+    fp8_close(got, routed(x, topk_weights, ids, quantized_mlp(arch, parts, LIMIT), num) + add.double())
     assert kernel.input_format(weights) == gemm.expert_format(False) == ActivationFormat.fp8(arch == 10)
     before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
     assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)

@@ -19,7 +19,15 @@ from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import select
 from moe_engine.kernels.vendors import limits, probe
-from tests.kernels.cpu.formulas import attend, close, drawn_scale, normal, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import (
+    absorbed_attention,
+    close,
+    drawn_scale,
+    normal,
+    paged_queries,
+    random_trees,
+    slots_of,
+)
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
 
@@ -47,16 +55,6 @@ def filled(queries: PagedQueries, size: int) -> Tensor:
     return cache
 
 
-def reference(q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, trees: list[Tensor] | None) -> Tensor:
-    parts, start = [], 0
-    for request, count in enumerate(queries.query_lens):
-        keys = cache[slots_of(queries, request)].double()[:, None].expand(-1, q.shape[1], -1)
-        seen = None if trees is None else trees[request]
-        parts.append(attend(q[start : start + count], keys, keys[..., :LATENT], scale, seen))
-        start += count
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("lens", LENS)
 def test_absorbed_and_gathered_equal_float64(name: str, lens: list[tuple[int, int]]) -> None:
@@ -67,7 +65,7 @@ def test_absorbed_and_gathered_equal_float64(name: str, lens: list[tuple[int, in
     if len(q):
         q[0, 0, :2] = torch.tensor([600.0, -1e4])  # saturate
     read = e4m3(q) if name in READS_FP8_QUERIES else q
-    want = reference(read, cache, queries, scale, None)
+    want = absorbed_attention(read, cache.double(), queries, scale, LATENT)
     plan = backend.plan(AttentionBatch(queries, None))
     for query in {"bf16": q, "as read": read}.values():
         got = backend.absorbed(query, cache, queries, scale, plan, LATENT)
@@ -89,7 +87,7 @@ def test_layers_with_scales_share_a_plan(name: str) -> None:
         cache, q = filled(queries, size), normal(queries.num_tokens, 3, WIDTH, dtype=BF16)
         got = backend.absorbed(q, cache, queries, scale * divisor, plan, LATENT) * divisor
         read = e4m3(q) if name in READS_FP8_QUERIES else q
-        close(got, reference(read, cache.double() * divisor, queries, scale, None), scale=2)
+        close(got, absorbed_attention(read, cache.double() * divisor, queries, scale, LATENT), scale=2)
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer"])
@@ -100,7 +98,7 @@ def test_trees_equal_float64(name: str) -> None:
     q = normal(queries.num_tokens, 3, WIDTH, dtype=BF16)
     q = e4m3(q).to(BF16)
     got = backend.absorbed(q, cache, queries, scale, backend.plan(AttentionBatch(queries, None)))
-    close(got, reference(q, cache, queries, scale, trees), scale=2)
+    close(got, absorbed_attention(q, cache.double(), queries, scale, LATENT, trees), scale=2)
 
 
 def test_builds_without_fp8_latents_do_not_load() -> None:

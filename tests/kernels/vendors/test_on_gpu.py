@@ -15,9 +15,20 @@ from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import Row, select
 from moe_engine.worker.device_stream import make_graphs
-from tests.kernels.cpu.formulas import attend, close, filled_cache, gated, normal, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.formulas import (
+    absorbed_attention,
+    attend,
+    close,
+    close_each,
+    filled_cache,
+    gated,
+    grouped_attention,
+    normal,
+    paged_queries,
+    random_trees,
+)
 from tests.kernels.vendors.static_batch import SIZE, Static, replays
-from tests.kernels.vendors.test_attention import LATENT, WIDTH, absorbed_reference
+from tests.kernels.vendors.test_attention import LATENT, WIDTH
 from tests.kernels.vendors.test_deep_gemm import near, weight
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +73,7 @@ def test_absorbed(name, tree):
     moved = on_gpu(queries)
     plan = backend.plan(AttentionBatch(moved, None))
     got = backend.absorbed(q.cuda(), cache.cuda(), moved, scale, plan, LATENT)
-    close(got.cpu(), absorbed_reference(q, cache, queries, scale, trees), scale=3)
+    close(got.cpu(), absorbed_attention(q, cache, queries, scale, LATENT, trees), scale=3)
 
 
 @pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
@@ -101,12 +112,7 @@ def test_gqa(name, tree):
     k, v = (filled_cache(queries, size, 2, 128, dtype=BF16).nan_to_num_() for _ in "kv")
     q, scale, moved = normal(queries.num_tokens, 8, 128, dtype=BF16), 128**-0.5, on_gpu(queries)
     got = backend.paged(q.cuda(), k.cuda(), v.cuda(), moved, scale, backend.plan(AttentionBatch(moved, None))).cpu()
-    start = 0
-    for i, count in enumerate(queries.query_lens):
-        keys, values = (x[slots_of(queries, i)].repeat_interleave(4, 1) for x in (k, v))
-        want = attend(q[start : start + count], keys, values, scale, None if trees is None else trees[i])
-        close(got[start : start + count], want, scale=3)
-        start += count
+    close_each(got, grouped_attention(q, k, v, queries, scale, trees), queries, scale=3)
 
 
 @pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])

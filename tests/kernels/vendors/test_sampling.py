@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from moe_engine.kernels.sampling import flashinfer as flashinfer_module
 from moe_engine.kernels.sampling.flashinfer import FlashInferSampling
-from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, Draw, SamplingParameters
+from moe_engine.kernels.sampling.protocol import INVALID_TOKEN
 from moe_engine.kernels.sampling.reference import TorchSampling
 from tests.kernels.cpu.formulas import NAN
+from tests.kernels.cpu.test_sampling import given
 from tests.kernels.vendors import flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
 
-CHOICES = [  # temperature, top_k (0: all), top_p, min_p
-    (0.0, 0, 1.0, 0.0),
-    (1.0, 0, 1.0, 0.0),
-    (0.7, 0, 1.0, 0.1),
-    (1.3, 1, 1.0, 0.0),
-    (0.9, 20, 1.0, 0.0),
-    (0.9, 20, 0.6, 0.0),
-    (1.0, 500, 0.8, 0.02),
-    (0.8, 0, 0.9, 0.0),
-    (1.0, 0, 0.05, 0.0),
-    (1.0, 3000, 0.7, 0.0),
-]
-
-
-def parameters(choices, vocab: int) -> SamplingParameters:
-    columns = [torch.tensor(column) for column in zip(*choices)]
-    top_k = torch.where(columns[1] == 0, vocab, columns[1])
-    draws = [Draw.of(t == 0, k or vocab, p, vocab) for t, k, p, _ in choices]
-    return SamplingParameters(
-        np.array(draws, dtype=np.uint8), columns[0].float(), columns[2].float(), columns[3].float(), top_k
-    )
+CHOICES = [  # temperature, top_p, top_k (0: all), min_p
+    (0.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.1), (1.3, 1.0, 1, 0.0), (0.9, 1.0, 20, 0.0),
+    (0.9, 0.6, 20, 0.0), (1.0, 0.8, 500, 0.02), (0.8, 0.9, 0, 0.0), (1.0, 0.05, 0, 0.0), (1.0, 0.7, 3000, 0.0),
+]  # fmt: skip
 
 
 def uniform(count: int) -> torch.Tensor:
@@ -47,8 +30,8 @@ def uniform(count: int) -> torch.Tensor:
 def test_tokens_and_probabilities_are_the_torch_rows(monkeypatch, vocab, ties, at_once):
     monkeypatch.setattr(flashinfer_module, "MAX_ELEMENTS", at_once)
     ours, reference = FlashInferSampling(flashinfer_emulator.module()), TorchSampling()
-    choices = [choice for choice in CHOICES if choice[1] <= vocab] * 6
-    rows = parameters(choices, vocab)
+    choices = [choice for choice in CHOICES if choice[2] <= vocab] * 6
+    rows = given(len(choices), vocab, *choices)
     logits = torch.randn(len(choices), vocab) * 3
     if ties:  # dozens of equal logits at every limit
         logits = logits.round()
@@ -67,34 +50,33 @@ def test_tokens_and_probabilities_are_the_torch_rows(monkeypatch, vocab, ties, a
 def test_the_numbers_drawn_have_their_probabilities():
     kernel, vocab, count = FlashInferSampling(flashinfer_emulator.module()), 12, 4000
     logits = torch.randn(1, vocab).expand(count, vocab).contiguous()
-    rows = parameters([(0.8, 6, 0.9, 0.0)] * count, vocab)
+    rows = given(count, vocab, (0.8, 0.9, 6, 0.0))
     tokens = kernel.sample(logits, rows, (torch.arange(count).float() + 0.5) / count)
     share = torch.bincount(tokens, minlength=vocab).float() / count
     asked = torch.arange(vocab).expand(1, vocab)
-    want = kernel.probabilities(logits[:1], parameters([(0.8, 6, 0.9, 0.0)], vocab), asked)[0]
+    want = kernel.probabilities(logits[:1], given(1, vocab, (0.8, 0.9, 6, 0.0)), asked)[0]
     assert (share - want).abs().max() < 2e-3 and (want > 0).sum() <= 6
 
 
 def test_broken_rows_leave_the_others_alone():
     kernel, vocab = FlashInferSampling(flashinfer_emulator.module()), 50
-    choices = [(1.0, 0, 0.9, 0.0)] * 5 + [(0.0, 0, 1.0, 0.0)]
+    rows = given(6, vocab, *[(1.0, 0.9, 0, 0.0)] * 5, (0.0, 1.0, 0, 0.0))
     logits, u = torch.randn(6, vocab), uniform(6)
-    whole = kernel.sample(logits, parameters(choices, vocab), u)
+    whole = kernel.sample(logits, rows, u)
     logits[1, 3], logits[2, 4], logits[3] = NAN, torch.inf, -torch.inf
-    got = kernel.sample(logits, parameters(choices, vocab), u)
+    got = kernel.sample(logits, rows, u)
     assert got[[1, 2, 3]].tolist() == [INVALID_TOKEN] * 3
     assert torch.equal(got[[0, 4, 5]], whole[[0, 4, 5]])
     asked = torch.zeros(6, 1, dtype=torch.int64)
-    assert kernel.probabilities(logits, parameters(choices, vocab), asked)[[1, 2, 3]].eq(0).all()
+    assert kernel.probabilities(logits, rows, asked)[[1, 2, 3]].eq(0).all()
     assert torch.equal(kernel.greedy(logits), TorchSampling().greedy(logits))
 
 
 def test_a_row_does_not_depend_on_the_others():
     kernel, vocab = FlashInferSampling(flashinfer_emulator.module()), 300
     logits, u = torch.randn(len(CHOICES), vocab), uniform(len(CHOICES))
-    small = list(CHOICES)
-    together = kernel.sample(logits, parameters(small, vocab), u)
-    alone = [kernel.sample(logits[i : i + 1], parameters([c], vocab), u[i : i + 1]) for i, c in enumerate(small)]
+    together = kernel.sample(logits, given(len(CHOICES), vocab, *CHOICES), u)
+    alone = [kernel.sample(logits[i : i + 1], given(1, vocab, c), u[i : i + 1]) for i, c in enumerate(CHOICES)]
     assert torch.equal(together, torch.cat(alone))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device, ExpertWidths, Need
-from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.quantization import reference as fp8
@@ -19,27 +19,18 @@ from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.workspaces import trtllm_experts
 from tests.kernels.cpu.formulas import block_product, gated, normal, silu
 from tests.kernels.vendors.contract import ContractBroken
-from tests.kernels.vendors.test_deep_gemm import fp8_close, near, weight
+from tests.kernels.vendors.test_deep_gemm import fp8_close, fp8_experts, near
 from tests.kernels.vendors.trtllm_moe_emulator import TrtllmMoeEmulator
 
 BF16 = torch.bfloat16
 HIDDEN, WIDTH = 256, 128
 BLACKWELL = Device("cuda", "B200", (10, 0))
 WIDTHS = ExpertWidths(7168, 2048, 8, blocks=True)
-Parts = list[tuple[BlockWeight, BlockWeight, BlockWeight]]
 
 
 def made() -> tuple[TrtllmMoeEmulator, TrtllmExperts]:
     emulator = TrtllmMoeEmulator()
     return emulator, TrtllmExperts(TorchExperts(), emulator.module, fp8.quantize_rows)
-
-
-def filled(kernel: TrtllmExperts, count: int, width: int = WIDTH) -> tuple[ExpertWeights, Parts]:
-    weights = kernel.allocate_blocks(count, HIDDEN, width, "cpu")
-    parts = [(weight(width, HIDDEN), weight(width, HIDDEN), weight(HIDDEN, width)) for _ in range(count)]
-    for expert, part in enumerate(parts):
-        kernel.load_expert_blocks(weights, expert, *part)
-    return weights, parts
 
 
 def expert(x: Tensor, gate: BlockWeight, up: BlockWeight, down: BlockWeight) -> Tensor:
@@ -58,7 +49,7 @@ def choices(tokens: int, count: int, top_k: int, foreign: int) -> Tensor:
 def test_local_tokens_equal_float64(tokens: int, count: int, top_k: int, foreign: int) -> None:
     """Also on a rank that holds fewer experts than a token chooses."""
     emulator, kernel = made()
-    weights, parts = filled(kernel, count)
+    weights, parts = fp8_experts(kernel, count, HIDDEN, WIDTH)
     x, add = normal(tokens, HIDDEN, dtype=BF16), normal(tokens, HIDDEN, dtype=BF16)
     ids, scores = choices(tokens, count, top_k, foreign), torch.rand(tokens, top_k)
     exact, true = torch.zeros(2, tokens, HIDDEN, dtype=torch.float64)
@@ -80,7 +71,7 @@ def test_local_tokens_equal_float64(tokens: int, count: int, top_k: int, foreign
 
 def test_idle_ranks_and_moved_experts() -> None:
     emulator, kernel = made()
-    weights, parts = filled(kernel, 3)
+    weights, parts = fp8_experts(kernel, 3, HIDDEN, WIDTH)
     empty = kernel.run_routed(normal(0, HIDDEN, dtype=BF16), torch.empty(0, 2), torch.empty(0, 2).int(), weights)
     assert empty.shape == (0, HIDDEN) and not emulator.calls
     for target, source in zip(kernel.expert_memory(weights, 0), kernel.expert_memory(weights, 2), strict=True):
@@ -94,7 +85,7 @@ def test_idle_ranks_and_moved_experts() -> None:
 
 def test_experts_of_other_sizes_and_formats_run_on_the_other_kernel() -> None:
     emulator, kernel = made()
-    weights, parts = filled(kernel, 2, width=192)
+    weights, parts = fp8_experts(kernel, 2, HIDDEN, 192)
     plain = kernel.allocate(2, HIDDEN, WIDTH, BF16, "cpu")
     for e in range(2):
         kernel.load_expert(
@@ -110,7 +101,7 @@ def test_experts_of_other_sizes_and_formats_run_on_the_other_kernel() -> None:
 
 def test_the_emulator_refuses_what_the_library_refuses() -> None:
     emulator, kernel = made()
-    weights, _ = filled(kernel, 3)
+    weights, _ = fp8_experts(kernel, 3, HIDDEN, WIDTH)
     call = emulator.module.fused_moe.trtllm_fp8_block_scale_routed_moe
     rows = fp8.quantize_rows(normal(5, HIDDEN, dtype=BF16))
     layer, ids = weights.data, torch.zeros(5, 1).int()

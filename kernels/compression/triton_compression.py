@@ -1,0 +1,108 @@
+"""Compressed entries in Triton: a program a token, which ends at once if its token completes no window. Nothing is read
+on the host, so that launches can be captured.
+
+Legend: as in `protocol`; BLOCK channels, TOKENS tokens of a loop iteration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.launch import UNALIGNED, element, row_stride
+
+_LOWEST = tl.constexpr(-1e30)
+"""Below every gate, and finite."""
+_TILE = 4096
+
+
+@dependent_jit(do_not_specialize_on_alignment=[*UNALIGNED, "rows"])
+def compress_kernel(
+    projected, bias, norm, cos_sin, positions, rows, table, slots, out, stride, table_stride, out_stride, eps,
+    RATE: tl.constexpr, SERIES: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[slots[t] // RATE] = the entry of token t's window, if it completes one. Grid (T,)."""
+    wait_for_inputs()
+    token = tl.program_id(0)
+    end = tl.load(positions + token) + 1
+    if end % RATE == 0:
+        table_row = table + tl.load(rows + token).to(tl.int64) * table_stride
+        channel, inner = tl.arange(0, BLOCK), tl.arange(0, TOKENS)
+        top = tl.full([BLOCK], _LOWEST, tl.float32)
+        total, mixed = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for series in tl.static_range(SERIES):
+            for begin in range(0, RATE, TOKENS):
+                place = begin + inner
+                position = end - (SERIES - series) * RATE + place
+                live = (place < RATE) & (position >= 0)  # window 0 has none before
+                line = tl.load(table_row + position, live, 0).to(tl.int64) * stride
+                inside = live[:, None] & (channel < WIDTH)[None, :]
+                column = series * WIDTH + channel[None, :]
+                value = tl.load(projected + line[:, None] + column, inside, 0.0).to(tl.float32)
+                gate = tl.load(projected + line[:, None] + SERIES * WIDTH + column, inside, 0.0).to(tl.float32)
+                gate += tl.load(bias + place[:, None] * (SERIES * WIDTH) + column, inside, 0.0)
+                gate = tl.where(inside, gate, float("-inf"))
+                new = tl.maximum(top, tl.max(gate, 0))
+                decay, weight = tl.exp(top - new), tl.exp(gate - new[None, :])
+                total = total * decay + tl.sum(weight, 0)
+                mixed = mixed * decay + tl.sum(weight * value, 0)
+                top = new
+        entry = mixed / tl.where(channel < WIDTH, total, 1.0)
+        scale = tl.rsqrt(tl.sum(entry * entry) / WIDTH + eps)
+        entry *= scale * tl.load(norm + channel, channel < WIDTH, 0.0)
+        pair = tl.arange(0, BLOCK // 2) - (WIDTH - ROTARY) // 2
+        angles, turned = cos_sin + (end - RATE) * ROTARY + pair, (pair >= 0) & (pair < ROTARY // 2)
+        cos, sin = tl.load(angles, turned, 1.0), tl.load(angles + ROTARY // 2, turned, 0.0)
+        first, second = tl.split(tl.reshape(entry, [BLOCK // 2, 2]))
+        both = tl.join(first * cos - second * sin, first * sin + second * cos)
+        target = out + tl.load(slots + token).to(tl.int64) // RATE * out_stride + channel
+        tl.store(target, tl.reshape(both, [BLOCK]).to(out.dtype.element_ty), channel < WIDTH)
+
+
+class TritonCompression:
+    """`CompressionKernel`."""
+
+    name = "triton"
+
+    def compress(
+        self, projected: Tensor, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens, out: Tensor
+    ) -> None:
+        if not rotary.interleaved or projected.stride(1) != 1 or out.stride(1) != 1:
+            raise ValueError("compression needs contiguous rows and a rotary table of interleaved pairs")
+        if len(tokens.positions):
+            compress_kernel[(len(tokens.positions),)](
+                projected, weights.bias, weights.norm, rotary.cos_sin, tokens.positions, tokens.rows, tokens.table,
+                tokens.slots, out, row_stride(projected), row_stride(tokens.table), row_stride(out), weights.eps,
+                **_constants(weights.rate, weights.series, len(weights.norm), rotary.width), num_warps=8,
+            )  # fmt: skip
+
+
+def _constants(rate: int, series: int, width: int, rotary: int) -> dict[str, Any]:
+    block = next_power_of_2(width)
+    tokens = min(next_power_of_2(rate), max(1, _TILE // block))
+    return {"RATE": rate, "SERIES": series, "WIDTH": width, "ROTARY": rotary, "TOKENS": tokens, "BLOCK": block}
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V4: CSA, its indexer, and HCA."""
+    cases = []
+    for label, sizes in (("csa", (4, 2, 512, 64)), ("index", (4, 2, 128, 64)), ("hca", (128, 1, 512, 64))):
+        for dtype in (torch.bfloat16, torch.float32):
+            kind = f"*{element(dtype)}"
+            signature = {
+                "projected": kind, "bias": "*fp32", "norm": "*fp32", "cos_sin": "*fp32", "positions": "*i64:1",
+                "rows": "*i32:1", "table": "*i32", "slots": "*i64:1", "out": kind, "stride": "i32:16",
+                "table_stride": "i32:16", "out_stride": "i32:16", "eps": "fp32",
+            }  # fmt: skip
+            name = f"compression_{label}_{element(dtype)}"
+            cases.append(AotCase(name, compress_kernel, signature, _constants(*sizes), 8, 3, False))
+    return cases

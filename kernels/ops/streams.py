@@ -1,0 +1,79 @@
+"""Residual streams (hyper-connections): a part of a layer reads a weighted sum of the streams, and writes to all.
+
+The residual is one tensor [T, n D + n + n n]: the streams, then the weights with which the next result is added: of the
+result to each stream, and of the streams to each other (row i of the matrix: of stream i to the new ones).
+
+Legend: T tokens, D hidden, n streams.
+Source: Manifold-Constrained Hyper-Connections (mHC), arXiv 2512.24880; DeepSeek-V4's release, `inference/model.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+@dataclass(frozen=True)
+class StreamWeights:
+    """float32. The numbers of a token are norm(streams) @ fn.T * scale + base: n for the sum that is read, then, unless
+    no result is written after it (the model's head), n for the result and n x n for the streams.
+
+    `eps` is that of the norm, `floor` is added to the weights of the sum and to the matrix, which `iterations` of
+    Sinkhorn's algorithm make doubly stochastic.
+    """
+
+    fn: Tensor  # [n or n (2 + n), n D]
+    base: Tensor
+    scale: Tensor
+    count: int
+    iterations: int
+    eps: float
+    floor: float
+
+    @property
+    def writes(self) -> bool:
+        """Whether a result is written after the sum is read."""
+        return len(self.base) > self.count
+
+
+class MixStreams(Protocol):
+    """All work on the streams between two parts of a layer."""
+
+    def __call__(self, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
+        """Adds x [T, D] to the streams by the weights in residual, in place (None: the residual is new); sets those of
+        the next result; returns the sum that the next part reads, [T, D], in the residual's dtype. Float32 inside."""
+
+
+def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
+    """`MixStreams` in torch."""
+    n = weights.count
+    width = weights.fn.shape[1]
+    streams = residual[:, :width].float().view(len(residual), n, width // n)
+    if x is not None:
+        written, mixed = residual[:, width : width + n].float(), residual[:, width + n :].float().view(-1, n, n)
+        streams = torch.einsum("tij,tid->tjd", mixed, streams).addcmul_(written.unsqueeze(2), x.float().unsqueeze(1))
+        residual[:, :width] = streams.flatten(1)
+        streams = residual[:, :width].float().view(streams.shape)  # as other parts read them
+    flat = streams.flatten(1)
+    numbers = linear(flat, weights.fn).mul_(torch.rsqrt(flat.square().mean(1, keepdim=True) + weights.eps))
+    numbers = numbers.mul_(weights.scale).add_(weights.base)
+    if weights.writes:
+        residual[:, width : width + n] = 2 * numbers[:, n : 2 * n].sigmoid()
+        residual[:, width + n :] = _doubly_stochastic(numbers[:, 2 * n :].view(-1, n, n), weights).flatten(1)
+    read = numbers[:, :n].sigmoid() + weights.floor
+    return torch.einsum("tn,tnd->td", read, streams).to(residual.dtype)
+
+
+def _doubly_stochastic(logits: Tensor, weights: StreamWeights) -> Tensor:
+    """[T, n, n] -> rows and columns that sum to 1."""
+    floor = weights.floor
+    matrix = logits.softmax(-1) + floor
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + floor)
+    for _ in range(weights.iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + floor)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + floor)
+    return matrix

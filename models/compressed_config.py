@@ -1,0 +1,78 @@
+"""Attention and residual streams of DeepSeek V4. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CompressedConfig:
+    """Attention to a window, and to entries that summarize the tokens before (DeepSeek V4).
+
+    One vector of a token is key and value of all heads; its last `rotary_width` channels are rotated. Every
+    `rates[layer]` tokens have an entry of the same width; MTP layers come after the model's.
+
+    Attributes:
+        window: tokens that a query token sees by themselves, its own included.
+        rates: tokens of an entry, by layer; 0: a layer without entries.
+        selected_rate: in layers with this rate, an entry also reads the tokens of the entry before it, and an indexer
+            with `index_heads` heads of `index_width` channels selects `top_k` entries for each query token.
+        output_groups, output_rank: groups of heads, each with a projection to `output_rank` channels.
+    """
+
+    num_heads: int
+    head_dim: int
+    rotary_width: int
+    q_lora_rank: int
+    window: int
+    rates: tuple[int, ...]
+    selected_rate: int
+    index_heads: int
+    index_width: int
+    top_k: int
+    output_groups: int
+    output_rank: int
+
+    kind = "mla"
+    """Its vectors are latents without rotary channels of their own for the kernels of MLA."""
+
+    @property
+    def shared_layers(self) -> tuple[int, ...]:
+        """See `MLAConfig`: none."""
+        return ()
+
+    def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
+        """Shape of a token's key in a layer's cache; `ModelConfig.kv_parts` has what a layer caches beside it."""
+        return ((self.head_dim,),)
+
+    def rate(self, layer: int) -> int:
+        """Tokens of an entry in this layer; 0: it has none."""
+        return self.rates[layer] if layer < len(self.rates) else 0
+
+    def selects(self, layer: int) -> bool:
+        """Whether the layer has an indexer, and entries that overlap."""
+        return self.rate(layer) == self.selected_rate
+
+    def projected_widths(self, layer: int) -> tuple[int, ...]:
+        """Channels of what a token contributes to entries, half of them values and half gates: of the entries of
+        attention, and of those of the indexer."""
+        if not self.rate(layer):
+            return ()
+        return (4 * self.head_dim, 4 * self.index_width) if self.selects(layer) else (2 * self.head_dim,)
+
+    def entry_widths(self, layer: int) -> tuple[int, ...]:
+        """Channels of an entry, and of its index key."""
+        if not self.rate(layer):
+            return ()
+        return (self.head_dim, self.index_width) if self.selects(layer) else (self.head_dim,)
+
+
+@dataclass(frozen=True)
+class StreamsConfig:
+    """Hyper-connections (DeepSeek V4): the residual is `count` streams. Each part of a layer reads a weighted sum of
+    them; its result is added to each with a weight, after they are mixed by a matrix made doubly stochastic by
+    `iterations` Sinkhorn steps."""
+
+    count: int
+    iterations: int
+    eps: float

@@ -1,0 +1,219 @@
+"""Attention to a window of tokens and to compressed entries of those before (DeepSeek V4).
+
+Legend: T tokens, D hidden, H heads, Dh channels of a key, R rotary width, Q q_lora_rank, G groups of heads, O channels
+of a group's projection, I channels of an index head.
+Source: DeepSeek-V4 technical report; `inference/model.py` of its release.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.compression.protocol import CompressorWeights
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    common_format,
+    unquantized,
+)
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.compressed_cache import CompressedCache
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.cut import Cut
+from moe_engine.models.layers.compressed_step import CompressedStep, StepRows
+from moe_engine.models.layers.linear import Linear, Projection, load_linear
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.rotated_norm import UnweightedNorm
+from moe_engine.models.sharding import local_attention
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.share import Share, heads_share
+
+
+class Compressor:
+    """What a token contributes to entries, and the entries. On many ranks every rank has all of it."""
+
+    def __init__(
+        self, backends: Backends, reader: WeightSource, prefix: str, config: ModelConfig, rate: int, width: int,
+        series: int, rotary: RotaryTable,
+    ) -> None:  # fmt: skip
+        assert backends.compression is not None
+        self._kernel, self._rotary = backends.compression, rotary
+        names, rows = [f"{prefix}.kv_proj", f"{prefix}.gate_proj"], [series * width] * 2
+        self._project = load_linear(backends.linear, reader, names, rows, config.hidden_size)
+        self._bias = reader.tensor(f"{prefix}.position_bias", (rate, series * width), dtype=torch.float32)
+        self._norm = reader.tensor(f"{prefix}.norm.weight", (width,), dtype=torch.float32)
+        self._weights = CompressorWeights(self._bias, self._norm, config.norm_eps)
+        self.input_format = self._project.input_format
+        """Activation format of the hidden states."""
+
+    @property
+    def rate(self) -> int:
+        """Tokens of an entry."""
+        return self._weights.rate
+
+    def update(self, hidden: Activation, step: CompressedStep, projected: Tensor, entries: Tensor) -> None:
+        """Writes what the tokens contribute to projected [N, n], and the entries [E, W] that they complete."""
+        projected.index_copy_(0, step.slots, self._project(hidden).to(projected.dtype))
+        self._kernel.compress(projected, self._weights, self._rotary, step.tokens, entries)
+
+
+class EntryIndexer:
+    """Selects entries for each query token. Replicated on the ranks of an attention group."""
+
+    def __init__(
+        self, backends: Backends, reader: WeightSource, prefix: str, config: ModelConfig, rotary: RotaryTable
+    ) -> None:
+        a = config.attention
+        assert isinstance(a, CompressedConfig) and backends.indexer is not None
+        self._ops, self._kernel, self._rotary = backends.ops, backends.indexer, rotary
+        self._heads, self._width, self._top_k = a.index_heads, a.index_width, a.top_k
+        self._compressor = Compressor(
+            backends, reader, f"{prefix}.compressor", config, a.selected_rate, a.index_width, 2, rotary
+        )
+        self._q = load_linear(
+            backends.linear, reader, [f"{prefix}.q_b_proj"], [a.index_heads * a.index_width], a.q_lora_rank
+        )
+        gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
+        self._gates = Linear(backends.linear, gates)
+        self._factor = a.index_heads**-0.5 * a.index_width**-0.5
+
+    @property
+    def input_format(self) -> ActivationFormat:
+        """Activation format of the hidden states; the head weights are products of unquantized numbers."""
+        return common_format(self._compressor.input_format, UNQUANTIZED)
+
+    @property
+    def latent_format(self) -> ActivationFormat:
+        """Activation format of the query's latent."""
+        return self._q.input_format
+
+    def update(
+        self, hidden: Activation, latent: Activation, positions: Tensor, step: CompressedStep, cache: CompressedCache
+    ) -> None:
+        """Writes the index keys of new entries; sets the step's selection [T, K], if it has one."""
+        assert cache.index_keys is not None
+        self._compressor.update(hidden, step, cache.projected[1], cache.index_keys.squeeze(1))
+        if (selection := step.selection) is None:
+            return
+        q = self._q(latent).view(-1, self._heads, self._width)
+        self._ops.rotate(q, positions, self._rotary)
+        weights = self._gates(unquantized(hidden).float()) * self._factor
+        self._kernel.select(
+            q, weights, cache.index_keys, selection.queries, self._top_k, selection.selected, selection.plan
+        )
+        selection.place(step.rows[self._compressor.rate].selected.slots)
+
+
+class CompressedAttention:
+    """hidden [T, D] -> [T, D]; on many ranks H and G count this rank's heads and groups, and the result is their
+    partial sum.
+
+    Args:
+        reverse: the table of the opposite rotations. A key is also the value, so that a result is rotated back.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        rotary: RotaryTable,
+        reverse: RotaryTable,
+        steps: StepRows,
+    ) -> None:
+        whole = config.attention
+        assert isinstance(whole, CompressedConfig) and backends.attention.capabilities.sparse is not None
+        self._attention = a = local_attention(whole, parallel)
+        self._layer_index, self._rotary, self._reverse, self._steps = layer_index, rotary, reverse, steps
+        self._ops, self._linear, self._sparse = backends.ops, backends.linear, backends.attention.capabilities.sparse
+        self._scale, self._rate = a.head_dim**-0.5, a.rate(layer_index)
+        prefix, share, eps = f"model.layers.{layer_index}.self_attn", Share.of(parallel.attn_tp), config.norm_eps
+        hidden, heads = config.hidden_size, whole.num_heads
+        down = [f"{prefix}.q_a_proj", f"{prefix}.kv_proj"]
+        self._down = load_linear(backends.linear, reader, down, [a.q_lora_rank, a.head_dim], hidden)
+        self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", a.q_lora_rank, eps)
+        self._q = load_linear(
+            backends.linear, reader, [f"{prefix}.q_b_proj"], [heads * a.head_dim], a.q_lora_rank, out_shares=[share]
+        )
+        self._head_norm = UnweightedNorm(self._ops, a.head_dim, eps, reader.device)
+        self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_layernorm", a.head_dim, eps)
+        self._sinks = reader.tensor(f"{prefix}.sinks", (heads,), Cut(share.cut(heads)), dtype=torch.float32)
+        self._load_output(whole, config, reader, prefix, share)
+        self._compressor: Compressor | None = None
+        self._indexer: EntryIndexer | None = None
+        if self._rate:
+            self._compressor = Compressor(
+                backends, reader, f"{prefix}.compressor", config, self._rate, a.head_dim,
+                2 if a.selects(layer_index) else 1, rotary,
+            )  # fmt: skip
+        if self._rate and a.selects(layer_index):
+            self._indexer = EntryIndexer(backends, reader, f"{prefix}.indexer", config, rotary)
+        latents = () if self._indexer is None else (self._indexer.latent_format,)
+        self._q_norm.feed(common_format(self._q.input_format, *latents))
+
+    def _load_output(
+        self, whole: CompressedConfig, config: ModelConfig, reader: WeightSource, prefix: str, share: Share
+    ) -> None:
+        """The projections of groups of heads, and that of all groups. A rank with fewer heads than a group has its part
+        of the columns of the group's projection."""
+        a, groups = self._attention, heads_share(share, whole.output_groups)
+        rows, columns = whole.output_groups * whole.output_rank, whole.num_heads * whole.head_dim // whole.output_groups
+        own = a.num_heads * a.head_dim // a.output_groups
+        first = share.rank * own % columns
+        cut = Cut(groups.cut(rows), None if own == columns else slice(first, first + own))
+        weight = reader.linear(*Projection(f"{prefix}.o_a_proj", (rows, columns), cut))
+        self._groups = self._linear.prepare_heads(weight.view(a.output_groups, a.output_rank, own).contiguous())
+        self._o = load_linear(self._linear, reader, [f"{prefix}.o_b_proj"], [config.hidden_size], rows, in_share=groups)
+
+    @property
+    def inner_norms(self) -> list[RMSNorm]:
+        """Norms whose results linear layers read."""
+        return [self._q_norm]
+
+    @property
+    def input_format(self) -> ActivationFormat:
+        """Activation format of the hidden states."""
+        others = (part.input_format for part in (self._compressor, self._indexer) if part is not None)
+        return common_format(self._down.input_format, *others)
+
+    def forward(self, hidden: Activation, batch: ForwardBatch, step: CompressedStep | None = None) -> Tensor:
+        a, cache = self._attention, self.cache_of(batch)
+        step = self._steps.of(batch, cache) if step is None else step
+        down = self._down(hidden)
+        latent = self._q_norm(down[:, : a.q_lora_rank])
+        self._write(down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
+        if self._compressor is not None:
+            self._compressor.update(hidden, step, cache.projected[0], cache.entries)
+        if self._indexer is not None:
+            self._indexer.update(hidden, latent, batch.positions, step, cache)
+        q = self._head_norm(self._q(latent).view(-1, a.num_heads, a.head_dim))
+        self._ops.rotate(q, batch.positions, self._rotary)
+        rows = step.rows[self._rate]
+        mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
+        self._ops.rotate(mixed, batch.positions, self._reverse)
+        grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
+        return self._o(self._linear.run_heads(grouped, self._groups).flatten(1))
+
+    def cache_of(self, batch: ForwardBatch) -> CompressedCache:
+        """This layer's cache."""
+        cache: CompressedCache = batch.kv[self._layer_index]
+        return cache
+
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
+        """Only writes the cache, of an MTP layer: it has no entries, and its tokens have slots of the full pool."""
+        kv = self._down(hidden)[:, self._attention.q_lora_rank :]
+        self._write(kv, batch.positions, batch.slots, self.cache_of(batch))
+
+    def _write(self, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> None:
+        """Writes the rotated keys of kv [T, Dh] to the cache."""
+        keys = self._kv_norm(kv)
+        self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
+        cache.rows.index_copy_(0, slots, keys.to(cache.rows.dtype))

@@ -1,0 +1,96 @@
+"""Residual streams: norms that read a weighted sum of the streams and write to all of them.
+
+Layers handle the residual of `kernels.ops.streams` as any other: each norm adds the result before it, then norms the
+next part's input.
+
+Legend: T tokens, D hidden, n streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
+from moe_engine.kernels.quantization.protocol import ActivationFormat
+from moe_engine.models.compressed_config import StreamsConfig
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.all_reduce.custom import CustomAllReduce
+
+
+def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
+    """x [T, D] -> a residual whose streams all are x."""
+    n = streams.count
+    return torch.cat((x.repeat(1, n), x.new_zeros(len(x), n + n * n)), 1)
+
+
+class StreamNorm:
+    """`RMSNorm` on streams: adds a result to them, then norms their sum with weights that depend on them.
+
+    Args:
+        prefix: of the weights of the streams. norm: prefix of the norm.
+        is_last: the sum is the head's input; no result is added after it.
+    """
+
+    fuses_router = adds_pairs = adds_rows = False
+
+    def __init__(
+        self, ops: Ops, reader: WeightSource, prefix: str, norm: str, config: ModelConfig, is_last: bool = False
+    ) -> None:
+        streams = config.streams
+        assert streams is not None
+        n, width, wide = streams.count, config.hidden_size, torch.float32
+        numbers = n if is_last else n * (2 + n)
+        self._fn = reader.tensor(f"{prefix}.fn", (numbers, n * width), dtype=wide)
+        self._base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
+        scale = reader.tensor(f"{prefix}.scale", (1 if is_last else 3,), dtype=wide)
+        self._scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
+        own = self._fn, self._base, self._scale
+        self._weights = StreamWeights(*own, n, streams.iterations, config.norm_eps, streams.eps)
+        self._mix = ops.capabilities.mix_streams or mix_streams
+        self._norm = RMSNorm(ops, reader, norm, width, config.norm_eps)
+        self._all_reduce: CustomAllReduce | None = None
+
+    @property
+    def width(self) -> int:
+        """See `RMSNorm`."""
+        return self._norm.width
+
+    def feed(self, *readers: ActivationFormat) -> None:
+        """See `RMSNorm`."""
+        self._norm.feed(*readers)
+
+    def keep_unquantized(self) -> None:
+        """See `RMSNorm`."""
+        self._norm.keep_unquantized()
+
+    def sum_over(self, all_reduce: CustomAllReduce) -> None:
+        """From now on `add` gets partial sums of the ranks' rows."""
+        self._all_reduce = all_reduce
+
+    def __call__(self, residual: Tensor) -> Any:
+        """The norm of the weighted sum of new streams."""
+        return self._norm(self._read(None, residual))
+
+    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
+        """Adds x [T, D] to the streams, in place; then as `__call__`."""
+        assert other is None
+        return self._norm(self._read(x, residual))
+
+    def write(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds x [T, D] to the streams, in place; returns them, [T, n D]."""
+        self._read(x, residual)
+        return residual[:, : self._weights.fn.shape[1]].contiguous()
+
+    def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """The sum of the streams, after x is added to them."""
+        if not len(residual):  # an idle attention group, whose x has any width
+            return residual[:, : self._norm.weight.shape[0]]
+        if x is not None and self._all_reduce is not None:
+            x = self._all_reduce.sum(x)
+        return self._mix(x, residual, self._weights)

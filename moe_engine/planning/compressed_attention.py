@@ -1,0 +1,42 @@
+"""Models with compressed entries (DeepSeek V4): the flags that they exclude, before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import NotAvailableYet
+from moe_engine.kernels.kv_format.formats import is_fp8
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config import ModelConfig
+from moe_engine.planning.resolve_dtype import RECORDS
+
+
+def check_compressed(args: EngineArgs, models: Sequence[ModelConfig], has_head: bool) -> None:
+    """Refuses what attention to compressed entries and residual streams do not support.
+
+    Args:
+        models: the model, and its draft model.
+        has_head: the draft model is an EAGLE head.
+
+    Raises:
+        NotAvailableYet: with the flag and what works instead.
+    """
+    compressed = next((model for model in models if isinstance(model.attention, CompressedConfig)), None)
+    if compressed is None:
+        return
+    for complaint in _not_yet(args, has_head):
+        raise NotAvailableYet(f"{complaint} ({compressed.source} has compressed entries)")
+
+
+def _not_yet(args: EngineArgs, has_head: bool) -> Iterator[str]:
+    dtype = args.memory.kv_cache_dtype
+    if is_fp8(dtype) or dtype == RECORDS:
+        yield f"--kv-cache-dtype {dtype}: not available yet: entries are kept as activations; use auto"
+    if args.backends.enable_torch_compile:
+        yield "--enable-torch-compile: not available yet: layers with several residual streams; leave it out"
+    if has_head:
+        algorithm = args.speculative.speculative_algorithm
+        yield f"--speculative-algorithm {algorithm}: not available yet: EAGLE heads; use NGRAM or STANDALONE"
+    if args.lora.enable_lora or args.lora.lora_paths:
+        yield "--enable-lora, --lora-paths: not available yet; merge the adapter into the checkpoint"

@@ -1,0 +1,189 @@
+"""DeepSeek V4: logits equal transformers' in every form of a step, requests in an engine, sizes, config.json."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.models import sizes
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.prepare import prepare
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from tests.models import stepper
+from tests.models.family_parity import FORMS, NUM_TOKENS, compare, make_family, serve
+from tests.models.rows import all_rows
+from tests.models.stepper import Chunk
+from tests.models.test_parity import assert_close, whole
+from tests.models.v4_checkpoints import CSA, FIELDS, HCA, PUBLISHED_RATES, SLIDING, load_v4, make_v4
+
+every_row = pytest.mark.parametrize("row", all_rows())
+PAGE = 8
+
+
+class Made:
+    """A checkpoint with transformers' logits of some tokens."""
+
+    def __init__(self, path: Path, **fields: Any) -> None:
+        seed = random.randrange(2**31)
+        self.path = make_v4(path, seed, tokenizer=False, **fields)
+        rng = random.Random(seed)
+        self.tokens = [rng.randrange(5, 250) for _ in range(150)]
+        with torch.no_grad():
+            self.logits: Tensor = load_v4(self.path)(torch.tensor([self.tokens])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("v4"))
+
+
+@every_row
+def test_logits_equal_transformers(made: Made, row: str) -> None:
+    """A whole prompt; chunks that end inside of entries, decodes, several tokens of a decode."""
+    tokens = made.tokens
+    assert_close(whole(stepper.load(made.path, row, page_size=PAGE), tokens), made.logits)
+    model = stepper.load(made.path, row, seed=1, page_size=2 * PAGE)
+    got = [whole(model, tokens[:3]), whole(model, tokens[3:37]), whole(model, tokens[37:60])]
+    got += [whole(model, [token], decode=True) for token in tokens[60:80]]
+    got += [whole(model, tokens[80:85], decode=True), whole(model, tokens[85:])]
+    assert_close(torch.cat(got), made.logits)
+
+
+@every_row
+def test_mixed_batches(made: Made, row: str) -> None:
+    """Sequences within the window, with few entries and beyond the top-k in one step; decodes and prompts."""
+    model, tokens = stepper.load(made.path, row, seed=2, page_size=PAGE), made.tokens
+    done: list[list[Tensor]] = [[] for _ in range(5)]
+    for step in (
+        ((0, 2, False), (1, 60, False), (2, 17, False), (3, 1, False)),
+        ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 90, False)),
+        ((0, 1, True), (3, 1, True), (1, 47, False), (2, 9, False), (4, 5, False)),
+        ((3, 1, True), (0, 3, False)),
+    ):
+        starts = [model.lengths[sequence] for sequence, _, _ in step]
+        chunks = [Chunk(s, tokens[start : start + n], decode) for (s, n, decode), start in zip(step, starts)]
+        for chunk, logits in zip(chunks, model.step(chunks)):
+            done[chunk.sequence].append(logits)
+    for parts in done:
+        got = torch.cat(parts)
+        assert_close(got, made.logits[: len(got)])
+
+
+@every_row
+@pytest.mark.parametrize(
+    "fields",
+    [
+        PUBLISHED_RATES,
+        {"layer_types": [CSA] * 5, "index_topk": 1},
+        {"layer_types": [SLIDING] * 5},
+        {"layer_types": [HCA, HCA, CSA, HCA, CSA], "num_hash_layers": 0, "hc_mult": 2, "rms_norm_eps": 1e-2},
+        {"num_hash_layers": 5, "o_groups": 4, "compress_rates": {CSA: 8, HCA: 4}, "rope_scaling": None},
+    ],
+)
+def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
+    want = Made(tmp_path, **fields)
+    page = load_model_config(want.path).page_multiple
+    model = stepper.load(want.path, row, page_size=page)
+    got = torch.cat((whole(model, want.tokens[:140]), *(whole(model, [t], decode=True) for t in want.tokens[140:])))
+    assert_close(got, want.logits)
+
+
+@pytest.mark.parametrize("form", ["cached", "dp 2", "ep 2, dp 2, all-to-all", "n-gram drafts", "retracted", "tiered"])
+def test_requests_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    scarce = {"max_total_tokens": 400, "max_running_requests": 8, "context_length": 256}
+    monkeypatch.setitem(FORMS, "retracted", scarce)
+    monkeypatch.setitem(FORMS, "tiered", {**scarce, "enable_hierarchical_cache": True, "hicache_ratio": 4.0})
+    seed = random.randrange(2**31)
+    family = make_family("deepseek_v4", tmp_path / "v4", seed)
+    asked = family.prompts(seed, 8, 100)
+    result = compare(family.logits, asked, serve(family.path, asked, NUM_TOKENS, form))
+    assert result.tokens and not result.wrong and result.error < 1e-4, result
+
+
+def test_memory_is_what_the_ledger_says(made: Made) -> None:
+    model = stepper.load(made.path, "torch", page_size=PAGE)
+    counted = sizes.weight_bytes(model.config, 4)
+    assert model.model.weight_bytes == pytest.approx(counted, rel=0.01)  # type: ignore[attr-defined]
+    config = model.config
+    for window_slots in (0, 64):
+        windowed = config.windowed_layers if window_slots else ()
+        pool = KVPool(
+            kv_spec(config, "bfloat16"), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
+            num_window_slots=window_slots,
+        )  # fmt: skip
+        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16")
+        entries = config.kv_bytes_per_token("bfloat16") - of_windows
+        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows
+        assert sum(pool.row_widths) + sum(pool.window_widths) == entries + of_windows
+
+
+def test_pages_have_whole_entries(made: Made, tmp_path: Path) -> None:
+    assert prepare(EngineArgs.from_kwargs(model_path=str(made.path))).page_size == 8
+    assert prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=16)).page_size == 16
+    with pytest.raises(ConfigError, match=r"--page-size 4: .* has entries of 8 tokens; use a multiple"):
+        prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=4))
+    narrow = make_v4(tmp_path, tokenizer=False, **PUBLISHED_RATES)
+    with pytest.raises(ConfigError, match=r"--dtype bfloat16: entries of 128 tokens with 32 channels .* use float32"):
+        prepare(EngineArgs.from_kwargs(model_path=str(narrow), dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "q_b_proj"}, "--enable-lora"),
+    ],
+)
+def test_flags_that_are_not_available_are_refused(made: Made, flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(NotAvailableYet, match=named):
+        prepare(EngineArgs.from_kwargs(model_path=str(made.path), **flags))
+
+
+def test_both_dialects_of_the_config_are_read(tmp_path: Path) -> None:
+    import transformers
+
+    published = FIELDS | {"compress_rates": None, "layer_types": None, "compress_ratios": [0, 128, 4, 128, 4, 0]}
+    published |= {"sliding_window": 128, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
+    published |= {"num_nextn_predict_layers": 1}
+    raw = {key: value for key, value in published.items() if value is not None}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(raw))
+    config = transformers.DeepseekV4Config(**(raw | {"compress_ratios": raw["compress_ratios"][:5]}))
+    config.architectures = ["DeepseekV4ForCausalLM"]
+    config.save_pretrained(tmp_path / "b")
+    first, second = (load_model_config(tmp_path / name) for name in "ab")
+    assert isinstance(first.attention, CompressedConfig) and first.attention.rates == (0, 128, 4, 128, 4)
+    for name in ("attention", "rope", "other_layers", "moe", "streams", "windows", "cache_groups"):
+        assert getattr(first, name) == getattr(second, name), name
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"o_groups": 3}, "o_groups 3 does not divide the 4 heads"),
+        ({"sliding_window": 7}, "sliding_window 7 is less than the 8 tokens"),
+        ({"index_head_dim": 4}, "index_head_dim 4 is less than the rotated width 8"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types needs 5 of"),
+        ({"layer_types": None, "compress_ratios": [0, 3, 4, 8, 4]}, "compress_ratios needs 5 of"),
+        ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}, "hash_moe after moe is not supported"),
+        ({"scoring_func": "relu"}, "scoring_func 'relu' is unknown"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is not 1"),
+    ],
+)
+def test_bad_configs_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    raw = {key: value for key, value in (FIELDS | fields).items() if value is not None}
+    raw |= {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(tmp_path)
