@@ -20,6 +20,7 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from benchmarks.planner_points import Point, read_points
 from moe_engine.tuning.costs.efficiency import FOLDER, Efficiency, deviation_keys
 from moe_engine.tuning.costs.form import precision_of
 from moe_engine.tuning.costs.roofline import RooflineCost
-from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.hardware.table import Cluster, parse_cluster
 from moe_engine.tuning.planner.predict import accepted_drafts
 from moe_engine.tuning.planner.steady import Load, steady_state
 
@@ -65,12 +66,17 @@ def keys_of(point: Point) -> tuple[str, ...]:
     return deviation_keys(point.facts, precision_of(point.dtype), point.gpu, point.form)
 
 
+@lru_cache
+def cluster_of(gpu: str) -> Cluster:
+    return parse_cluster(f"8x{gpu}")
+
+
 def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
     found = []
     for point in points:
         keys = keys_of(point)
         cost = RooflineCost(
-            point.facts, point.form, precision_of(point.dtype, share.kv), parse_cluster(f"8x{point.gpu}"), share,
+            point.facts, point.form, precision_of(point.dtype, share.kv), cluster_of(point.gpu), share,
             share.deviation(keys),
         )  # fmt: skip
         load = Load(point.prompt, point.prompt, point.output)

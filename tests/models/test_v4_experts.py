@@ -21,6 +21,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_compressed import parse_deepseek_v4
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.expert_format import experts_format
+from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.table import kept_format
 from moe_engine.models.header_check import check_headers
@@ -154,6 +155,17 @@ def test_memory_of_published_experts(quantized: tuple[Path, Path]) -> None:
         assert on_gpu.bytes_per_element(expert, shape, 2) == Fraction(1, 2) + Fraction(1, 32)
     assert on_gpu.bytes_per_element(attention, shape, 2) == block
     assert on_gpu.bytes_per_element("model.layers.2.self_attn.compressor.kv_proj", shape, 2) == 2
+
+
+def test_compressors_stay_unquantized() -> None:
+    found = online_format("int4")
+    assert found is not None
+    for name, is_quantized in (
+        ("compressor.kv_proj", False),
+        ("indexer.compressor.gate_proj", False),
+        ("q_proj", True),
+    ):
+        assert (found.scheme_of(f"model.layers.3.self_attn.{name}") is not None) == is_quantized
 
 
 def test_an_unknown_dtype_of_experts_is_refused(tmp_path: Path) -> None:

@@ -26,10 +26,13 @@ def prompts(count: int) -> list[list[int]]:
     return [[random.randrange(5, 250) for _ in range(random.randrange(5, 90))] for _ in range(count)]
 
 
-@pytest.mark.parametrize(("expert_dtype", "form"), [("fp4", "together"), ("fp4", "tp 2"), ("fp8", "dp 2")])
+@pytest.mark.parametrize(
+    ("expert_dtype", "form"), [("fp4", "together"), ("fp4", "tp 2"), ("fp8", "dp 2"), ("fp4", "MTP drafts")]
+)
 def test_published_forms(tmp_path: Path, expert_dtype: str, form: str) -> None:
     """Block FP8 with experts in MXFP4 or FP8: transformers' tokens with the values by definition."""
-    source = make_v4(tmp_path / "plain", random.randrange(1 << 30), hidden_size=160, moe_intermediate_size=192)
+    widths = {"hidden_size": 160, "moe_intermediate_size": 192}
+    source = make_v4(tmp_path / "plain", random.randrange(1 << 30), num_mtp_layers=1, **widths)
     stored, values = quantized_copy(source, tmp_path, expert_dtype)
     model = load_v4(values)
 

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import GptOssConfig
 
@@ -23,7 +24,7 @@ from moe_engine.tuning.costs.attention import Attention
 from moe_engine.tuning.costs.collectives import Collectives
 from moe_engine.tuning.costs.efficiency import Efficiency, load_efficiency
 from moe_engine.tuning.costs.form import Form, Precision
-from moe_engine.tuning.costs.imbalance import SPREAD, expected_skew
+from moe_engine.tuning.costs.imbalance import SHARES, SPREAD, busiest_active, expected_skew
 from moe_engine.tuning.costs.model_facts import MLP, ROUTED, AttentionFacts, model_facts
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
@@ -261,3 +262,38 @@ def test_windows_of_gpt_oss_without_layer_types():
     full = short | {"layer_types": kinds, "sliding_window": GptOssConfig().sliding_window}
     assert model_facts(short) == model_facts(full)
     assert {group.limit for group in model_facts(short).attention} == {0, 128}
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "top_k", "tokens"),
+    [(128, 4, 4, 1), (128, 4, 4, 8), (256, 8, 8, 1), (256, 8, 8, 64), (256, 32, 8, 16), (512, 2, 10, 4), (16, 8, 1, 1)],
+)
+def test_the_busiest_rank_has_the_active_experts_of_drawn_tokens(experts: int, ranks: int, top_k: int, tokens: int):
+    draw, most = np.random.default_rng(random.randrange(2**32)), []
+    for _ in range(1500):
+        active = np.zeros(experts, bool)
+        for _ in range(tokens):
+            active[draw.choice(experts, top_k, replace=False)] = True
+        most.append(active.reshape(ranks, -1).sum(axis=1).max())
+    share = 1 - (1 - top_k / experts) ** tokens
+    found = float(np.interp(share, np.linspace(0, 1, SHARES), busiest_active(experts // ranks, ranks)))
+    assert found == pytest.approx(np.mean(most), rel=0.06)
+
+
+def test_all_experts_and_a_single_rank_leave_no_imbalance():
+    for held, ranks in ((32, 8), (1, 256), (50_000, 2)):
+        table = busiest_active(held, ranks)
+        assert table[0] == 0 and table[-1] == pytest.approx(held) and list(table) == sorted(table)
+    assert busiest_active(64, 1) == pytest.approx([64 * place / (SHARES - 1) for place in range(SHARES)])
+
+
+def test_a_request_alone_reads_less_with_split_experts():
+    """Without dispatch: of the four experts of a token one rank of four holds two on average, and reads them whole."""
+    facts, cluster = facts_of("openai/gpt-oss-120b"), parse_cluster("4xh100")
+    share, precision = Efficiency("any"), Precision("fp4", "bf16")
+    split, whole = (RooflineCost(facts, Form(4, 1, ep), precision, cluster, share) for ep in (1, 4))
+    for rows in (1, 8):
+        shape = StepShape(rows, rows * 2000, 0, 0, 0, rows)
+        assert whole.step(shape).by_resource["hbm"] > 1.05 * split.step(shape).by_resource["hbm"]
+    shape = StepShape(2000, 2000 * 100, 0, 0, 0, 2000)
+    assert whole.step(shape).seconds == pytest.approx(split.step(shape).seconds, rel=1e-6)

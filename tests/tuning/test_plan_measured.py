@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,25 @@ def test_wrong_files_and_flags_are_one_line(capsys: pytest.CaptureFixture[str], 
         captured = capsys.readouterr()
         lines = [line for line in captured.err.splitlines() if not line.startswith("no --model-path")]
         assert len(lines) == 1 and words in lines[0] and not captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"decode": {}},
+        {"decode": {"0": {"counts": [1], "seconds": [math.nan]}}},
+        {"prefill": {"counts": [1], "seconds": [math.inf]}},
+        {"arrival_seconds": "long"},
+        {"end_seconds": -1},
+        {"request_seconds": math.nan},
+        {"acceptance": [3.0]},
+    ],
+    ids=str,
+)
+def test_damaged_numbers_of_a_cost_file_are_refused(
+    damage: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = Path(cost_file(tmp_path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    assert main(["plan", "--cost-file", str(path), "--workload", "in=50,out=40", "--concurrency", "1"]) == 2
+    assert f"--cost-file {path}: damaged: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Load of the busiest rank's experts over the mean, without measurements of the traffic.
+"""Load of the busiest rank's experts without measurements of the traffic: its tokens over the mean, its active experts.
 
 The popularity of experts varies by `SPREAD` of the mean; a rank holds several experts, whose sum varies less; the
 busiest of n ranks is sqrt(2 ln n) deviations above the mean (extreme values of a normal distribution).
@@ -7,6 +7,9 @@ busiest of n ranks is sqrt(2 ln n) deviations above the mean (extreme values of 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+
+import numpy as np
 
 from moe_engine.tuning.costs.form import Form
 
@@ -25,3 +28,28 @@ def expected_skew(num_experts: int, form: Form) -> float:
     held = (num_experts + form.redundant) / form.ep
     spread = BALANCED if form.redundant else SPREAD
     return 1.0 + spread / math.sqrt(held) * math.sqrt(2 * math.log(form.ep))
+
+
+@lru_cache
+def busiest_active(held: int, ranks: int) -> tuple[float, ...]:
+    """Expected active experts of the rank with the most of them, by the share of all experts that are active.
+
+    Each of a rank's `held` experts is active with the same chance, so that their number is binomial; the chance that no
+    rank has more than m is the product over the ranks. With any active expert some rank has one.
+
+    Returns:
+        values at equal distances from a share of 0 to one of 1.
+    """
+    share = np.linspace(0.0, 1.0, SHARES)
+    with np.errstate(divide="ignore"):  # at the ends the first and the last term are exact by the clipped logarithms
+        active, idle = np.maximum(np.log(share), -1e9), np.maximum(np.log1p(-share), -1e9)
+    below, expected = np.zeros(SHARES), np.zeros(SHARES)
+    for most in range(held):  # a mean of whole numbers is the sum over m of the chances to be above m
+        ways = math.lgamma(held + 1) - math.lgamma(most + 1) - math.lgamma(held - most + 1)
+        below += np.exp(ways + most * active + (held - most) * idle)
+        expected += 1.0 - np.minimum(below, 1.0) ** ranks
+    return tuple(np.maximum(expected, np.minimum(share * held * ranks, 1.0)).tolist())
+
+
+SHARES = 513
+"""Values of the table of `busiest_active`."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,12 @@ class CostFile:
             values["prefill"] = _curve(values["prefill"])
             values["behind"] = _curve(values["behind"]) if values.get("behind") else None
             values["acceptance"] = tuple(map(float, values.get("acceptance", ())))
+            if not values["decode"] or not all(0 <= chance <= 1 for chance in values["acceptance"]):
+                raise ValueError("decode needs a curve, and each acceptance a number from 0 to 1")
+            for name in {each.name for each in fields(cls) if str(each.type).startswith("float")} & set(values):
+                value = values[name]
+                if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                    raise ValueError(f"{name} is {value}: it must be a number from 0")
             return cls(**values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"--cost-file {path}: damaged: {error}; run `moe-engine calibrate` again") from None
@@ -167,7 +174,8 @@ class CostFile:
 
 def _curve(values: dict[str, Any]) -> Curve:
     counts, seconds = tuple(map(float, values["counts"])), tuple(map(float, values["seconds"]))
-    if not counts or len(counts) != len(seconds) or list(counts) != sorted(set(counts)) or min(seconds) <= 0:
+    positive = all(0 < second < math.inf for second in seconds)
+    if not counts or len(counts) != len(seconds) or list(counts) != sorted(set(counts)) or not positive:
         raise ValueError("counts must ascend, with positive seconds for each")
     return Curve(counts, seconds)
 

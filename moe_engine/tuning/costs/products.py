@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form, Precision
+from moe_engine.tuning.costs.imbalance import SHARES, busiest_active
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import GpuFacts
 
@@ -30,9 +31,9 @@ class Products:
         self.head_flops_s = 2 * model.head / head_cut / (gpu.rate("bf16") * share.flops)
         self.num_experts, self.top_k = model.num_experts, model.top_k
         self.unused = 1 - model.top_k / model.num_experts if model.num_experts else 1.0
-        local = (model.num_experts + form.redundant) / form.ep
+        self.active = busiest_active(-(-(model.num_experts + form.redundant) // form.ep), form.ep)
         held = model.moe_layers * model.expert / form.moe_tp
-        self.experts_bytes_s = local * held * precision.expert_weights.num_bytes / (bandwidth * share.experts_hbm)
+        self.expert_bytes_s = held * precision.expert_weights.num_bytes / (bandwidth * share.experts_hbm)
         peak = gpu.rate(precision.expert_weights.units) * share.flops
         self.experts_flops_s = 2 * model.top_k / form.ep * held / peak  # for a token of the expert-parallel group
         self.token_s = model.layers * share.token_ns * 1e-12 * model.hidden * _NOMINAL / bandwidth
@@ -47,9 +48,14 @@ class Products:
             (self.head_bytes_s, self.head_flops_s * logits),
         ]
         if self.num_experts:
-            touched = 1.0 - self.unused**everyone
-            found.append((self.experts_bytes_s * touched, self.experts_flops_s * everyone * skew))
+            found.append((self.expert_bytes_s * self._read(everyone), self.experts_flops_s * everyone * skew))
         return tuple(found)
+
+    def _read(self, tokens: int) -> float:
+        """Experts of the busiest rank that these tokens activate, by expectation over uniform routing."""
+        place = (1.0 - self.unused**tokens) * (SHARES - 1)
+        below = min(int(place), SHARES - 2)
+        return self.active[below] + (place - below) * (self.active[below + 1] - self.active[below])
 
 
 _NOMINAL = 4.8e12
