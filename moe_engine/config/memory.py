@@ -76,7 +76,8 @@ class MemoryArgs:
     swa_full_tokens_ratio: float = flag(
         0.8,
         "Tokens in the KV pool of layers with a sliding window over those of the other layers, between 0 and 1, where "
-        "memory is too small for the windows of all running requests. Smaller for long contexts.",
+        "memory is too small for the windows of all running requests. Smaller for long contexts; DeepSeek V4 has "
+        "0.1 unless it is set.",
         metavar="RATIO",
     )
     max_mamba_cache_size: int | None = flag(

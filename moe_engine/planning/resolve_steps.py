@@ -9,6 +9,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.kernels.backends import LaunchKernels
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.widths import local_heads
@@ -31,6 +32,8 @@ from moe_engine.planning.weight_offload import WeightOffload, resolve_offload
 from moe_engine.types import SpeculationConfig
 from moe_engine.types.step_settings import GraphSettings, LoraSettings
 
+WINDOWS_BESIDE_ENTRIES = 0.1
+"""Default of --swa-full-tokens-ratio for models with compressed entries."""
 TIER_RATIO = 2.0
 """Default size of the host-RAM tier, as a multiple of the KV cache."""
 
@@ -158,9 +161,16 @@ def _size(
             transfers=args.disaggregation.disaggregation_mode != OFF,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             windows_in_tier=_keeps_windows(args),
-            swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
+            swa_ratio=0.0 if memory.disable_hybrid_swa_memory else _window_ratio(args, model),
         )
     )
+
+
+def _window_ratio(args: EngineArgs, model: ModelConfig) -> float:
+    """--swa-full-tokens-ratio; if it is not set, less for compressed entries, which take little memory."""
+    if isinstance(model.attention, CompressedConfig) and "swa_full_tokens_ratio" not in args.given:
+        return WINDOWS_BESIDE_ENTRIES
+    return args.memory.swa_full_tokens_ratio
 
 
 def _may_reduce_tier(memory: MemoryArgs) -> bool:

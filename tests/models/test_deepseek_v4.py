@@ -137,6 +137,12 @@ def test_pages_have_whole_entries(made: Made, tmp_path: Path) -> None:
         prepare(EngineArgs.from_kwargs(model_path=str(narrow), dtype="bfloat16"))
 
 
+def test_scarce_memory_is_for_contexts_more_than_for_windows(made: Made) -> None:
+    flags = {"model_path": str(made.path), "context_length": 512, "max_total_tokens": 16384, "chunked_prefill_size": 32}
+    found = [prepare(EngineArgs.from_kwargs(**flags, **own)) for own in ({}, {"swa_full_tokens_ratio": 0.5})]
+    assert [config.num_window_slots for config in found] == [1632, 8192]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
