@@ -16,6 +16,7 @@ from moe_engine.planning.resolve_graphs import GRAPH_BYTES, SMALL_GRAPH_BYTES, g
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.types.step_settings import GraphSettings
 from tests.config.conftest import SMALL, machine
+from tests.models.v4_checkpoints import FIELDS
 
 
 @pytest.fixture
@@ -79,6 +80,14 @@ def test_large_graphs_have_no_logits(on_gpu) -> None:
     model, graphs = on_gpu().model, GraphSettings((512,), (1, 4))
     all_rows, some = (graph_row(graphs, model, 2, 1, 512, rows)[0].num_bytes for rows in (2048, 512))
     assert all_rows - some == 1536 * model.vocab_size * 2 * (4 + 2)
+
+
+def test_steps_with_compressed_entries_are_not_captured(on_gpu) -> None:
+    config = {key: value for key, value in FIELDS.items() if value is not None}
+    config |= {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16"}
+    resolved = on_gpu(config=config)
+    assert not resolved.graphs.sizes
+    assert any("computed on the host" in decision.reason for decision in resolved.decisions)
 
 
 def test_flags(on_gpu) -> None:
