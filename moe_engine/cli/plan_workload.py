@@ -208,7 +208,7 @@ def _one(
     predictor: Predictor, memory: RoomOf, args: EngineArgs, workload: Workload, slo: Slo, concurrency: int
 ) -> Found:
     """The prediction for the form given by the flags."""
-    form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
+    form, replicas = given_form(args, predictor.cluster, predictor.share.engine, memory.model)
     load = workload.load(not args.scheduling.disable_radix_cache)
     rows = -(-concurrency // (form.attn_dp * replicas))
     ours, room = predictor.share.engine == OURS, memory.as_given()

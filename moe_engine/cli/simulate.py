@@ -233,9 +233,9 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
         return config, _Source.measured(file)
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
-    form = given_form(args, cluster, share.engine)[0]
     folder, fields, source = config_of(args)
     config = resolve_for(args, subject_of(args, folder), cluster)
+    form = given_form(args, cluster, share.engine, config.model)[0]
     facts = model_facts(fields, source)
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
     held = (lambda form: held_by(config)) if share.engine == OURS else None

@@ -80,8 +80,10 @@ class Candidate:
         form = self.form
         nodes = max(1, -(-form.ranks // cluster.gpu.gpus_per_node))
         found: dict[str, Any] = {"model_path": self.model_path}
-        sizes = {"tp_size": form.ranks, "attn_dp_size": form.attn_dp, "ep_size": form.ep}
+        sizes = {"tp_size": form.ranks, "attn_dp_size": form.attn_dp}
         found |= {name: size for name, size in sizes.items() if size > 1}
+        if form.ranks > 1:  # left out, a launch chooses groups of its own
+            found |= {"ep_size": form.ep}
         if form.travels:
             found |= {"moe_a2a_backend": "auto"}
         if form.dense_whole:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import data_parallel, dispatch_backend, expert_parallel
 from moe_engine.tuning.costs.form import Form
@@ -18,8 +19,8 @@ def host_bytes(args: EngineArgs) -> int:
     return int(args.memory.cpu_offload_gb * GB)
 
 
-def given_form(args: EngineArgs, cluster: Cluster, engine: str) -> tuple[Form, int]:
-    """The ranks of a replica, and the number of replicas.
+def given_form(args: EngineArgs, cluster: Cluster, engine: str, model: ModelConfig | None) -> tuple[Form, int]:
+    """The ranks of a replica, and the number of replicas. model: that of a launch of ours, None: not known.
 
     Raises:
         ConfigError: the axes do not divide each other, or the cluster has fewer GPUs.
@@ -27,7 +28,7 @@ def given_form(args: EngineArgs, cluster: Cluster, engine: str) -> tuple[Form, i
     parallel, record = args.parallel, Record()
     dp, replicas = data_parallel(args, record)
     backend = dispatch_backend(args)
-    ep = expert_parallel(args, backend, record)
+    ep = expert_parallel(args, backend, record, model if engine == OURS else None)
     sizes = {"--tp-size": parallel.tp_size, "--attn-dp-size": dp, "--ep-size": ep, "--dp-size": replicas}
     for name, size in sizes.items():
         if size < 1:

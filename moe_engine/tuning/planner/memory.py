@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.vendors.probe import remembering
+from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import MemoryLedger, gb
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.costs.form import Form, Held, precision_of
@@ -46,6 +47,10 @@ class Room:
 class RoomOf(Protocol):
     """The room of a candidate."""
 
+    @property
+    def model(self) -> ModelConfig | None:
+        """The served model; None: not known."""
+
     def of(self, candidate: Candidate) -> Room: ...
 
     def held(self, form: Form) -> Held | None:
@@ -72,6 +77,10 @@ class Memory:
             return self._given, self
         args = self._given.replace(**more)
         return args, Memory(self._subject, self._cluster, args)
+
+    @property
+    def model(self) -> ModelConfig:
+        return self._subject.model
 
     def of(self, candidate: Candidate) -> Room:
         if candidate not in self._found:
@@ -128,6 +137,8 @@ MOST_RUNNING = 4096
 
 class EstimatedMemory:
     """An estimate (weights and KV alone) for models that this engine does not serve and that have no ledger."""
+
+    model: ModelConfig | None = None
 
     def __init__(self, facts: ModelFacts, cluster: Cluster, dtype: str) -> None:
         self._facts, self._limit, self._dtype = facts, cluster.gpu.memory_bytes * ESTIMATED_SHARE, dtype
