@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as oracle
-from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights
@@ -18,9 +16,11 @@ from tests.models.rows import cpu_rows_of
 
 ROWS = [row.name for row in cpu_rows_of(tables.COMPRESSION)]
 NAN = float("nan")
-KINDS = {"compressed_sparse_attention": oracle.DeepseekV4CSACompressor} | {
-    "heavily_compressed_attention": oracle.DeepseekV4HCACompressor
+KINDS = {
+    "compressed_sparse_attention": "DeepseekV4CSACompressor",
+    "heavily_compressed_attention": "DeepseekV4HCACompressor",
 }
+"""transformers' classes by the kind of their layer."""
 
 
 def kernel(name: str) -> Any:
@@ -32,15 +32,17 @@ class Case:
     """A compressor of transformers with random weights, and some requests."""
 
     def __init__(self, kind: str, rate: int, width: int, rotary: int, lens: list[int], dtype: torch.dtype) -> None:
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as oracle  # imports triton
+
         rope = {"rope_theta": 10000.0, "partial_rotary_factor": rotary / width}
         yarn = rope | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-        config = DeepseekV4Config(
+        config = oracle.DeepseekV4Config(
             hidden_size=24, head_dim=width, num_attention_heads=2, q_lora_rank=8, num_hidden_layers=1,
             layer_types=[kind], compress_rates=dict.fromkeys(KINDS, rate), index_n_heads=2, index_head_dim=width,
             index_topk=2, rope_parameters={"main": rope | {"rope_type": "default"}, "compress": yarn},
             mlp_layer_types=["moe"], max_position_embeddings=256,
         )  # fmt: skip
-        module = KINDS[kind](config)
+        module = getattr(oracle, KINDS[kind])(config)
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
         self.rate, self.width, self.lens, self.dtype = rate, width, lens, dtype
