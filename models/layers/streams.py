@@ -8,7 +8,7 @@ Legend: T tokens, D hidden, n streams.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from moe_engine.models.compressed_config import StreamsConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.all_reduce.custom import CustomAllReduce
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 
 def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
