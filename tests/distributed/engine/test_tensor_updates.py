@@ -137,7 +137,7 @@ def test_wrong_tensors_change_nothing(checkpoints: dict[str, Path]) -> None:  # 
         f"{name} has shape": [(name, new[name][:, :-1])],
         f"'{name}s' is no tensor of the served model; similar: {name}": [(f"{name}s", new[name])],
         "has dtype U8": [(name, new[name].to(torch.uint8))],
-        "torch.int64": [(name, new[name].to(torch.int64))],
+        "has dtype I64": [(name, new[name].to(torch.int64))],
         "twice": [(name, new[name])] * 2,
         "send both": [(name.replace("weight", "weight_scale_inv"), torch.ones(1, 1))],
     }
