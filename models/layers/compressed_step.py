@@ -85,21 +85,25 @@ class StepRows:
             none = CompressedTokens(batch.positions, batch.slots.int(), batch.slots.int()[None], batch.slots)
             return CompressedStep(batch.slots, none, {}, None)
         seen = np.concatenate([_context_lens(group) for group in groups])  # [T]
-        owners = torch.cat([_owners(group) for group in groups])  # [T]
+        requests = torch.cat([group.rows for group in groups])  # [R]
+        numbers = _numbers([count for group in groups for count in group.query_lens], device)  # [T]
         full = groups[0].slot_table
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
-        tokens = CompressedTokens(batch.positions, owners, table, batch.slots)
+        tokens = CompressedTokens(batch.positions, requests[numbers], table, batch.slots)
         lens = upload(seen.astype(np.int32), device)
         window = self._window(tokens, lens, int(min(seen.max(), self._attention.window)))
         rows, selection = dict[int, AttendedRows](), None
         for rate in self._rates:
             if not rate:
                 rows[0] = self._attended(window, np.minimum(seen, self._attention.window))
-            elif rate == self._attention.selected_rate and seen.max() // rate > self._attention.top_k:
-                rows[rate], selection = self._with_selection(window, full, owners, seen, lens, cache.num_slots)
+                continue
+            most = int(seen.max() // rate)
+            # slots of the tokens of each entry, divided by their number, [R, most]
+            entries = full[requests.long(), : most * rate : rate] // rate
+            if rate == self._attention.selected_rate and most > self._attention.top_k:
+                rows[rate], selection = self._with_selection(window, entries, numbers, seen, lens, cache.num_slots)
             else:
-                entries = _entries(full, owners, rate, int(seen.max() // rate))
-                rows[rate] = self._with_entries(window, entries + cache.num_slots, seen, lens, rate)
+                rows[rate] = self._with_entries(window, entries[numbers] + cache.num_slots, seen, lens, rate)
         return CompressedStep(slots, tokens, rows, selection)
 
     def _window(self, tokens: CompressedTokens, lens: Tensor, width: int) -> Tensor:
@@ -131,17 +135,18 @@ class StepRows:
         return behind, places.clamp_(min=0)
 
     def _with_selection(
-        self, window: Tensor, full: Tensor, owners: Tensor, seen: np.ndarray, lens: Tensor, first_entry: int
+        self, window: Tensor, entries: Tensor, numbers: Tensor, seen: np.ndarray, lens: Tensor, first_entry: int
     ) -> tuple[AttendedRows, EntrySelection]:
+        """The window's rows, with places for the entries that an indexer selects among entries [R, E] of the tokens'
+        requests."""
         a = self._attention
         assert self._indexer is not None
         rate, visible = a.selected_rate, seen // a.selected_rate
-        entries = _entries(full, owners, rate, int(visible.max()))
-        numbers = torch.arange(len(seen) + 1, dtype=torch.int32, device=lens.device)
+        starts = torch.arange(len(seen) + 1, dtype=torch.int32, device=lens.device)
         # a token that sees no entry has a context of one, which `counts` leaves out
         context = np.maximum(visible, 1)
         queries = PagedQueries(
-            [1] * len(seen), context.tolist(), numbers[:-1], numbers, (lens // rate).clamp(min=1), entries, 1
+            [1] * len(seen), context.tolist(), numbers.int(), starts, (lens // rate).clamp(min=1), entries, 1
         )
         counts = np.minimum(visible, a.top_k)
         chosen = Selected(
@@ -164,12 +169,6 @@ def _context_lens(queries: PagedQueries) -> np.ndarray:
     return np.concatenate([np.arange(context - count + 1, context + 1) for count, context in pairs])
 
 
-def _owners(queries: PagedQueries) -> Tensor:
-    """The request row of each query token, [T] int32."""
-    counts = torch.tensor(queries.query_lens, device=queries.rows.device)
-    return queries.rows.repeat_interleave(counts, output_size=queries.num_tokens)
-
-
-def _entries(table: Tensor, owners: Tensor, rate: int, count: int) -> Tensor:
-    """The first `count` entries of each token's request, [T, count] int32: slots of their tokens divided by `rate`."""
-    return table[:, : count * rate : rate][owners.long()] // rate
+def _numbers(query_lens: list[int], device: torch.device) -> Tensor:
+    """The number of each query token's request, [T] int64."""
+    return upload(np.repeat(np.arange(len(query_lens)), query_lens), device)
