@@ -66,10 +66,13 @@ case "$*" in *--version*) exit 0 ;; esac
 sleep 3600 > /dev/null 2>&1 &
 echo $! >> {pids}
 echo x > "$TMPDIR/cc1234.s"
-case "$*" in *{unit}.cpp*) echo "error: {unit}.o: No space left on device" >&2; kill $!; exit 1 ;; esac
+case "$*" in *{unit}.cpp*)
+  while [ "$(wc -l < {pids})" -lt 2 ]; do sleep 0.01; done
+  echo "error: {unit}.o: No space left on device" >&2; kill $!; exit 1 ;;
+esac
 wait
 """
-"""A compiler, with a process of its own as g++ has one, on a full disk."""
+"""A compiler, with a process of its own as g++ has one, on a full disk; it fails while another runs."""
 
 
 def test_a_full_disk_is_named_with_the_fix(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
