@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ class Stepper:
         logits = self.model.logits(self.model.forward(batch)).split([len(chunks[i].tokens) for i in ordered])
         by_chunk = dict(zip(ordered, logits))
         return [by_chunk[i] for i in range(len(chunks))]
+
+    def run(self, tokens: list[int], steps: Sequence[Sequence[tuple[int, int, bool]]]) -> list[Tensor]:
+        """Runs steps of (sequence, number of its next tokens, decode); all sequences have these tokens. Returns the
+        logits of each sequence, in the order of their first steps."""
+        done: dict[int, list[Tensor]] = {}
+        for step in steps:
+            starts = [self.lengths[sequence] for sequence, _, _ in step]
+            chunks = [Chunk(s, tokens[start : start + n], decode) for (s, n, decode), start in zip(step, starts)]
+            for chunk, logits in zip(chunks, self.step(chunks)):
+                done.setdefault(chunk.sequence, []).append(logits)
+        return [torch.cat(parts) for parts in done.values()]
 
     def batch(self, chunks: list[Chunk]) -> ForwardBatch:
         """The step's batch, decode chunks first; advances the sequences' lengths."""

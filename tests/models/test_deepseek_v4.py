@@ -22,7 +22,6 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
 from tests.models.family_parity import FORMS, NUM_TOKENS, compare, make_family, serve
 from tests.models.rows import all_rows
-from tests.models.stepper import Chunk
 from tests.models.test_parity import assert_close, whole
 from tests.models.v4_checkpoints import CSA, FIELDS, HCA, PUBLISHED_RATES, SLIDING, load_v4, make_v4
 
@@ -63,19 +62,13 @@ def test_logits_equal_transformers(made: Made, row: str) -> None:
 def test_mixed_batches(made: Made, row: str) -> None:
     """Sequences within the window, with few entries and beyond the top-k in one step; decodes and prompts."""
     model, tokens = stepper.load(made.path, row, seed=2, page_size=PAGE), made.tokens
-    done: list[list[Tensor]] = [[] for _ in range(5)]
-    for step in (
+    steps = (
         ((0, 2, False), (1, 60, False), (2, 17, False), (3, 1, False)),
         ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 90, False)),
         ((0, 1, True), (3, 1, True), (1, 47, False), (2, 9, False), (4, 5, False)),
         ((3, 1, True), (0, 3, False)),
-    ):
-        starts = [model.lengths[sequence] for sequence, _, _ in step]
-        chunks = [Chunk(s, tokens[start : start + n], decode) for (s, n, decode), start in zip(step, starts)]
-        for chunk, logits in zip(chunks, model.step(chunks)):
-            done[chunk.sequence].append(logits)
-    for parts in done:
-        got = torch.cat(parts)
+    )
+    for got in model.run(tokens, steps):
         assert_close(got, made.logits[: len(got)])
 
 

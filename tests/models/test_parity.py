@@ -58,20 +58,13 @@ def test_mixed_batch(oracle: MakeOracle, kind: str, page_size: int, row: str) ->
     """Prefill, chunks, decode and several tokens at once, of sequences of different lengths in one step."""
     want = oracle(kind)
     model, tokens = stepper.load(want.path, row, seed=2, page_size=page_size), want.tokens
-    done: list[list[Tensor]] = [[], [], [], []]
     steps: tuple[Any, ...] = (
         ((0, 1, False), (1, 40, False)),
         ((0, 1, True), (2, 5, False), (1, 3, True), (3, 70, False)),
     )
     steps += (((3, 20, False), (1, 47, False), (2, 1, True), (0, 2, True)),)
-    for step in steps:
-        starts = [model.lengths[sequence] for sequence, _, _ in step]
-        chunks = [Chunk(s, tokens[start : start + n], decode) for (s, n, decode), start in zip(step, starts)]
-        for chunk, logits in zip(chunks, model.step(chunks)):
-            done[chunk.sequence].append(logits)
-    for parts in done:
-        got = torch.cat(parts)
-        assert_close(got, want.logits[: got.shape[0]])
+    for got in model.run(tokens, steps):
+        assert_close(got, want.logits[: len(got)])
 
 
 @every_row

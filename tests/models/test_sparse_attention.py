@@ -49,19 +49,13 @@ def test_mixed_batches(oracle: MakeOracle, kind: str, row: str) -> None:
     """Sequences below and beyond the top-k in one step, decodes and prompts."""
     want = oracle(kind)
     model, tokens = stepper.load(want.path, row, seed=2, max_expanded_tokens=16), want.tokens
-    done: list[list[torch.Tensor]] = [[] for _ in range(5)]
-    for step in (
+    steps = (
         ((0, 3, False), (1, 40, False), (2, 7, False), (3, 2, False)),
         ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 60, False)),
         ((0, 1, True), (3, 1, True), (1, 47, False), (2, 9, False), (4, 5, False)),
         ((3, 1, True), (0, 3, False)),
-    ):
-        starts = [model.lengths[sequence] for sequence, _, _ in step]
-        chunks = [Chunk(s, tokens[start : start + n], decode) for (s, n, decode), start in zip(step, starts)]
-        for chunk, logits in zip(chunks, model.step(chunks)):
-            done[chunk.sequence].append(logits)
-    for parts in done:
-        got = torch.cat(parts)
+    )
+    for got in model.run(tokens, steps):
         assert_close(got, want.logits[: len(got)])
 
 
