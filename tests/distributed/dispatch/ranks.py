@@ -31,6 +31,8 @@ from tests.fork_server import ENGINE_SERVER, ForkedProcess
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a waiting thread yields its core soon
 GLOO_TIMEOUT_S = 60.0
+ENDED = (EOFError, ConnectionResetError)
+"""Of a pipe to a process that has ended; reset: it had not read all that was sent."""
 CALL_SECONDS = 90.0
 """Default limit of a call, far above the real durations."""
 GRACE_S = 1.0  # between the request for a hung rank's stack and its end
@@ -105,7 +107,7 @@ class Ranks:
                 pending.discard(rank)
                 try:
                     ok, results[rank] = pickle.loads(self._pipes[rank].recv_bytes())
-                except EOFError:
+                except ENDED:
                     ok, results[rank] = False, f"died with exit code {_exit_code(self._processes[rank], CALL_SECONDS)}"
                 if not ok:
                     failures[rank] = results[rank]
@@ -119,7 +121,7 @@ class Ranks:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
                     ok, value = pickle.loads(self._pipes[rank].recv_bytes())
-                except EOFError:
+                except ENDED:
                     ok, value = False, "died"
                 pending.discard(rank)
                 if not ok:
