@@ -9,7 +9,7 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, StateGroup
 from moe_engine.parallel.topology import ModelWidths
 
-Attention = TypeVar("Attention", MLAConfig, GQAConfig, CompressedConfig)
+Attention = TypeVar("Attention", bound=MLAConfig | GQAConfig | CompressedConfig)
 
 
 def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
@@ -47,24 +47,18 @@ def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
     states = tuple(_cut_states(group, attn_tp_size) for group in config.state_groups)
     other = config.other_layers
     if other is not None:
-        other = dataclasses.replace(other, attention=_cut(other.attention, attn_tp_size))
+        other = dataclasses.replace(other, attention=cut_heads(other.attention, attn_tp_size))
     found = dataclasses.replace(config, other_layers=other, state_groups=states)
-    return dataclasses.replace(found, attention=_cut(attention, attn_tp_size))
-
-
-def _cut(attention: Any, attn_tp_size: int) -> Any:
-    return cut_heads(attention, attn_tp_size)
+    return dataclasses.replace(found, attention=cut_heads(attention, attn_tp_size))
 
 
 def _cut_states(group: StateGroup, attn_tp_size: int) -> StateGroup:
     parts = (
-        part
-        if part.sharded is None
-        else dataclasses.replace(part, shape=_cut_shape(part.shape, part.sharded, attn_tp_size))
+        part if part.sharded is None else dataclasses.replace(part, shape=_cut(part.shape, part.sharded, attn_tp_size))
         for part in group.parts
     )
     return dataclasses.replace(group, parts=tuple(parts))
 
 
-def _cut_shape(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
+def _cut(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])

@@ -46,9 +46,9 @@ class Compressor:
         self._kernel, self._rotary = backends.compression, rotary
         names, rows = [f"{prefix}.kv_proj", f"{prefix}.gate_proj"], [series * width] * 2
         self._project = load_linear(backends.linear, reader, names, rows, config.hidden_size)
-        self._bias = reader.tensor(f"{prefix}.position_bias", (rate, series * width), dtype=torch.float32)
-        self._norm = reader.tensor(f"{prefix}.norm.weight", (width,), dtype=torch.float32)
-        self._weights = CompressorWeights(self._bias, self._norm, config.norm_eps)
+        bias = reader.tensor(f"{prefix}.position_bias", (rate, series * width), dtype=torch.float32)
+        norm = reader.tensor(f"{prefix}.norm.weight", (width,), dtype=torch.float32)
+        self._weights = CompressorWeights(bias, norm, config.norm_eps)
         self.input_format = self._project.input_format
         """Activation format of the hidden states."""
 
@@ -154,7 +154,7 @@ class CompressedAttention:
                 backends, reader, f"{prefix}.compressor", config, self._rate, a.head_dim,
                 2 if a.selects(layer_index) else 1, rotary,
             )  # fmt: skip
-        if self._rate and a.selects(layer_index):
+        if a.selects(layer_index):
             self._indexer = EntryIndexer(backends, reader, f"{prefix}.indexer", config, rotary)
         latents = () if self._indexer is None else (self._indexer.latent_format,)
         self._q_norm.feed(common_format(self._q.input_format, *latents))

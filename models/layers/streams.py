@@ -48,12 +48,11 @@ class StreamNorm:
         assert streams is not None
         n, width, wide = streams.count, config.hidden_size, torch.float32
         numbers = n if is_last else n * (2 + n)
-        self._fn = reader.tensor(f"{prefix}.fn", (numbers, n * width), dtype=wide)
-        self._base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
+        fn = reader.tensor(f"{prefix}.fn", (numbers, n * width), dtype=wide)
+        base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
         scale = reader.tensor(f"{prefix}.scale", (1 if is_last else 3,), dtype=wide)
-        self._scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
-        own = self._fn, self._base, self._scale
-        self._weights = StreamWeights(*own, n, streams.iterations, config.norm_eps, streams.eps)
+        scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
+        self._weights = StreamWeights(fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps)
         self._mix = ops.capabilities.mix_streams or mix_streams
         self._norm = RMSNorm(ops, reader, norm, width, config.norm_eps)
         self._all_reduce: CustomAllReduce | None = None
@@ -92,7 +91,7 @@ class StreamNorm:
     def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """The sum of the streams, after x is added to them."""
         if not len(residual):  # an idle attention group, whose x has any width
-            return residual[:, : self._norm.weight.shape[0]]
+            return residual[:, : self.width]
         if x is not None and self._all_reduce is not None:
             x = self._all_reduce.sum(x)
         return self._mix(x, residual, self._weights)
