@@ -126,8 +126,8 @@ def _uncaptured_triton(device: Device, need: Need) -> str | None:
 
 
 def _fa3_mla_preference(device: Device, need: Need) -> int:
-    """First on Hopper: the fastest decode for 16 and for 128 heads at all batch sizes (measured in vLLM's PR 27363), and
-    SGLang's default for decodes over selected tokens."""
+    """First on Hopper: the fastest decode for 16 and for 128 heads at all batch sizes (measured in vLLM's PR 27363),
+    and SGLang's default for decodes over selected tokens."""
     return 46 if device.capability is not None and device.capability[0] == 9 else 35
 
 

@@ -103,12 +103,12 @@ def _prepared(
 def index_rows_kernel(
     keys, norm_weight, norm_bias, positions, cos_sin, slots, cache, q, gates, out, folded, tokens, eps, factor,
     key_stride, cache_stride, token_stride, head_stride, part_stride, gate_stride,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-    KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """KEYS: keys [T, WIDTH] -> cache[slots], records with FP8; HEADS > 0: q [T, HEADS, WIDTH], gates [PARTS, T, HEADS]
-    -> out, folded = sum of gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized with NORM; keys
-    and queries rotated. Grid: programs of the keys, then of the queries, ROWS rows each."""
+    -> out, folded = sum of gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized
+    with NORM; keys and queries rotated. Grid: programs of the keys, then of the queries, ROWS rows each."""
     wait_for_inputs()
     program = tl.program_id(0)
     key_programs = tl.cdiv(tokens, ROWS) if KEYS else 0

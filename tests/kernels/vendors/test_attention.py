@@ -9,7 +9,7 @@ import torch
 
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.attention.vendors.fa3 import PROMPT_TOKENS, FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA, PROMPT_TOKENS
 from moe_engine.kernels.attention.vendors.flashinfer import SPARE
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
