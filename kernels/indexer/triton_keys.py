@@ -104,7 +104,8 @@ def index_rows_kernel(
     keys, norm_weight, norm_bias, positions, cos_sin, slots, cache, q, gates, out, folded, tokens, eps, factor,
     key_stride, cache_stride, token_stride, head_stride, part_stride, gate_stride,
     PARTS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """KEYS: keys [T, WIDTH] -> cache[slots], records with FP8; HEADS > 0: q [T, HEADS, WIDTH], gates [PARTS, T, HEADS]
     -> out, folded = sum of gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized
