@@ -106,7 +106,7 @@ class Session:
             before = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
             before.enter()
             before.leave()
-        _capture(self._worker, config, batch, case)
+        _capture(self._worker, batch, case)
         steps = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
         if case.prefill is not None:
             action = lambda: steps.prefill(case.prefill)  # noqa: E731
@@ -226,7 +226,7 @@ def _flags(case: Case, folder: Path) -> list[Any]:
     return flags
 
 
-def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
+def _capture(worker: Any, batch: int, case: Case) -> None:
     """Captures the graph of this size with the engine's own code."""
     if case.prefill is not None:
         return
@@ -237,13 +237,7 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     counts = (case.nodes,) if case.mtp else (1,)
     settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1)
     runner.graphs = None
-    planner, index = None, config.kernels.model.need.index
-    if index is not None:
-        from moe_engine.kernels.indexer.in_place import decode_planner
-
-        backends = runner.model.backends
-        planner = decode_planner(backends.attention, backends.indexer, index)
-    if not worker.call(lambda: capture_graphs(runner, settings, planner)).result():
+    if not worker.call(lambda: capture_graphs(runner, settings)).result():
         raise RuntimeError("the decode step was not captured")
 
 
