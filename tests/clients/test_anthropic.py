@@ -1,4 +1,4 @@
-"""The official `anthropic` client against the embedded model; its types check the answers, in pydantic's strict mode."""
+"""The official `anthropic` client against the embedded model; its types check the answers, in strict mode."""
 
 from __future__ import annotations
 
