@@ -12,7 +12,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,8 +85,9 @@ class BatchModel:
         page = math.lcm(*(rate for rate in rates if rate))
         need = need_of_model(config, name, page_size=page)
         self._backends = build_backends(plan_kernels(cpu_device(), need))
-        self._model: Any = load_model(path, config, LoadOptions(name), self._backends, max_positions=max_len)
-        self._mtp = load_mtp(path, config, self._model, LoadOptions(name))
+        options = LoadOptions(name)
+        self._model: Any = cast(Any, load_model(path, config, options, self._backends, max_positions=max_len))
+        self._mtp = load_mtp(path, config, self._model, options)
         if self._mtp.reads_streams:
             self._model.taps = HiddenTaps((config.num_layers,))
         length = -(-max_len // page) * page

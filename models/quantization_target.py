@@ -44,7 +44,7 @@ class Target:
 
     @property
     def codes(self) -> GroupCodes | None:
-        """Of integers; None: another format."""
+        """The integer format; None: another format."""
         if self.format == "int8":
             return GroupCodes(8, 0, scales="bfloat16")
         return GroupCodes(4, self.group) if self.format == "int4" else None

@@ -42,7 +42,7 @@ class DeepseekChat(ABC):
     reads_parts = False
     model: ClassVar[str]
     parsers: ClassVar[tuple[str, str]]
-    """Of the reasoning and of the tool calls in answers."""
+    """Names of the parsers of reasoning and of tool calls in answers."""
     calls_tag: ClassVar[str]
     """Around the tool calls of an answer."""
 

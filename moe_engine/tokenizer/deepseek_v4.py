@@ -113,15 +113,15 @@ def load_deepseek_v4(folder: Path | None, special_tokens: Mapping[str, str]) -> 
     Raises:
         ConfigError: the vendor's file cannot be read.
     """
-    marks = {"bos": special_tokens.get("bos_token", BOS), "eos": special_tokens.get("eos_token", EOS)}
+    bos, eos = special_tokens.get("bos_token", BOS), special_tokens.get("eos_token", EOS)
     texts = vendor_texts(folder, _ENCODER_FILE, _TOOLS_NAME, DeepseekV4Chat.model)
     if texts is None:
-        return DeepseekV4Chat(**marks)
+        return DeepseekV4Chat(bos=bos, eos=eos)
     efforts = texts.get(_EFFORTS_NAME)
     if not isinstance(efforts, dict):
         efforts = {"max": texts.get(_FIRST_EFFORT_NAME)}
     efforts = {effort: text for effort, text in efforts.items() if isinstance(text, str)}
-    return DeepseekV4Chat(texts[_TOOLS_NAME], efforts=efforts, **marks)
+    return DeepseekV4Chat(texts[_TOOLS_NAME], bos, eos, efforts)
 
 
 def _joined(parts: Sequence[tuple[int, str]]) -> str:
