@@ -89,7 +89,8 @@ class Session:
         short, self._repeats = shortened(case.config)
         if case.drafter == "mtp2":
             short["num_nextn_predict_layers"] = 2
-        self._recorder, self._config, self._worker = _start(case, short)
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-")
+        self._recorder, self._config, self._worker = _start(case, short, Path(self._folder.name))
         if case.drafter == "standalone":
             self._worker.runner.speculation.drafter.model.is_draft = True
 
@@ -125,6 +126,7 @@ class Session:
 
     def close(self) -> None:
         self._worker.close()
+        self._folder.cleanup()
 
 
 def _settings(case: Case) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _settings(case: Case) -> dict[str, Any]:
     return {OUTSIDE: with_tokens(case.prefill or case.batch * case.nodes), DRAFT: with_tokens(case.batch)}
 
 
-def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
@@ -169,7 +171,6 @@ def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     from moe_engine.config.args import EngineArgs
     from moe_engine.planning.prepare import prepare
 
-    folder = Path(tempfile.mkdtemp(prefix="moe-engine-step-costs-"))
     (folder / "config.json").write_text(json.dumps(short))
     config = prepare(EngineArgs.from_cli([str(x) for x in _flags(case, folder)]))
     if case.form.ranks > 1:
