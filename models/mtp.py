@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.chain import FusedDrafts
 from moe_engine.kernels.decoder.draft_step import fuse_draft_step
 from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel, RowTables, StepDraws, VerifiedChains
@@ -84,6 +85,11 @@ class MTPLayers:
         return len(self._layers)
 
     @property
+    def planner(self) -> InPlacePlanner | None:
+        """Plans of captured draft steps; None: those of the attention backend."""
+        return self._model.planner_of_decodes(drafts=True)
+
+    @property
     def reads_streams(self) -> bool:
         """True if hidden states are the residual's streams after the last layer, not the result of the final norm."""
         return self._model.config.streams is not None
@@ -94,7 +100,7 @@ class MTPLayers:
         return self._model.config.draft_state_width
 
     def prepare(self, states: Tensor) -> Tensor:
-        """Of a residual with streams, these alone."""
+        """Hidden states for `forward`: the states, or the streams alone of a residual with streams."""
         return states[:, : self.state_width].contiguous() if self.reads_streams else states
 
     @property
