@@ -13,14 +13,14 @@ def _ascii(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Raises ValueError."""
+    """The whole number. Raises ValueError."""
     return int(_ascii(text))
 
 
 def real_number(text: str) -> float:
-    """Also ``inf`` and ``nan``. Raises ValueError."""
+    """The number, also ``inf`` and ``nan``. Raises ValueError."""
     return float(_ascii(text))
 
 
 READERS: dict[type, Callable[[str], int | float]] = {int: whole_number, float: real_number}
-"""By the type of a flag."""
+"""Readers by the type of a flag."""

@@ -95,8 +95,11 @@ class ModelFacts:
         return self.layers - self.dense_layers
 
     def kernels(self, shared_slots: bool = False) -> int:
-        """Number of kernels of a decode step in all layers. `shared_slots`: those of the routed experts compute the shared
-        ones too."""
+        """Number of kernels of a decode step in all layers.
+
+        Args:
+            shared_slots: those of the routed experts compute the shared ones too.
+        """
         attention = sum(group.layers * group.kernels for group in self.attention)
         beside = MLP * (bool(self.shared) and not shared_slots)
         return attention + self.dense_layers * MLP + self.moe_layers * (ROUTED + beside)
