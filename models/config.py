@@ -225,7 +225,8 @@ class MoEConfig:
 @dataclass(frozen=True)
 class DeltaConfig:
     """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution. `joined`: the
-    checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5)."""
+    checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5).
+    `by_channel`: Kimi Delta Attention, with a decay for each channel of a key, and as many key heads as value heads."""
 
     key_heads: int
     value_heads: int
@@ -233,6 +234,17 @@ class DeltaConfig:
     value: int
     taps: int
     joined: bool = True
+    by_channel: bool = False
+
+    @property
+    def decays(self) -> int:
+        """Decays of a value head."""
+        return self.key if self.by_channel else 1
+
+    @property
+    def block(self) -> str:
+        """Name of a layer's block in the checkpoint."""
+        return "self_attn" if self.by_channel else "linear_attn"
 
     @property
     def shared(self) -> int:
@@ -363,9 +375,9 @@ class ModelConfig:
             with_entries = tuple(i for i in range(self.num_layers) if self.attention.rate(i))
             own = CacheGroup(tuple(range(self.num_layers)), self.attention.window)
             return (CacheGroup(with_entries), own) if with_entries else (own,)
-        layers = [i for i in range(self.num_layers) if i not in self.state_layers]
+        layers = self.kv_layers
         if not self.windows:
-            return (CacheGroup(tuple(layers)),)
+            return (CacheGroup(layers),)
         kinds = sorted({self.windows[i] for i in layers}, key=lambda window: (window is not None, window or 0))
         return tuple(CacheGroup(tuple(i for i in layers if self.windows[i] == kind), kind) for kind in kinds)
 
@@ -373,6 +385,11 @@ class ModelConfig:
     def state_layers(self) -> frozenset[int]:
         """The layers with a state for each request, which have no KV."""
         return frozenset(layer for group in self.state_groups for layer in group.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers without a state."""
+        return tuple(i for i in range(self.num_layers) if i not in self.state_layers)
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
