@@ -23,19 +23,33 @@ _PUBLISHED = {
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
+def kimi_linear_fields(fields: Fields) -> Fields:
+    """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
+    raw = {_PUBLISHED.get(name, name): value for name, value in fields.present().items()}
+    own = fields.section("linear_attn_config") or Fields({}, fields.source)
+    heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", 32)
+    width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
+    taps = own.integer("short_conv_kernel_size", None, minimum=2)
+    raw |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
+    raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
+    raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
+    raw["layer_types"] = _kinds(fields, own, fields.integer("num_hidden_layers"))
+    return Fields(raw, fields.source)
+
+
 def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Kimi-Linear-48B-A3B: Kimi Delta Attention, MLA without positions, a sigmoid router with a bias."""
     if not fields.flag("mla_use_nope", True):
         fields.fail("mla_use_nope", "is false: MLA with rotated keys is not supported in this family")
-    raw = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    raw |= {_PUBLISHED.get(name, name): value for name, value in fields.present().items()}
+    raw = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(kimi_linear_fields(fields).raw)
     read = Fields({**raw, "rope_scaling": None, "rope_parameters": None}, fields.source)
     if read.text("scoring_func") != "sigmoid":
         fields.fail("moe_router_activation_func", f"{raw['scoring_func']!r} is not supported; supported: sigmoid")
     config = parse_deepseek(read, generation)
-    own = fields.section("linear_attn_config") or Fields({}, fields.source)
-    delta = _delta(fields, own)
-    states = tuple(i for i, kind in enumerate(_kinds(fields, own, config.num_layers)) if kind == _LINEAR)
+    heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
+    taps = read.integer("linear_conv_kernel_dim")
+    delta = DeltaConfig(heads, heads, width, width, taps, joined=False, by_channel=True)
+    states = tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == _LINEAR)
     return replace(
         config,
         rope=replace(config.rope, kind="none"),
@@ -45,19 +59,11 @@ def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     )
 
 
-def _delta(fields: Fields, own: Fields) -> DeltaConfig:
-    heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", 32)
-    width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
-    taps = own.integer("short_conv_kernel_size", None, minimum=2)
-    taps = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
-    return DeltaConfig(heads, heads, width, width, taps, joined=False, by_channel=True)
-
-
 def _kinds(fields: Fields, own: Fields, layers: int) -> list[str]:
     """The kind of each layer: `layer_types`, or the published lists, whose first layer is 1."""
     kinds = fields.raw.get("layer_types")
     if kinds is None and own.has("full_attn_layers") and own.has("kda_layers"):
-        published = {i: _FULL for i in own.raw["full_attn_layers"]} | {i: _LINEAR for i in own.raw["kda_layers"]}
+        published = dict.fromkeys(own.raw["full_attn_layers"], _FULL) | dict.fromkeys(own.raw["kda_layers"], _LINEAR)
         kinds = [published.get(i + 1) for i in range(layers)]
     if kinds is None:
         kinds = [_FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]

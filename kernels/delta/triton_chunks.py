@@ -34,7 +34,8 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element, stride_of
 
 CHUNKS = {torch.float32: 32}
-"""Tokens of a chunk by activation dtype, 64 for others: products of float32 need more registers."""
+"""Tokens of a chunk by activation dtype, for others 64, or 32 with a decay for each channel: products of float32 need
+more registers, as do decays of channels."""
 _BLOCK, _COLUMNS = 16, 32
 """Tokens of a block that is inverted by substitution; columns of a value head of a program of `states_kernel`."""
 
@@ -109,6 +110,15 @@ def products_by_channel(
 
 
 @triton.jit
+def store_scaled(cell, next, live, q, k, of_q, of_k, total, last):
+    """q and k with their factors before S, and k with its factor behind u, `next` cells apart."""
+    grown = tl.exp(total)
+    tl.store(cell, (q * of_q * grown).to(cell.dtype.element_ty), live)
+    tl.store(cell + next, (k * of_k * grown).to(cell.dtype.element_ty), live)
+    tl.store(cell + 2 * next, (k * of_k * tl.exp(last - total)).to(cell.dtype.element_ty), live)
+
+
+@triton.jit
 def system_kernel(
     taken, b, a, a_log, dt_bias, bounds, solve, scores, scales, scaled, b_stride, a_stride,
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, MIXED: tl.constexpr, EPS: tl.constexpr,
@@ -132,9 +142,8 @@ def system_kernel(
     of_q, of_k = tl.sum(q.to(tl.float32) * q, 1), tl.sum(k.to(tl.float32) * k, 1)
     of_q = tl.rsqrt(of_q + EPS) * tl.rsqrt(tl.full((), KEY, tl.float32))
     of_k = tl.rsqrt(of_k + EPS)
-    beta = 1.0 / (
-        1.0 + tl.exp(-tl.load(b + (begin + at) * b_stride + group * B_BETWEEN + place, live, 0.0).to(tl.float32))
-    )
+    beta = tl.load(b + (begin + at) * b_stride + group * B_BETWEEN + place, live, 0.0).to(tl.float32)
+    beta = 1.0 / (1.0 + tl.exp(-beta))
     beta = tl.where(live, beta.to(b.dtype.element_ty).to(tl.float32), 0.0)
     channel = tl.arange(0, BLOCK_W)
     held = live[:, None] & (channel < DECAYS)[None, :]
@@ -145,6 +154,7 @@ def system_kernel(
     total = tl.cumsum(decay, 0)  # G
     last = tl.sum(decay, 0)
     rows, columns = at[:, None], at[None, :]
+    target = (chunk * HEADS + head) * CHUNK
     if DECAYS == 1:
         sums = tl.sum(total, 1)
         between = tl.exp(tl.where(columns <= rows, sums[:, None] - sums[None, :], float("-inf")))
@@ -152,11 +162,13 @@ def system_kernel(
         queries = tl.dot(q, turned, input_precision=PRECISION) * between
         keys = tl.dot(k, turned, input_precision=PRECISION) * between
     else:
+        cell = scaled + (3 * target + rows) * KEY + key[None, :]
+        store_scaled(cell, CHUNK * KEY, (key < KEY)[None, :], q, k, of_q[:, None], of_k[:, None], total, last[None, :])
+        tl.store(scales + (chunk * HEADS + head) * KEY + key, tl.exp(last), key < KEY)
         queries, keys = products_by_channel(q, k, total, CHUNK, BLOCK, BLOCK_K, PRECISION)
         queries = tl.where(columns <= rows, queries, 0.0)
     below = keys * (beta * of_k)[:, None] * of_k[None, :]
     found = inverse_of(tl.where(columns < rows, below, 0.0), CHUNK, BLOCK, PRECISION) * beta[None, :]
-    target = (chunk * HEADS + head) * CHUNK
     square = target * CHUNK + rows * CHUNK + columns
     tl.store(solve + square, found.to(solve.dtype.element_ty))
     products = queries * of_q[:, None] * of_k[None, :]
@@ -168,14 +180,6 @@ def system_kernel(
         tl.store(factor + CHUNK, of_k * tl.exp(sums))
         tl.store(factor + 2 * CHUNK, of_k * tl.exp(final - sums))
         tl.store(factor + 3 * CHUNK, tl.exp(final) + tl.zeros_like(sums))
-    else:
-        place_scaled = scaled + (3 * target + rows) * KEY + key[None, :]
-        whole, kind = (key < KEY)[None, :], scaled.dtype.element_ty
-        tl.store(place_scaled, (q * of_q[:, None] * tl.exp(total)).to(kind), whole)
-        tl.store(place_scaled + CHUNK * KEY, (k * of_k[:, None] * tl.exp(total)).to(kind), whole)
-        left = k * of_k[:, None] * tl.exp(last[None, :] - total)
-        tl.store(place_scaled + 2 * CHUNK * KEY, left.to(kind), whole)
-        tl.store(scales + (chunk * HEADS + head) * KEY + key, tl.exp(last), key < KEY)
 
 
 @triton.jit
@@ -242,7 +246,7 @@ def run_chunks(
 ) -> None:  # fmt: skip
     """The delta rule of runs of at least `shortest` tokens. taken [T, Hk, C] after the convolution, b and a as in
     `DeltaInputs`, out [T, Hv, Dv]; stores states in memory."""
-    size = _chunk(taken.dtype)
+    size = _chunk(shape, taken.dtype)
     chunks = runs.chunks(shortest, size)
     if not chunks.num:
         return
@@ -262,8 +266,8 @@ def run_chunks(
     )  # fmt: skip
 
 
-def _chunk(dtype: torch.dtype) -> int:
-    return CHUNKS.get(dtype, 64)
+def _chunk(shape: DeltaShape, dtype: torch.dtype) -> int:
+    return CHUNKS.get(dtype, 64 if shape.decays == 1 else 32)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -281,15 +285,15 @@ def decay_constants(shape: DeltaShape, b_between: int, a_between: int) -> dict[s
 def _system_constants(shape: DeltaShape, dtype: torch.dtype, b_between: int, a_between: int) -> dict[str, Any]:
     return {
         "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "MIXED": shape.mixed,
-        "EPS": LENGTH_EPS, "CHUNK": _chunk(dtype), "BLOCK": _BLOCK, "BLOCK_K": max(16, next_power_of_2(shape.key)),
-        "PRECISION": _precision(dtype), **decay_constants(shape, b_between, a_between),
+        "EPS": LENGTH_EPS, "CHUNK": _chunk(shape, dtype), "BLOCK": _BLOCK,
+        "BLOCK_K": max(16, next_power_of_2(shape.key)), "PRECISION": _precision(dtype), **decay_constants(shape, b_between, a_between),
     }  # fmt: skip
 
 
 def _states_constants(shape: DeltaShape, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "VALUE": shape.value,
-        "MIXED": shape.mixed, "CHUNK": _chunk(dtype), "BLOCK_K": max(16, next_power_of_2(shape.key)),
+        "MIXED": shape.mixed, "CHUNK": _chunk(shape, dtype), "BLOCK_K": max(16, next_power_of_2(shape.key)),
         "BLOCK_V": min(_COLUMNS, max(16, next_power_of_2(shape.value))), "PRECISION": _precision(dtype),
         "DECAYS": shape.decays,
     }  # fmt: skip
