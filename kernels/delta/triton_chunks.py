@@ -286,7 +286,8 @@ def _system_constants(shape: DeltaShape, dtype: torch.dtype, b_between: int, a_b
     return {
         "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "MIXED": shape.mixed,
         "EPS": LENGTH_EPS, "CHUNK": _chunk(shape, dtype), "BLOCK": _BLOCK,
-        "BLOCK_K": max(16, next_power_of_2(shape.key)), "PRECISION": _precision(dtype), **decay_constants(shape, b_between, a_between),
+        "BLOCK_K": max(16, next_power_of_2(shape.key)), "PRECISION": _precision(dtype),
+        **decay_constants(shape, b_between, a_between),
     }  # fmt: skip
 
 
