@@ -69,7 +69,5 @@ class KimiDeltaAttention(GatedDeltaNet):
         else:
             narrow = self._ba(hidden)
         decay, gate, b = narrow.split((shape.key, shape.key, shape.key_heads), 1)
-        mixed, z, a = (
-            x.unflatten(1, (shape.key_heads, -1)) for x in (wide, self._gate(gate), self._decay(decay))
-        )
+        mixed, z, a = (x.unflatten(1, (shape.key_heads, -1)) for x in (wide, self._gate(gate), self._decay(decay)))
         return DeltaInputs(mixed, z, b.unsqueeze(2), a)
