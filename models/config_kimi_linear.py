@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import DeltaConfig, ModelConfig, StateGroup
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.state_config import DeltaConfig, StateGroup
 
 _PUBLISHED = {
     "num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts",

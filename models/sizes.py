@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from moe_engine.models.compressed_config import CompressedConfig
-from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.tensors import (
     BIASES,
     EMBEDDING,

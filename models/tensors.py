@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
-from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"

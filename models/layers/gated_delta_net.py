@@ -16,10 +16,11 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import DeltaConfig, ModelConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import Projection, format_for, load_linear, load_stacked
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
