@@ -52,7 +52,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
-    "kimi_linear": {"num_hidden_layers": 2},  # states beside a latent cache, products of low rank
+    "kimi_linear": {},  # states beside a latent cache, products of low rank
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
