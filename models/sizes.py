@@ -249,8 +249,6 @@ def _sum_of(
         else:
             plain += held
     rotary = sum(rope.num_rows(config.context_length) * rope.width for rope in config.ropes)
-    if isinstance(config.attention, CompressedConfig):
-        rotary *= 2  # and the tables of the opposite rotations
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 

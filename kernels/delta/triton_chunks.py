@@ -126,7 +126,7 @@ def system_kernel(
     DECAYS: tl.constexpr, BLOCK_W: tl.constexpr, BOUND: tl.constexpr,
     B_BETWEEN: tl.constexpr, A_BETWEEN: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and a value head: solve = (1 + A)^-1 diag(beta) and scores = q k^T exp(G_i - G_j), [N, Hv, c, c];
+    """One chunk and value head: solve = (1 + A)^-1 diag(beta) and scores = q k^T exp(G_i - G_j), [N, Hv, c, c];
     scales [N, Hv, 4, c] float32: the factors of q and k before S, of k behind u, and exp(G_last). With a decay for each
     channel: scaled [N, Hv, 3, c, KEY], q and k with these factors, and scales [N, Hv, KEY] = exp(G_last).
     Grid (N, Hv)."""
@@ -271,7 +271,7 @@ def _chunk(shape: DeltaShape, dtype: torch.dtype) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of products of float32 values: near float32, or no worse than the activations."""
+    """Precision of products of float32 values: near float32, or no worse than the activations."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
