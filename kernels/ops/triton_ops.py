@@ -96,8 +96,8 @@ class TritonOps:
     def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         return triton_norm.silu_and_mul(gate_up, limit)
 
-    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table)
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
+        triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table, inverse)
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         triton_rotary.rotate(x[..., : table.width], positions, table)
