@@ -37,7 +37,7 @@ class Generation:
         rid: the client's id, used by aborts, logs and responses; `request.rid` is the engine's.
         index: position among the sequences of the request, prompt-major.
         prompt_index: index of its prompt in the request.
-        prompt_ids: of the client's prompt, if the engine has others in the place of image tokens.
+        prompt_ids: of the client's prompt, if the engine has others instead of image tokens.
         live: detokenize incrementally (a stream, or stop strings); otherwise once, at the end.
         interval: tokens between two pieces of a stream.
         observed: report it to metrics and request log.
