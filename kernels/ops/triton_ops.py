@@ -9,7 +9,14 @@ from torch import Tensor
 
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
-from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops import (
+    triton_absorb,
+    triton_fp8_cache,
+    triton_norm,
+    triton_rotary,
+    triton_router,
+    triton_streams,
+)
 from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
@@ -47,7 +54,7 @@ class TritonOps:
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
-            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows),
+            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), mix_streams=triton_streams.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
