@@ -31,4 +31,4 @@ class RopeConfig:
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + query_beta * ln(1 + floor(p / original_max_position))."""
     axes: tuple[int, ...] = ()
-    """Of each pair: the axis of a token's position that rotates it (0: frame, 1: row, 2: column); (): one axis."""
+    """The axis of a token's position that rotates each pair (0: frame, 1: row, 2: column); (): one axis."""

@@ -245,8 +245,6 @@ def _sum_of(
         else:
             plain += held
     rotary = config.context_length * sum(rope.width for rope in config.ropes)
-    if isinstance(config.attention, CompressedConfig):
-        rotary *= 2  # and the tables of the opposite rotations
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 

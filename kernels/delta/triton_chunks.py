@@ -68,7 +68,7 @@ def system_kernel(
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, MIXED: tl.constexpr, EPS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and a value head: solve = (1 + A)^-1 diag(beta) and scores = q k^T exp(G_i - G_j), [N, Hv, c, c];
+    """One chunk and value head: solve = (1 + A)^-1 diag(beta) and scores = q k^T exp(G_i - G_j), [N, Hv, c, c];
     scales [N, Hv, 4, c] float32: the factors of q and k before S, of k behind u, and exp(G_last). Grid (N, Hv)."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HEADS: tl.constexpr = KEY_HEADS * SHARED
@@ -183,7 +183,7 @@ def _chunk(dtype: torch.dtype) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of products of float32 values: near float32, or no worse than the activations."""
+    """Precision of products of float32 values: near float32, or no worse than the activations."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 

@@ -56,14 +56,14 @@ static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t
 
 // ---- rotary embedding ----
 
-template <class T>
+template <bool INVERSE, class T>
 static void rotate(T* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table, int64_t width,
                    bool interleaved, int64_t tokens, int64_t heads) {
   parallel_ranges(tokens, double(heads * width) * 0.3, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++)
       for (int64_t h = 0; h < heads; h++) {
         T* row = x + t * x_token + h * x_head;
-        rotate_row(row, row, table + positions[t] * width, width, interleaved);
+        rotate_row<INVERSE>(row, row, table + positions[t] * width, width, interleaved);
       }
   });
 }
@@ -323,9 +323,13 @@ API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* ou
 }
 
 API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table,
-                    int64_t width, int interleaved, int64_t tokens, int64_t heads) {
+                    int64_t width, int interleaved, int inverse, int64_t tokens, int64_t heads) {
   typed(is_bf16, [&](auto a) {
-    rotate(OUT(decltype(a), x), x_token, x_head, positions, table, width, interleaved, tokens, heads);
+    auto* rows = OUT(decltype(a), x);
+    if (inverse)
+      rotate<true>(rows, x_token, x_head, positions, table, width, interleaved, tokens, heads);
+    else
+      rotate<false>(rows, x_token, x_head, positions, table, width, interleaved, tokens, heads);
   });
 }
 

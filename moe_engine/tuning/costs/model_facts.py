@@ -92,7 +92,7 @@ class ModelFacts:
 
     @property
     def kernels(self) -> int:
-        """Of a decode step in all layers."""
+        """Number of kernels of a decode step in all layers."""
         attention = sum(group.layers * group.kernels for group in self.attention)
         return attention + self.dense_layers * MLP + self.moe_layers * (ROUTED + MLP * bool(self.shared))
 
