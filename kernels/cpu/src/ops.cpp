@@ -156,15 +156,6 @@ static INLINE void best_of(const float* values, int32_t n, int32_t count, int32_
   }
 }
 
-// log(1 + exp(x)) to float accuracy: with z = exp(-|x|), log(1 + z) is 2 artanh(z / (2 + z)), whose argument is at most
-// 1/3.
-static INLINE F16 softplus(const F16& x) {
-  const F16 z = exp(min(x, zero() - x)), s = z / (z + set1(2.f)), square = s * s;
-  F16 series = set1(2.f / 15);
-  for (int k = 13; k > 0; k -= 2) series = fma(series, square, set1(2.f / float(k)));
-  return fma(series, s, max(zero(), x));
-}
-
 // index: the K best experts by score and bias, of the best groups.
 static void best_experts(const float* scores, const float* bias, const Router& r, float* room, int32_t* index) {
   const int32_t n = r.experts;
