@@ -75,9 +75,8 @@ def resolve(
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     dtype = resolve_dtype(args, model, machine, record)
     kv_dtype = resolve_kv_dtype(args, dtype, record)
-    model = with_index_keys(args, model, device, dtype, record)
     lora = resolve_lora(args, model, machine, parallel.topology, dtype, adapters, record)
-    model = model.within(context_len := _context_len(args, model, record))
+    model = with_index_keys(args, model, device, dtype, record).within(context_len := _context_len(args, model, record))
     speculation, drafts = resolve_drafts(args, model, draft, context_len, parallel, device, record)
     part = own_part(machine, parallel)
     found = checkpoint, speculation, drafts, parallel, experts, lora
